@@ -1,0 +1,101 @@
+"""Counters in shared memory that one process writes and others wait for.
+
+A `Counter` is a 64-bit number on a cache line of its own with a single writer. An aligned 8-byte store publishes it; on
+x86-64 stores become visible in order, so whatever was written to shared memory before `set` is visible to whoever has
+seen the new value. Waiting spins briefly, then sleeps in `futex` on the low 32 bits; `ctypes` releases the GIL there.
+Other processors order stores differently, and plain Python has no fence: `supported()` is False there and the engine
+uses torch.distributed instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+__all__ = ["LINE_BYTES", "Counter", "supported"]
+
+LINE_BYTES = 64
+
+_SYS_FUTEX = 202
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+_EVERYBODY = 2**31 - 1
+# A sleeping waiter looks up this often to ask its guard whether the peer it waits for is still alive.
+_SLICE_S = 0.05
+# Two cores and two busy ranks: a long spin steals the core from the peer that is waited for.
+_SPINS = 60
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_slice = _Timespec(int(_SLICE_S), int(_SLICE_S % 1 * 1e9))
+_slice_pointer = ctypes.byref(_slice)
+_none = ctypes.c_void_p(None)
+_wait_call = ctypes.CDLL(None, use_errno=True).syscall  # releases the GIL: the wait may be long
+_wake_call = ctypes.PyDLL(None).syscall  # keeps the GIL: the call is short, and handing the GIL over costs more
+
+
+@lru_cache(maxsize=1)
+def supported() -> bool:
+    """Whether this machine orders stores as `Counter` needs and has futex."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"
+
+
+class Counter:
+    """One 64-bit number in shared memory. Only its owner may `set` it; anybody may read it or wait for it."""
+
+    __slots__ = ("_address", "_word")
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        assert offset % 8 == 0, offset
+        # from_buffer keeps the mapping alive as long as this counter.
+        self._word = ctypes.c_int64.from_buffer(memory, offset)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+
+    @property
+    def value(self) -> int:
+        return self._word.value
+
+    def set(self, value: int) -> None:
+        """Publish `value` and wake every waiter."""
+        self._word.value = value
+        _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _EVERYBODY, _none, _none, 0)
+
+    def wait_beyond(self, seen: int) -> None:
+        """Sleep until the value differs from `seen`, or for one short slice; the caller loops and checks."""
+        word = self._word
+        for _ in range(_SPINS):
+            if word.value != seen:
+                return
+        _wait_call(_SYS_FUTEX, self._address, _FUTEX_WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), _slice_pointer, _none, 0)
+
+    def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
+        """Wait until the value is at least `target`.
+
+        `guard` is called while waiting and raises when waiting has become pointless (a peer died, a shutdown);
+        after `limit_s` seconds TimeoutError names `what`.
+        """
+        word = self._word
+        for _ in range(_SPINS):
+            if word.value >= target:
+                return
+        deadline = time.monotonic() + limit_s
+        while True:
+            seen = word.value
+            if seen >= target:
+                return
+            guard()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
+            _wait_call(
+                _SYS_FUTEX, self._address, _FUTEX_WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), _slice_pointer, _none, 0
+            )
+
+

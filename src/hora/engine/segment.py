@@ -1,0 +1,86 @@
+"""Memory shared by the ranks of one host.
+
+A segment is an anonymous memory file: it has no name in any file system, so a SIGKILL anywhere leaves nothing behind
+and the size of `/dev/shm` is no limit. Its descriptor travels over a local socket (`mesh`). The bytes are reserved when
+it is made, so a full machine is an error here and never a SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["PAGE_BYTES", "Segment", "aligned"]
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def aligned(num_bytes: int, to_bytes: int = PAGE_BYTES) -> int:
+    """The smallest multiple of `to_bytes` that holds `num_bytes`."""
+    return -(-num_bytes // to_bytes) * to_bytes
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A mapped piece of shared memory. `descriptor` is kept open by its creator only, to hand it to peers."""
+
+    memory: mmap.mmap
+    num_bytes: int
+    descriptor: int | None = None
+
+    @classmethod
+    def create(cls, num_bytes: int, *, label: str = "hora") -> Segment:
+        """A zeroed segment. MemoryError says how much was asked for when the machine has not that much."""
+        num_bytes = aligned(max(num_bytes, 1))
+        descriptor = _anonymous_file(label)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            memory = mmap.mmap(descriptor, num_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise MemoryError(
+                    f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label}: {error.strerror}; free memory, "
+                    "start fewer ranks on this host, or set HORA_TRANSPORT=gloo to do without shared memory"
+                ) from error
+            raise
+        return cls(memory, num_bytes, descriptor)
+
+    @classmethod
+    def attach(cls, descriptor: int) -> Segment:
+        """Map a segment whose descriptor a peer sent; the descriptor is closed."""
+        try:
+            num_bytes = os.fstat(descriptor).st_size
+            return cls(mmap.mmap(descriptor, num_bytes), num_bytes)
+        finally:
+            os.close(descriptor)
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat view of `count` elements at `offset`. It keeps the mapping alive."""
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, offset=offset, count=count)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory itself goes when the last view of it does."""
+        if self.descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self.descriptor)
+            object.__setattr__(self, "descriptor", None)
+        with contextlib.suppress(BufferError):  # tensors still look into it; the last of them unmaps it
+            self.memory.close()
+
+
+def _anonymous_file(label: str) -> int:
+    try:
+        return os.memfd_create(label, os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        descriptor, path = tempfile.mkstemp(prefix=f"{label}-")
+        os.unlink(path)
+        return descriptor

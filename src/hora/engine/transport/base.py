@@ -1,0 +1,66 @@
+"""What every transport can do: carry out one agreed batch among the members of one process set.
+
+The engine has already made sure that every member calls the same method with matching arguments. A transport moves and
+reduces bytes, nothing else: names, readiness, errors between ranks and handles are the engine's business.
+
+All tensors are flat (1-D), contiguous and of one dtype per call. "Member" means index within the process set, which is
+not the global rank. Reductions combine members in the order 0, 1, 2, … for every element, whoever computes it, so that
+results are bit-identical on all ranks and do not depend on fusion or on how work is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["Guard", "Transport"]
+
+# Raises HorovodInternalError when waiting has become pointless: a peer is dead, or the runtime was shut down.
+Guard = Callable[[], None]
+Tensors = Sequence[torch.Tensor]
+
+
+class Transport(Protocol):
+    """One per process set and device type. Calls come from one thread at a time, in the same order on all members."""
+
+    name: str
+
+    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
+        """Reduce several tensors as one. `outputs[i]` may be `inputs[i]`; `op` is a reduce op, Adasum excluded.
+
+        Average divides by the number of members. Arithmetic is that of `arithmetic.py`.
+        """
+
+    def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
+        """Adasum, each tensor by itself."""
+
+    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
+        """`outputs[i]` receives everybody's `inputs[i]` in member order; `counts[i][m]` elements come from member m."""
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        """Copy the tensors of member `root` into everybody's, in place."""
+
+    def alltoall(
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> None:
+        """Send `send_counts[m]` elements to member m; receive `receive_counts[m]` from member m, in member order."""
+
+    def reducescatter(
+        self,
+        inputs: Tensors,
+        outputs: Tensors,
+        counts: Sequence[Sequence[int]],
+        *,
+        op: int,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Reduce, and keep the own part: member m gets `counts[i][m]` elements of tensor i, in member order."""
+
+    def barrier(self) -> None:
+        """Return when every member has called."""
+
+    def close(self) -> None:
+        """Release what the transport holds. Called once; other members may be gone already."""

@@ -1,0 +1,96 @@
+"""Every exception a user can see. No logic lives here; everything may import it.
+
+All of them survive pickling, because they travel from workers to the caller.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "JobFailedError",
+    "StartTimeoutError",
+    "get_version_mismatch_message",
+]
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective could not complete: a peer is lost, ranks disagree, or the runtime has been shut down.
+
+    Elastic training catches this one, restores the last commit and goes on.
+    """
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The set of hosts changed; an elastic loop re-initialises. `skip_sync`: only removals, state is current."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+    def __str__(self) -> str:
+        return f"the set of hosts was updated (skip_sync={self.skip_sync})"
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """The text of `HorovodVersionMismatchError`."""
+    return (
+        f"Framework {name} installed with version {installed_version} but found version {version}.\n"
+        f"This can result in unexpected behavior including runtime errors.\n"
+        f"Reinstall Hora in an environment whose {name} version stays the same."
+    )
+
+
+class HorovodVersionMismatchError(ImportError):
+    """The framework in use is not the one the package was installed for."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (str(self.name), self.version, self.installed_version)
+
+
+class AuthenticationError(ConnectionError):
+    """A peer on the control plane did not prove that it holds the job's secret."""
+
+
+class StartTimeoutError(TimeoutError):
+    """Workers did not start, or did not meet, within the start timeout."""
+
+
+class JobFailedError(RuntimeError):
+    """A worker of a job failed. Carries which one, its exit code, its own traceback and the end of its output."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        exit_code: int | None = None,
+        remote_traceback: str | None = None,
+        log_tail: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.remote_traceback = remote_traceback
+        self.log_tail = log_tail
+
+    def __reduce__(self) -> tuple[object, tuple[str, dict[str, object]]]:
+        state: dict[str, object] = {
+            "rank": self.rank,
+            "exit_code": self.exit_code,
+            "remote_traceback": self.remote_traceback,
+            "log_tail": self.log_tail,
+        }
+        return _rebuild_job_failed, (str(self.args[0]), state)
+
+
+def _rebuild_job_failed(message: str, state: dict[str, object]) -> JobFailedError:
+    return JobFailedError(message, **state)  # type: ignore[arg-type]

@@ -1,0 +1,221 @@
+"""Who am I: a process's place in a job, read from the environment that some launcher prepared.
+
+`World.from_env` understands Hora / Horovod, torchrun, Open MPI / PMI and Slurm variables, in this order; with none of
+them a process is a world of one. This module and `config` are the only ones that read the environment.
+It opens no connection: the engine does that, with the `Meeting` found here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Meeting", "World"]
+
+# (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
+_FOREIGN = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a world find one another.
+
+    `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the secret is read from `secret_file`),
+    `tcp` (a torch TCPStore at `address`, hosted by the launcher or by rank 0) or `none` (a world of one).
+    """
+
+    kind: str = "none"
+    address: str = ""
+    port: int = 0
+    secret_file: str = ""
+    job: str = ""
+    host_store: bool = False
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A process's place in a job."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    hostname: str = "localhost"
+    generation: int = 0
+    elastic: bool = False
+    launcher: str = "none"
+    meeting: Meeting = Meeting()
+
+    def __post_init__(self) -> None:
+        for rank, size, what in (
+            (self.rank, self.size, ""),
+            (self.local_rank, self.local_size, "local "),
+            (self.cross_rank, self.cross_size, "cross "),
+        ):
+            if size < 1:
+                raise ValueError(f"the {what}size of the world must be at least 1, but it is {size} ({self.launcher} variables)")
+            if not 0 <= rank < size:
+                raise ValueError(
+                    f"the {what}rank must lie in 0..{size - 1}, but it is {rank} with {what}size {size} "
+                    f"({self.launcher} variables); check what the launcher set"
+                )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
+        """This process's world. Raises ValueError, naming the variable, for nonsense in the environment."""
+        env = os.environ if environ is None else environ
+        if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
+            return _from_horovod(env)
+        for launcher, rank_name, size_name, local_rank_name, local_size_name in _FOREIGN:
+            if rank_name in env or size_name in env:
+                if launcher == "slurm" and not _is_slurm_step(env):
+                    continue
+                return _from_foreign(env, launcher, rank_name, size_name, local_rank_name, local_size_name)
+        return cls()
+
+    def to_env(self) -> dict[str, str]:
+        """The variables from which `from_env` rebuilds this world in a worker (the secret itself is not among them)."""
+        env = {
+            "HOROVOD_RANK": str(self.rank),
+            "HOROVOD_SIZE": str(self.size),
+            "HOROVOD_LOCAL_RANK": str(self.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(self.local_size),
+            "HOROVOD_CROSS_RANK": str(self.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(self.cross_size),
+            "HOROVOD_HOSTNAME": self.hostname,
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HORA_GENERATION": str(self.generation),
+        }
+        if self.elastic:
+            env["HOROVOD_ELASTIC"] = "1"
+        if self.meeting.kind == "hora":
+            env["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = self.meeting.address
+            env["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.meeting.port)
+            env["HORA_JOB"] = self.meeting.job
+            env["HORA_SECRET_FILE"] = self.meeting.secret_file
+        return env
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise ValueError(f"{name} is not set although its partner variable is; set both or neither")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, but it is {text!r}") from None
+
+
+def _from_horovod(env: Mapping[str, str]) -> World:
+    rank, size = _integer(env, "HOROVOD_RANK"), _integer(env, "HOROVOD_SIZE")
+    meeting = Meeting()
+    if env.get("HORA_SECRET_FILE"):
+        meeting = Meeting(
+            kind="hora",
+            address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
+            port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+            secret_file=env["HORA_SECRET_FILE"],
+            job=env.get("HORA_JOB", ""),
+        )
+    elif size > 1:
+        meeting = _tcp_meeting(env, rank, "horovod")
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=_integer(env, "HOROVOD_LOCAL_RANK", rank),
+        local_size=_integer(env, "HOROVOD_LOCAL_SIZE", size),
+        cross_rank=_integer(env, "HOROVOD_CROSS_RANK", 0),
+        cross_size=_integer(env, "HOROVOD_CROSS_SIZE", 1),
+        hostname=env.get("HOROVOD_HOSTNAME", "localhost"),
+        generation=_integer(env, "HORA_GENERATION", 0),
+        elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0,
+        launcher="hora" if meeting.kind == "hora" else "horovod",
+        meeting=meeting,
+    )
+
+
+def _from_foreign(
+    env: Mapping[str, str], launcher: str, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
+) -> World:
+    rank, size = _integer(env, rank_name), _integer(env, size_name)
+    if launcher == "slurm":
+        local_size = _slurm_local_size(env, size)
+    else:
+        local_size = _integer(env, local_size_name, size)
+    local_rank = _integer(env, local_rank_name, rank % max(local_size, 1))
+    # Foreign launchers place equal blocks of ranks on each host, which makes the host's index a division.
+    cross_rank = _integer(env, "GROUP_RANK", rank // max(local_size, 1))
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        cross_rank=cross_rank,
+        cross_size=max(-(-size // max(local_size, 1)), cross_rank + 1),
+        hostname=socket.gethostname(),
+        launcher=launcher,
+        meeting=_tcp_meeting(env, rank, launcher) if size > 1 else Meeting(),
+    )
+
+
+def _is_slurm_step(env: Mapping[str, str]) -> bool:
+    # Inside `sbatch` / `salloc` but outside `srun` the job variables exist although only one process runs.
+    return "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
+
+
+def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
+    text = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    head = text.split("(")[0].split(",")[0]  # "4(x2)" means four tasks on each of two nodes
+    return int(head) if head.isdigit() else size
+
+
+def _first_slurm_host(nodelist: str) -> str:
+    head, bracket, rest = nodelist.partition("[")
+    if not bracket:
+        return head.split(",")[0]
+    if "," in head:
+        return head.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str) -> Meeting:
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if address and port:
+        # torchrun's agent already runs a store there; everybody else expects rank 0 to open it.
+        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+        return Meeting(
+            kind="tcp",
+            address=address,
+            port=_integer(env, "MASTER_PORT"),
+            job=env.get("TORCHELASTIC_RUN_ID", launcher),
+            host_store=rank == 0 and not agent_store,
+        )
+    job = env.get("SLURM_JOB_ID") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or env.get("PMI_JOBID")
+    if launcher == "slurm" and job:
+        nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
+        address = _first_slurm_host(nodelist) or "127.0.0.1"
+    elif job:
+        address = "127.0.0.1"
+    else:
+        raise ValueError(
+            f"the {launcher} variables describe a world of several ranks but not where they meet: set MASTER_ADDR and "
+            "MASTER_PORT to a host and a free port of rank 0, or start the job with horovodrun"
+        )
+    port_number = 20000 + sum((i + 1) * b for i, b in enumerate(str(job).encode())) % 20000
+    return Meeting(kind="tcp", address=address, port=port_number, job=str(job), host_store=rank == 0)
