@@ -1,0 +1,49 @@
+# Everything a newcomer or CI types. A plain `python3` is enough: the rest is installed into .venv, once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench chaos clean
+
+help:
+	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
+	@echo "make test     lint, types and every test"
+	@echo "make lint     ruff (lint, format) and mypy only"
+	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
+	@echo "make chaos    kill, stop and cut things off, and look at what is left"
+	@echo "make setup    only the virtual environment in $(VENV)"
+
+setup: $(STAMP)
+
+# torch first and pinned: a later `pip install` then finds it there and does not look for another one.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/hora demo penguins
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+chaos: $(STAMP)
+	$(BIN)/python -m pytest tests/integration -k "kill or chaos or orphan or netns"
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse
