@@ -1,0 +1,176 @@
+"""The nouns of launching: what a job is, where its workers go, how it ended, what a launcher can do.
+
+Nothing here starts a process or opens a socket. Command lines, `runner.run` and the Spark side build a `Job`;
+`controller.run_job(job, launcher)` carries it out; launchers (local, ssh, Spark) implement `Launcher`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Protocol
+
+from hora.world import Meeting, World
+
+__all__ = [
+    "Job",
+    "JobResult",
+    "LaunchEvents",
+    "Launcher",
+    "OutputOptions",
+    "Slot",
+    "WorkerExit",
+    "WorkerSpec",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A place for one worker. The fields are those of Horovod's SlotInfo."""
+
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int = 0
+    cross_size: int = 1
+
+    def world(self, meeting: Meeting, *, generation: int = 0, elastic: bool = False) -> World:
+        """The World of the worker in this slot."""
+        return World(
+            rank=self.rank,
+            size=self.size,
+            local_rank=self.local_rank,
+            local_size=self.local_size,
+            cross_rank=self.cross_rank,
+            cross_size=self.cross_size,
+            hostname=self.hostname,
+            generation=generation,
+            elastic=elastic,
+            launcher="hora",
+            meeting=meeting,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where the workers' output goes.
+
+    `stdout` / `stderr`: streams (text or binary) that receive the lines; None is this process's own at the
+    time of the run. `console=False` shows nothing there (files and log tails still get the lines).
+    `directory`: also write `<directory>/rank.<r>/{stdout,stderr}`.
+    """
+
+    prefix: bool = True
+    timestamp: bool = False
+    console: bool = True
+    directory: str | None = None
+    stdout: IO[Any] | None = None
+    stderr: IO[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run and where. Exactly one of `command` (an argv) and `function` is given.
+
+    `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
+    connection. `env` is what workers get besides their place in the world: local workers get exactly this,
+    remote ones get it on top of their login environment. Secrets never belong in it.
+    """
+
+    slots: tuple[Slot, ...]
+    command: tuple[str, ...] = ()
+    function: bytes | None = field(default=None, repr=False)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cwd: str | None = None
+    executable: str = sys.executable
+    output: OutputOptions = OutputOptions()
+    start_timeout_s: float = 30.0
+    grace_s: float = 5.0
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == (self.function is not None):
+            raise ValueError("a job needs either a command or a function, and not both")
+        ranks = [slot.rank for slot in self.slots]
+        if not ranks or ranks != list(range(len(ranks))):
+            raise ValueError(f"the slots of a job must have ranks 0, 1, 2, …, but they are {ranks}")
+        if self.start_timeout_s <= 0:
+            raise ValueError(f"the start timeout must be positive, but it is {self.start_timeout_s} s")
+
+    @property
+    def num_proc(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """One process for a launcher to start.
+
+    `worker` identifies the process for the whole job (its rank, in a job that never changes size). The
+    launcher must make `secret` readable for the process under a path named by `HORA_SECRET_FILE` (a memfd
+    in /proc, never a file on disk) and must add that variable to `env`; argv and environment never hold the
+    secret.
+    """
+
+    worker: int
+    slot: Slot
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    cwd: str | None = None
+    secret: bytes = field(repr=False)
+    grace_s: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerExit:
+    """How a worker process ended. Death by signal s is code 128 + s. `reason`: why it never ran, if so."""
+
+    worker: int
+    code: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """A job that succeeded. `results[r]`: the cloudpickle of rank r's return value (None: a command)."""
+
+    job: str
+    exits: tuple[WorkerExit, ...]
+    results: tuple[bytes | None, ...] = field(repr=False)
+
+
+class LaunchEvents(Protocol):
+    """Where a launcher reports. The controller implements it; every method may be called from any thread."""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        """Some bytes of a worker's `stdout` or `stderr`. Blocks when the reader is slow."""
+
+    def started(self, worker: int) -> None:
+        """The worker's process runs."""
+
+    def exited(self, ended: WorkerExit) -> None:
+        """The worker's process has ended and all its output was reported. Exactly once for each worker."""
+
+
+class Launcher(Protocol):
+    """Starts processes somewhere, streams their output and ends them. Results do not come through here."""
+
+    @property
+    def bind_address(self) -> str:
+        """The local address on which the rendezvous listens for the workers (loopback if all are local)."""
+
+    @property
+    def advertised_address(self) -> str:
+        """The address under which the workers reach it. Usually the same."""
+
+    def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
+        """Start these processes; return without waiting for them. May be called again with others."""
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        """End these workers and their descendants: SIGTERM, SIGKILL after the grace time. Does not wait."""
+
+    def close(self) -> None:
+        """End whatever is left, wait for it and release everything. Idempotent."""
