@@ -1,0 +1,325 @@
+"""The authenticated wire: who may speak on the control plane, and how bytes become messages.
+
+Both ends prove with HMAC-SHA256 that they hold the job's secret before anything else is read; then every
+frame carries a MAC under a key that belongs to this connection and this direction and covers the frame's
+number, so that frames can be neither forged nor replayed nor reordered nor carried to another job. Contents
+are authenticated, not encrypted. A message is a small JSON header and a raw payload, cut into bounded
+frames: nothing here unpickles or evaluates.
+
+    client -> server   hello      magic, client nonce
+    server -> client   challenge  server nonce, server's proof
+    client -> server   proof      client's proof
+    both               frames     length, MAC(number, length, body), body
+
+The classes hold state and move no bytes (`rendezvous` drives them from its event loop, `Connection` from a
+blocking socket). What the messages mean is decided in `control` and `launch.rendezvous`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from hora.errors import AuthenticationError
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "MAX_HEADER_BYTES",
+    "MAX_PAYLOAD_BYTES",
+    "ClientHandshake",
+    "Connection",
+    "Header",
+    "Keys",
+    "Opener",
+    "Sealer",
+    "ServerHandshake",
+    "new_secret",
+    "tune",
+]
+
+Header = dict[str, Any]
+
+SECRET_BYTES = 32
+MAX_FRAME_BYTES = 256 * 1024
+MAX_HEADER_BYTES = 64 * 1024
+MAX_PAYLOAD_BYTES = 16 * 1024**3
+
+_MAGIC = b"HORA/1\r\n"
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
+_CHALLENGE_BYTES = _NONCE_BYTES + _MAC_BYTES
+_LENGTH = struct.Struct(">I")
+_NUMBER = struct.Struct(">Q")
+_PREFIX_BYTES = _LENGTH.size + _MAC_BYTES
+
+
+def new_secret() -> bytes:
+    """A fresh random secret for one job."""
+    return os.urandom(SECRET_BYTES)
+
+
+def tune(sock: socket.socket, *, silence_limit_s: int = 20) -> None:
+    """Small messages leave at once; a peer whose host has vanished is noticed within the silence limit.
+
+    The kernel answers keep-alive probes, so a process that is merely stopped or busy is not taken for dead.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(silence_limit_s // 4, 1))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(silence_limit_s // 4, 1))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_limit_s * 1000)
+
+
+class Keys:
+    """The proofs and the two directions' keys of one connection."""
+
+    def __init__(self, secret: bytes, job: str, client_nonce: bytes, server_nonce: bytes) -> None:
+        if len(secret) < SECRET_BYTES:
+            raise ValueError(f"a job's secret must have {SECRET_BYTES} bytes, but this one has {len(secret)}")
+        name = job.encode()
+        self._secret = secret
+        self._transcript = _MAGIC + _LENGTH.pack(len(name)) + name + client_nonce + server_nonce
+        self.server_proof = self._derive(b"server proof")
+        self.client_proof = self._derive(b"client proof")
+        self.to_server = self._derive(b"client to server")
+        self.to_client = self._derive(b"server to client")
+
+    def _derive(self, purpose: bytes) -> bytes:
+        return hmac.digest(self._secret, _LENGTH.pack(len(purpose)) + purpose + self._transcript, "sha256")
+
+
+class ServerHandshake:
+    """The server's half. It reads at most 72 bytes of a stranger and stores no more than these."""
+
+    def __init__(self, secret: bytes, job: str) -> None:
+        self._secret, self._job = secret, job
+        self._received = bytearray()
+        self.keys: Keys | None = None
+        self.done = False
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How many bytes may be read from the peer now."""
+        whole = _HELLO_BYTES if self.keys is None else _MAC_BYTES
+        return whole - len(self._received)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the peer (no more than `wanted_bytes`); returns what to answer."""
+        self._received += data
+        if self.keys is None and not _MAGIC.startswith(bytes(self._received[: len(_MAGIC)])):
+            raise AuthenticationError("it does not speak the control protocol")
+        if self.wanted_bytes > 0:
+            return b""
+        received, self._received = bytes(self._received), bytearray()
+        if self.keys is None:
+            nonce = os.urandom(_NONCE_BYTES)
+            self.keys = Keys(self._secret, self._job, received[len(_MAGIC) :], nonce)
+            return nonce + self.keys.server_proof
+        if not hmac.compare_digest(received, self.keys.client_proof):
+            raise AuthenticationError("it does not hold the job's secret")
+        self.done = True
+        return b""
+
+
+class ClientHandshake:
+    """The client's half: say `hello`, then answer the challenge."""
+
+    def __init__(self, secret: bytes, job: str) -> None:
+        self._secret, self._job = secret, job
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self.hello = _MAGIC + self._nonce
+        self.challenge_bytes = _CHALLENGE_BYTES
+
+    def answer(self, challenge: bytes) -> tuple[Keys, bytes]:
+        """The connection's keys and the proof to send. Raises AuthenticationError if the server has no
+        secret."""
+        keys = Keys(self._secret, self._job, self._nonce, challenge[:_NONCE_BYTES])
+        if not hmac.compare_digest(challenge[_NONCE_BYTES:], keys.server_proof):
+            raise AuthenticationError("the server does not hold this job's secret")
+        return keys, keys.client_proof
+
+
+class _Mac:
+    """Numbers and signs the frames of one direction."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def next(self, body: bytes | bytearray | memoryview) -> bytes:
+        mac = hmac.new(self._key, _NUMBER.pack(self._number) + _LENGTH.pack(len(body)), hashlib.sha256)
+        mac.update(body)
+        self._number += 1
+        return mac.digest()
+
+
+class Sealer:
+    """Turns messages into signed frames."""
+
+    def __init__(self, key: bytes) -> None:
+        self._mac = _Mac(key)
+
+    def frames(self, header: Header, payload: bytes | memoryview = b"") -> Iterator[bytes]:
+        """The frames of one message, made one at a time so that a large payload is never held twice.
+
+        All frames of a message must be sent before the next message's first.
+        """
+        view = memoryview(payload).cast("B")
+        if view.nbytes > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a message may carry {MAX_PAYLOAD_BYTES} bytes, but this one has {view.nbytes}")
+        text = json.dumps(header | {"_n": view.nbytes}, separators=(",", ":")).encode()
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValueError(f"a message's header may have {MAX_HEADER_BYTES} bytes, but it has {len(text)}")
+        taken = min(view.nbytes, MAX_FRAME_BYTES - _LENGTH.size - len(text))
+        yield self._frame(b"".join((_LENGTH.pack(len(text)), text, view[:taken])))
+        for start in range(taken, view.nbytes, MAX_FRAME_BYTES):
+            yield self._frame(view[start : start + MAX_FRAME_BYTES])
+
+    def _frame(self, body: bytes | memoryview) -> bytes:
+        return b"".join((_LENGTH.pack(len(body)), self._mac.next(body), body))
+
+
+class Opener:
+    """Turns received bytes back into messages; raises AuthenticationError at the first frame that is not
+    genuine."""
+
+    def __init__(self, key: bytes) -> None:
+        self._mac = _Mac(key)
+        self._buffer = bytearray()
+        self._header: Header | None = None
+        self._payload = bytearray()
+        self._missing = 0
+
+    def feed(self, data: bytes | memoryview) -> Iterator[tuple[Header, bytes]]:
+        """Messages completed by these bytes."""
+        self._buffer += data
+        while True:
+            if len(self._buffer) < _PREFIX_BYTES:
+                return
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME_BYTES:
+                raise AuthenticationError(
+                    f"a frame of {length} bytes was announced; the limit is {MAX_FRAME_BYTES}"
+                )
+            if len(self._buffer) < _PREFIX_BYTES + length:
+                return
+            with memoryview(self._buffer) as view:
+                mac, body = (
+                    bytes(view[_LENGTH.size : _PREFIX_BYTES]),
+                    bytes(view[_PREFIX_BYTES : _PREFIX_BYTES + length]),
+                )
+            del self._buffer[: _PREFIX_BYTES + length]
+            if not hmac.compare_digest(mac, self._mac.next(body)):
+                raise AuthenticationError("a frame carried a wrong signature")
+            message = self._take(body)
+            if message is not None:
+                yield message
+
+    def _take(self, body: bytes) -> tuple[Header, bytes] | None:
+        if self._header is None:
+            (length,) = _LENGTH.unpack_from(body)
+            if length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
+                raise AuthenticationError(
+                    f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}"
+                )
+            header = json.loads(body[_LENGTH.size : _LENGTH.size + length])
+            if not isinstance(header, dict) or not isinstance(header.get("_n"), int):
+                raise AuthenticationError("a message had no proper header")
+            self._header, self._missing = header, header.pop("_n")
+            body = body[_LENGTH.size + length :]
+        self._payload += body
+        self._missing -= len(body)
+        if self._missing < 0 or self._missing > MAX_PAYLOAD_BYTES:
+            raise AuthenticationError("a message's length does not match its header")
+        if self._missing:
+            return None
+        message = self._header, bytes(self._payload)
+        self._header, self._payload = None, bytearray()
+        return message
+
+
+class Connection:
+    """The client's end of an authenticated connection, on a blocking socket. One sender and one receiver at
+    a time."""
+
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+        self._sock = sock
+        self._sealer, self._opener = Sealer(keys.to_server), Opener(keys.to_client)
+        self._ready: deque[tuple[Header, bytes]] = deque()
+
+    @classmethod
+    def connect(cls, address: str, port: int, *, secret: bytes, job: str, timeout_s: float) -> Connection:
+        """Connect and prove one another's identity within the time limit."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return cls._attempt(address, port, secret, job, deadline)
+            except EOFError:
+                # A crowd of strangers can push a handshake out of the server's waiting room: come again.
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"{address}:{port} closed every connection during the handshake for {timeout_s:g} s"
+                    ) from None
+
+    @classmethod
+    def _attempt(cls, address: str, port: int, secret: bytes, job: str, deadline: float) -> Connection:
+        sock = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
+        try:
+            tune(sock)
+            handshake = ClientHandshake(secret, job)
+            sock.sendall(handshake.hello)
+            challenge = _receive_exactly(sock, handshake.challenge_bytes, deadline)
+            keys, proof = handshake.answer(challenge)
+            sock.sendall(proof)
+            sock.settimeout(None)
+        except ConnectionResetError:
+            sock.close()
+            raise EOFError from None
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock, keys)
+
+    def send(self, header: Header, payload: bytes | memoryview = b"") -> None:
+        for frame in self._sealer.frames(header, payload):
+            self._sock.sendall(frame)
+
+    def receive(self) -> tuple[Header, bytes]:
+        """The next message. Raises EOFError when the server has closed the connection."""
+        while not self._ready:
+            data = self._sock.recv(MAX_FRAME_BYTES)
+            if not data:
+                raise EOFError("the server closed the connection")
+            self._ready.extend(self._opener.feed(data))
+        return self._ready.popleft()
+
+    def shutdown(self) -> None:
+        """Wake a blocked receiver with EOFError. Harmless on a dead connection."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # already disconnected: nothing is left to wake
+            return
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    received = bytearray()
+    while len(received) < num_bytes:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        data = sock.recv(num_bytes - len(received))
+        if not data:
+            raise EOFError
+        received += data
+    return bytes(received)
