@@ -55,6 +55,7 @@ class World:
     cross_size: int = 1
     hostname: str = "localhost"
     generation: int = 0
+    worker: int = -1  # the process's number in its job, which stays when ranks change (-1: no Hora launcher)
     elastic: bool = False
     launcher: str = "none"
     meeting: Meeting = Meeting()
@@ -100,6 +101,8 @@ class World:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_GENERATION": str(self.generation),
         }
+        if self.worker >= 0:
+            env["HORA_WORKER"] = str(self.worker)
         if self.elastic:
             env["HOROVOD_ELASTIC"] = "1"
         if self.meeting.kind == "hora":
@@ -144,6 +147,7 @@ def _from_horovod(env: Mapping[str, str]) -> World:
         cross_size=_integer(env, "HOROVOD_CROSS_SIZE", 1),
         hostname=env.get("HOROVOD_HOSTNAME", "localhost"),
         generation=_integer(env, "HORA_GENERATION", 0),
+        worker=_integer(env, "HORA_WORKER", -1),
         elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0,
         launcher="hora" if meeting.kind == "hora" else "horovod",
         meeting=meeting,

@@ -37,8 +37,10 @@ class Slot:
     cross_rank: int = 0
     cross_size: int = 1
 
-    def world(self, meeting: Meeting, *, generation: int = 0, elastic: bool = False) -> World:
-        """The World of the worker in this slot."""
+    def world(
+        self, meeting: Meeting, *, worker: int | None = None, generation: int = 0, elastic: bool = False
+    ) -> World:
+        """The World of the worker in this slot. `worker`: its number, the rank unless given."""
         return World(
             rank=self.rank,
             size=self.size,
@@ -48,6 +50,7 @@ class Slot:
             cross_size=self.cross_size,
             hostname=self.hostname,
             generation=generation,
+            worker=self.rank if worker is None else worker,
             elastic=elastic,
             launcher="hora",
             meeting=meeting,
