@@ -1,0 +1,203 @@
+"""The command line and the config file of a launch, both made from the knobs of `options`.
+
+Not here: what a knob is called or may be (`options`), what a launch does (`controller`). Called by
+`horovodrun` and `hora run`. Flags win over the file wherever they stand; its unknown keys are ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hora.launch.knob import Knob, check
+from hora.launch.options import Options, knobs
+
+__all__ = ["build_parser", "parse", "read_config_file"]
+
+_SECTIONS = {
+    "job": "the job",
+    "hosts": "hosts",
+    "tuning": "tuning",
+    "autotune": "autotuning (exported with --autotune only)",
+    "elastic": "elastic jobs (--min-np or --host-discovery-script)",
+    "timeline": "timeline",
+    "stall check": "stall check",
+    "libraries": "libraries",
+    "logging": "logging",
+    "controller": "controller",
+}
+_CONTROLLERS = {"gloo": "use_gloo", "mpi": "use_mpi"}
+
+
+def parse(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    prog: str,
+    on_version: Callable[[], str],
+    on_check_build: Callable[[], str],
+) -> argparse.Namespace:
+    """Reads a command line and the config file it names; ValueError for values that cannot be meant.
+
+    The namespace has one attribute a knob, None where nothing was given. Bad flags end the process with
+    argparse's status 2; `--version` and `--check-build` print what their function returns and end it with 0.
+    """
+    parser = build_parser(prog=prog, on_version=on_version, on_check_build=on_check_build)
+    args = parser.parse_args(argv)
+    if args.command[:1] == ["--"]:
+        del args.command[0]
+    if args.config_file is not None:
+        for name, value in read_config_file(args.config_file).items():
+            chosen = name in _CONTROLLERS.values() and (args.use_gloo or args.use_mpi or args.use_jsrun)
+            if getattr(args, name) is None and not chosen:
+                setattr(args, name, value)
+    Options.from_args(args, environ)  # for its checks
+    if args.num_proc is None and not environ.get("LSB_JOBID"):
+        parser.error("-np is missing: say how many processes to start, for example -np 2")
+    return args
+
+
+def build_parser(
+    *, prog: str, on_version: Callable[[], str], on_check_build: Callable[[], str]
+) -> argparse.ArgumentParser:
+    """A parser with one argument for every flag of every knob, and the command as the rest."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} -np N [options] command [args …]",
+        description="Run a command as N processes that find one another through hvd.init().",
+    )
+    parser.add_argument("-v", "--version", action=_Print, text=on_version, help="print the version and exit")
+    parser.add_argument(
+        "-cb", "--check-build", action=_Print, text=on_check_build, help="print what works here and exit"
+    )
+    sections = {key: parser.add_argument_group(title) for key, title in _SECTIONS.items()}
+    exclusives: dict[str, Any] = {}
+    for dest, knob in knobs().items():
+        group: Any = sections[knob.section]
+        if knob.exclusive:
+            if knob.exclusive not in exclusives:
+                exclusives[knob.exclusive] = group.add_mutually_exclusive_group()
+            group = exclusives[knob.exclusive]
+        _add_knob(group, dest, knob)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
+    return parser
+
+
+def _add_knob(group: Any, dest: str, knob: Knob) -> None:
+    text = argparse.SUPPRESS if knob.help is None else _help_text(knob)
+    if knob.kind is bool:
+        group.add_argument(*knob.flags, dest=dest, action="store_const", const=True, help=text)
+        for flag in knob.off_flags:
+            group.add_argument(flag, dest=dest, action="store_const", const=False, help=argparse.SUPPRESS)
+        for flag, value in knob.old_flags:
+            group.add_argument(
+                flag, dest=dest, action=_OldSwitch, value=value, instead=knob.name, help=argparse.SUPPRESS
+            )
+    elif knob.kind is frozenset:
+        group.add_argument(*knob.flags, dest=dest, action=_Union, metavar=knob.metavar, help=text)
+        group.add_argument(
+            "--network-interface", dest=dest, action=_Union, single=True, help=argparse.SUPPRESS
+        )
+    else:
+        metavar = knob.metavar or "N"
+        group.add_argument(
+            *knob.flags, dest=dest, type=_typed(knob), nargs=knob.count, metavar=metavar, help=text
+        )
+
+
+def _help_text(knob: Knob) -> str:
+    assert knob.help is not None
+    text = knob.help
+    if knob.off_flags:
+        text += f"; {knob.off_flags[0]} says the opposite"
+    if knob.launch_variable:
+        text += f" (default: {knob.launch_variable} or {knob.default})"
+    elif knob.default is not None:
+        text += f" (default: {knob.default})"
+    return text.replace("%", "%%")
+
+
+def _typed(knob: Knob) -> Callable[[str], Any]:
+    """The type alone, for argparse's own message and status; ranges are checked with the whole `Options`."""
+    if knob.kind is str:
+        return str.upper if knob.choices else str
+
+    def convert(text: str) -> Any:
+        return knob.kind(text)
+
+    convert.__name__ = knob.kind.__name__
+    return convert
+
+
+class _Print(argparse.Action):
+    def __init__(self, *, text: Callable[[], str], **rest: Any) -> None:
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **{**rest, "dest": argparse.SUPPRESS})
+        self._text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(self._text(), flush=True)
+        parser.exit(0)
+
+
+class _OldSwitch(argparse.Action):
+    def __init__(self, *, value: bool, instead: str, **rest: Any) -> None:
+        super().__init__(nargs=0, **rest)
+        self._value, self._instead = value, instead
+
+    def __call__(self, _parser: Any, args: argparse.Namespace, _values: Any, flag: str | None = None) -> None:
+        warnings.warn(f"{flag} is deprecated, use {self._instead}", DeprecationWarning, stacklevel=2)
+        setattr(args, self.dest, self._value)
+
+
+class _Union(argparse.Action):
+    """Collects names from every occurrence into one set. `single`: a comma list is deprecated there."""
+
+    def __init__(self, *, single: bool = False, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._single = single
+
+    def __call__(self, _parser: Any, args: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        if self._single and "," in values:
+            message = f"a comma list after {flag} is deprecated, use --network-interfaces"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        names = {name.strip() for name in values.split(",") if name.strip()}
+        if not names:
+            raise argparse.ArgumentError(self, f"names no interface: {values!r}")
+        setattr(args, self.dest, (getattr(args, self.dest) or set()) | names)
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The knobs that a YAML file sets, by field name, checked. ValueError says which key is wrong."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the config file {path!r}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the config file {path!r} is not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"the config file {path!r} must hold `section: ...` lines, but it is {content!r}")
+    values: dict[str, Any] = {}
+    for name, knob in knobs().items():
+        section, _, key = knob.yaml.partition(".")
+        where = f"{section}.{key} in {path!r}"
+        entries = content.get(section) if section else None
+        if entries is None:
+            continue
+        if not isinstance(entries, dict):
+            raise ValueError(f"{section} in {path!r} must hold `key: value` lines, but it is {entries!r}")
+        if entries.get(key) is not None:
+            value = check(knob, entries[key], where=where)
+            values[name] = not value if knob.yaml_negated else value
+    controller = content.get("controller")
+    if controller is not None:
+        if controller not in _CONTROLLERS:
+            raise ValueError(f"controller in {path!r} must be gloo or mpi, but it is {controller!r}")
+        values[_CONTROLLERS[controller]] = True
+    return values

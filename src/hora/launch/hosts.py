@@ -1,0 +1,139 @@
+"""Hosts and slots: reading them from text and giving every rank its place. Pure: no network, no clock.
+
+Not here: whether a host is this machine (`address`), how to reach it (`ssh`), who may use it (`policy`).
+Called by the command line, `run()`, and whoever places ranks on hosts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+__all__ = [
+    "HostInfo",
+    "SlotInfo",
+    "get_host_assignments",
+    "parse_host_files",
+    "parse_hosts",
+    "parse_hosts_and_slots",
+]
+
+_HOST = re.compile(r"([\w.-]+):([0-9]+)")
+_HOSTFILE_LINE = re.compile(r"([\w.-]+)(?:\s+slots\s*=\s*([0-9]+))?")
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """A host and how many processes may run on it."""
+
+    hostname: str
+    slots: int
+
+    @classmethod
+    def from_string(cls, text: str) -> HostInfo:
+        """Reads `name:slots`."""
+        match = _HOST.fullmatch(text.strip())
+        if not match:
+            raise ValueError(
+                f"Invalid host input: {text.strip()!r}. Write each host as name:slots and separate them by "
+                "commas, for example localhost:2,node1:4."
+            )
+        return cls(match[1], int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.hostname}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """The place of one rank. `cross_*` count the hosts that own a process with the same `local_rank`."""
+
+    hostname: str
+    rank: int
+    local_rank: int
+    cross_rank: int
+    size: int
+    local_size: int
+    cross_size: int
+
+
+def parse_hosts(hosts_string: str) -> list[HostInfo]:
+    """Reads `host:slots,host:slots`; blanks around commas are allowed."""
+    return [HostInfo.from_string(item) for item in hosts_string.split(",")]
+
+
+def parse_hosts_and_slots(hosts_string: str) -> tuple[list[str], dict[str, int]]:
+    """The host names in order, and the slots of each. A host named twice has the sum of its slots."""
+    merged = _merge(parse_hosts(hosts_string))
+    return [host.hostname for host in merged], {host.hostname: host.slots for host in merged}
+
+
+def parse_host_files(filename: str | Path) -> str:
+    """Reads a hostfile: `name slots=N` a line, blank lines and # comments skipped, one slot by default."""
+    try:
+        text = Path(filename).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the hostfile {str(filename)!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the hostfile {str(filename)!r} is not a text file") from None
+    hosts: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _HOSTFILE_LINE.fullmatch(content)
+        if not match:
+            raise ValueError(
+                f"Invalid host input in {str(filename)!r}, line {number}: {content!r}. "
+                "Write each line as `name slots=N`."
+            )
+        hosts.append(f"{match[1]}:{match[2] or 1}")
+    if not hosts:
+        raise ValueError(f"the hostfile {str(filename)!r} names no host; add lines such as `node1 slots=4`")
+    return ",".join(hosts)
+
+
+def get_host_assignments(
+    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
+) -> list[SlotInfo]:
+    """Gives ranks to slots, filling hosts in order: all slots, or the first `max_num_proc` of them.
+
+    Fewer slots than `min_num_proc` is a ValueError.
+    """
+    merged = _merge(hosts)
+    num_slots = sum(host.slots for host in merged)
+    if num_slots < min_num_proc:
+        raise ValueError(
+            f"Requested more processes ({min_num_proc}) than there are available slots ({num_slots}) on "
+            f"{','.join(map(str, merged)) or 'no host'}. Ask for fewer processes, or add hosts or slots."
+        )
+    size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
+    places = list(islice(((host.hostname, slot) for host in merged for slot in range(host.slots)), size))
+    local_sizes: dict[str, int] = {}
+    for hostname, _ in places:
+        local_sizes[hostname] = local_sizes.get(hostname, 0) + 1
+    owners: dict[int, list[str]] = {}  # local rank -> the hosts that have it, in order
+    for hostname, local_rank in places:
+        owners.setdefault(local_rank, []).append(hostname)
+    return [
+        SlotInfo(
+            hostname=hostname,
+            rank=rank,
+            local_rank=local_rank,
+            cross_rank=owners[local_rank].index(hostname),
+            size=size,
+            local_size=local_sizes[hostname],
+            cross_size=len(owners[local_rank]),
+        )
+        for rank, (hostname, local_rank) in enumerate(places)
+    ]
+
+
+def _merge(hosts: Iterable[HostInfo]) -> list[HostInfo]:
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.hostname] = slots.get(host.hostname, 0) + host.slots
+    return [HostInfo(hostname, count) for hostname, count in slots.items()]

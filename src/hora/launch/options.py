@@ -1,0 +1,247 @@
+"""Everything a user may ask of a launch: one field a knob, and with it its flag, YAML key and variable.
+
+Not here: the parser and the config file (`flags`), which are derived from these fields, and what is done
+with the values. Called by `flags`, the command line and `run()`. An unset knob is None: nothing is exported
+for it, so that a value inherited from the launcher's environment survives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from hora.launch.knob import Knob, check
+
+__all__ = ["LOG_LEVELS", "Options", "knobs"]
+
+LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+
+def _knob(*flags: str, section: str, kind: type = int, **rest: Any) -> Any:
+    return field(default=None, metadata={"knob": Knob(flags=flags, kind=kind, section=section, **rest)})
+
+
+def _worker(flag: str, *, section: str, key: str = "", kind: type = int, **rest: Any) -> Any:
+    """A knob of the workers: its YAML key and its variable follow from the flag unless they are given."""
+    name = flag[2:].replace("-", "_")
+    rest.setdefault("variable", "HOROVOD_" + name.upper())
+    if kind is bool:
+        rest.setdefault("off_flags", ("--no-" + flag[2:],))
+        rest.setdefault("exclusive", flag)
+    elif kind is not str:
+        rest.setdefault("low", 0)
+    return _knob(flag, section=section, kind=kind, yaml=key or "params." + name, **rest)
+
+
+def _autotune(flag: str, **rest: Any) -> Any:
+    key = "autotune." + flag.removeprefix("--autotune-").replace("-", "_")
+    return _worker(flag, key=key, section="autotune", export_with="autotune", **rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A validated launch request. ValueError, naming the flag and its value, for whatever cannot be meant."""
+
+    command: tuple[str, ...] = ()
+
+    # A table: the formatter would spread it over three times as many lines.
+    # fmt: off
+    num_proc: int | None = _knob("-np", "--num-proc", section="job", low=1,
+        help="number of processes; for an elastic job the slots to start with")
+    verbose: bool | None = _knob("--verbose", kind=bool, section="job", help="print commands and progress")
+    disable_cache: bool | None = _knob("--disable-cache", kind=bool, section="job",
+        help="accepted for compatibility: nothing is cached, ssh is checked at every start")
+    start_timeout: int | None = _knob("--start-timeout", section="job", low=1, default=30, metavar="SECONDS",
+        launch_variable="HOROVOD_START_TIMEOUT", help="limit of all checks and of the start of the processes")
+    output_filename: str | None = _knob("--output-filename", kind=str, section="job", metavar="DIR",
+        help="also write each rank's output to DIR/rank.<r>/stdout and stderr")
+    config_file: str | None = _knob("--config-file", kind=str, section="job", metavar="YAML",
+        help="read options from this file; flags win over it")
+    nics: frozenset[str] | None = _knob("--network-interfaces", kind=frozenset, section="job",
+        metavar="NIC,NIC", help="network interfaces to use (default: what reaches the hosts; lo on one)")
+
+    hosts: str | None = _knob("-H", "--hosts", kind=str, section="hosts", exclusive="hosts",
+        metavar="HOST:SLOTS,…", help="hosts and their slots (default: localhost)")
+    hostfile: str | None = _knob("-hostfile", "--hostfile", kind=str, section="hosts", exclusive="hosts",
+        metavar="FILE", help="a file with a line `name slots=N` for each host")
+    host_discovery_script: str | None = _knob("--host-discovery-script", kind=str, section="hosts",
+        exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
+    ssh_port: int | None = _knob("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
+        help="ssh port of all hosts")
+    ssh_identity_file: str | None = _knob("-i", "--ssh-identity-file", kind=str, section="hosts",
+        metavar="KEY", help="private key for ssh")
+
+    fusion_threshold_mb: int | None = _worker("--fusion-threshold-mb", section="tuning", default=128,
+        variable="HOROVOD_FUSION_THRESHOLD", to_variable=lambda megabytes: str(megabytes * 1024 * 1024),
+        metavar="MB", help="largest fused batch; 0: no fusion")
+    cycle_time_ms: float | None = _worker("--cycle-time-ms", section="tuning", kind=float, default=1.0,
+        variable="HOROVOD_CYCLE_TIME", metavar="MS", help="time between engine cycles")
+    cache_capacity: int | None = _worker("--cache-capacity", section="tuning", default=1024, metavar="N",
+        help="response cache entries; 0: no cache")
+    hierarchical_allreduce: bool | None = _worker("--hierarchical-allreduce", section="tuning", kind=bool,
+        help="reduce inside each host first")
+    hierarchical_allgather: bool | None = _worker("--hierarchical-allgather", section="tuning", kind=bool,
+        help="gather inside each host first")
+    torus_allreduce: bool | None = _worker("--torus-allreduce", section="tuning", kind=bool,
+        help="reduce along a torus of hosts")
+
+    autotune: bool | None = _worker("--autotune", section="autotune", kind=bool, key="autotune.enabled",
+        help="tune the parameters while training")
+    autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str,
+        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="where to write the trials")
+    autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", default=3, metavar="N",
+        help="trials to discard")
+    autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", default=10, metavar="N",
+        help="steps in one sample")
+    autotune_bayes_opt_max_samples: int | None = _autotune("--autotune-bayes-opt-max-samples", default=20,
+        metavar="N", help="most trials of the optimisation")
+    autotune_gaussian_process_noise: float | None = _autotune("--autotune-gaussian-process-noise", kind=float,
+        high=1, default=0.8, metavar="X", help="noise of the model, in [0, 1]")
+
+    min_num_proc: int | None = _knob("--min-np", "--min-num-proc", section="elastic", low=1, metavar="N",
+        help="fewest processes to go on with (default: -np); makes the job elastic")
+    max_num_proc: int | None = _knob("--max-np", "--max-num-proc", section="elastic", low=1, metavar="N",
+        help="most processes (default: as many as there are slots)")
+    slots: int | None = _knob("--slots-per-host", section="elastic", low=1, metavar="N",
+        help="slots of a host for which the script names none")
+    elastic_timeout: int | None = _knob("--elastic-timeout", section="elastic", low=1, default=600,
+        launch_variable="HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS",
+        help="limit of the wait for enough slots after a change")
+    reset_limit: int | None = _knob("--reset-limit", section="elastic", low=0, metavar="N",
+        help="most changes of membership (default: any number)")
+    cooldown_range: tuple[int, int] | None = _knob("--blacklist-cooldown-range", section="elastic", low=1,
+        high=3600, count=2, metavar="SECONDS",
+        help="shortest and longest time that a failing host stays out (default: for ever)")
+
+    timeline_filename: str | None = _worker("--timeline-filename", section="timeline", kind=str,
+        key="timeline.filename", variable="HOROVOD_TIMELINE", metavar="JSON",
+        help="where rank 0 writes a Chrome trace")
+    timeline_mark_cycles: bool | None = _worker("--timeline-mark-cycles", section="timeline", kind=bool,
+        key="timeline.mark_cycles", export_with="timeline_filename", help="mark the engine's cycles in it")
+
+    no_stall_check: bool | None = _worker("--no-stall-check", section="stall check", kind=bool,
+        off_flags=("--stall-check",), key="stall_check.enabled", yaml_negated=True,
+        variable="HOROVOD_STALL_CHECK_DISABLE", help="do not report ranks that stall")
+    stall_check_warning_time_seconds: int | None = _worker("--stall-check-warning-time-seconds",
+        section="stall check", key="stall_check.warning_time_seconds", default=60, metavar="SECONDS",
+        variable="HOROVOD_STALL_CHECK_TIME_SECONDS", help="report a stall after this time")
+    stall_check_shutdown_time_seconds: int | None = _worker("--stall-check-shutdown-time-seconds",
+        section="stall check", key="stall_check.shutdown_time_seconds", default=0, metavar="SECONDS",
+        variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", help="end the job after this time; 0: never")
+
+    mpi_threads_disable: bool | None = _worker("--mpi-threads-disable", section="libraries", kind=bool,
+        key="library_options.mpi_threads_disable", help="accepted for compatibility: there is no MPI")
+    mpi_args: str | None = _knob("--mpi-args", kind=str, section="libraries", metavar="ARGS",
+        help="accepted for compatibility: there is no MPI")
+    tcp_flag: bool | None = _knob("--tcp", kind=bool, section="libraries", variable="NCCL_IB_DISABLE",
+        help="TCP only: no InfiniBand")
+    binding_args: str | None = _knob("--binding-args", kind=str, section="libraries", metavar="ARGS",
+        help="accepted for compatibility: there is no MPI")
+    num_nccl_streams: int | None = _worker("--num-nccl-streams", section="libraries", default=1, metavar="N",
+        key="library_options.num_nccl_streams", help="NCCL streams")
+    thread_affinity: int | None = _worker("--thread-affinity", section="libraries", default=0, metavar="CORE",
+        key="library_options.thread_affinity", help="core of the engine's thread")
+    gloo_timeout_seconds: int | None = _worker("--gloo-timeout-seconds", section="libraries", default=30,
+        key="library_options.gloo_timeout_seconds", metavar="SECONDS",
+        help="limit of a connect or a collective")
+
+    log_level: str | None = _worker("--log-level", section="logging", kind=str, key="logging.level",
+        choices=LOG_LEVELS, default="WARNING", metavar="LEVEL",
+        help=f"least important message to show: {' '.join(LOG_LEVELS)}")
+    log_with_timestamp: bool | None = _knob("--log-with-timestamp", kind=bool, section="logging",
+        off_flags=("--log-without-timestamp",), exclusive="timestamp", yaml="logging.with_timestamp",
+        old_flags=(("--log-hide-timestamp", False), ("--no-log-hide-timestamp", True)),
+        variable="HOROVOD_LOG_HIDE_TIME", to_variable=lambda shown: "0" if shown else "1")
+    prefix_output_with_timestamp: bool | None = _knob("-prefix-timestamp", "--prefix-output-with-timestamp",
+        kind=bool, section="logging", exclusive="timestamp", help="start each line of output with the time")
+
+    use_gloo: bool | None = _knob("--gloo", kind=bool, section="controller", exclusive="controller",
+        help="Hora's own controller, the default and the only one")
+    use_mpi: bool | None = _knob("--mpi", kind=bool, section="controller", exclusive="controller",
+        help="refused: there is no MPI; under mpirun a script finds its rank by itself")
+    use_jsrun: bool | None = _knob("--jsrun", kind=bool, section="controller", exclusive="controller",
+        help="refused: there is no MPI; under jsrun a script finds its rank by itself")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for name, knob in knobs().items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check(knob, value))
+        self._check_exclusives()
+        self._check_process_counts()
+        cooldown = self.cooldown_range
+        if cooldown and cooldown[0] > cooldown[1]:
+            raise ValueError(
+                f"--blacklist-cooldown-range takes the shorter time first, but is {cooldown[0]} {cooldown[1]}"
+            )
+        for chosen, flag in ((self.use_mpi, "--mpi"), (self.use_jsrun, "--jsrun")):
+            if chosen:
+                raise ValueError(
+                    f"{flag}: MPI support has not been built; Hora needs none. Drop {flag} (or `controller: "
+                    "mpi`), or start the script with mpirun itself: it finds its rank there."
+                )
+
+    def _check_exclusives(self) -> None:
+        groups: dict[str, list[str]] = {}
+        for name, knob in knobs().items():
+            # A switch that is off was not asked for, and the on / off pairs clash only as flags.
+            if knob.exclusive in ("hosts", "controller") and getattr(self, name):
+                groups.setdefault(knob.exclusive, []).append(knob.name)
+        for names in groups.values():
+            if len(names) > 1:
+                raise ValueError(f"{' and '.join(names)} exclude one another; give only one of them")
+
+    def _check_process_counts(self) -> None:
+        named = (("--min-np", self.min_num_proc), ("-np", self.num_proc), ("--max-np", self.max_num_proc))
+        given = [(flag, value) for flag, value in named if value is not None]
+        for (low_flag, low), (high_flag, high) in pairwise(given):
+            if low > high:
+                raise ValueError(
+                    f"{low_flag} must not be greater than {high_flag}, but they are {low} and {high}"
+                )
+
+    @classmethod
+    def from_args(cls, args: object, environ: Mapping[str, str]) -> Options:
+        """Reads a parsed command line, or any object with such attributes; missing ones count as unset."""
+        values: dict[str, Any] = {}
+        for name, knob in knobs().items():
+            value = getattr(args, name, None)
+            if value is None and knob.launch_variable and environ.get(knob.launch_variable):
+                value = check(knob, environ[knob.launch_variable], where=knob.launch_variable)
+            values[name] = value
+        return cls(command=tuple(getattr(args, "command", None) or ()), **values)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the membership of the job may change while it runs."""
+        return self.host_discovery_script is not None or self.min_num_proc is not None
+
+    def effective(self, name: str) -> Any:
+        """The value of a knob, or its default when it is unset."""
+        value = getattr(self, name)
+        return knobs()[name].default if value is None else value
+
+    def worker_env(self) -> dict[str, str]:
+        """The variables that these options set for the workers: only what was asked for."""
+        env: dict[str, str] = {}
+        for name, knob in knobs().items():
+            value = getattr(self, name)
+            silent = knob.export_with and not getattr(self, knob.export_with)
+            if value is not None and knob.variable and not silent:
+                env[knob.variable] = knob.to_variable(value)
+        if self.nics:
+            env["HOROVOD_GLOO_IFACE"] = min(self.nics)
+            env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(self.nics))
+        return env
+
+
+_KNOBS = {f.name: f.metadata["knob"] for f in dataclasses.fields(Options) if "knob" in f.metadata}
+
+
+def knobs() -> dict[str, Knob]:
+    """The knobs of `Options` by field name, in the order of the help text."""
+    return _KNOBS
