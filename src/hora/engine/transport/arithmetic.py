@@ -1,0 +1,163 @@
+"""What a reduction does to numbers: scale, combine in member order, finish. Adasum's pair rule too.
+
+Every transport that computes for itself uses this, so that results don't depend on the road the bytes took. Nothing here
+communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
+
+Order: times `prescale` (each member's own data), combine members 0, 1, 2, …, then times `postscale`; Average also divides
+by the number of members. Integers are scaled in float64 and truncated toward zero. Half precision computes each step in
+float32 and rounds it, which is what torch's own kernels do. NaN propagates and integers wrap, as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from hora.engine.request import ReduceOp
+
+__all__ = ["SERIAL_ELEMENTS", "Reduction", "adasum_pair", "identity", "reduction"]
+
+# torch splits an element-wise operation among threads above this size. Ranks share the cores, so starting threads
+# costs more than it brings, and a sum must not depend on how many threads a rank has.
+SERIAL_ELEMENTS = 32768
+
+# Below this squared norm a vector counts as zero for Adasum: dividing by it would overflow.
+_TINY_SQUARED_NORM = math.sqrt(sys.float_info.min)
+
+_COMBINE: dict[int, Callable[..., torch.Tensor]] = {
+    ReduceOp.AVERAGE: torch.add,
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+
+
+class Reduction:
+    """One op with its factors for one dtype and number of members. Use `reduction(...)`, which keeps them."""
+
+    __slots__ = ("_combine", "_finish", "_prescale", "dtype", "finishes", "num_members", "prescales")
+
+    def __init__(
+        self, op: int, dtype: torch.dtype, prescale: float, postscale: float, num_members: int
+    ) -> None:
+        assert op in _COMBINE, f"{op} is not an element-wise reduction"
+        self.dtype = dtype
+        self.num_members = num_members
+        self._combine = _COMBINE[op]
+        self._prescale = _scaling(prescale, dtype)
+        self._finish = _finishing(num_members if op == ReduceOp.AVERAGE else 1, postscale, dtype)
+        self.prescales = self._prescale is not None
+        self.finishes = self._finish is not None
+
+    def prepare_(self, tensor: torch.Tensor) -> None:
+        """Apply prescale in place."""
+        if self._prescale is not None:
+            self._prescale(tensor, tensor)
+
+    def prepare(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the prescaled `source` to `out`."""
+        if self._prescale is not None:
+            self._prescale(source, out)
+        else:
+            out.copy_(source)
+
+    def combine(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Combine the (prepared) operands of members 0, 1, 2, … into `out`, unfinished.
+
+        `out` may be one of the operands; `scratch` may not, and holds what lies between.
+        """
+        if len(operands) == 1:
+            out.copy_(operands[0])
+            return
+        so_far = operands[0]
+        for operand in operands[1:-1]:
+            self._combine(so_far, operand, out=scratch)
+            so_far = scratch
+        self._combine(so_far, operands[-1], out=out)
+
+    def finish_(self, tensor: torch.Tensor) -> None:
+        """Apply postscale, and the division of Average, in place."""
+        if self._finish is not None:
+            self._finish(tensor, tensor)
+
+    def finish(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the finished `source` to `out`."""
+        if self._finish is not None:
+            self._finish(source, out)
+        else:
+            out.copy_(source)
+
+
+@lru_cache(maxsize=512)
+def reduction(op: int, dtype: torch.dtype, prescale: float, postscale: float, num_members: int) -> Reduction:
+    """The arithmetic of one kind of reduction; the same object for the same arguments."""
+    return Reduction(op, dtype, prescale, postscale, num_members)
+
+
+_Step = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
+    """Multiply by `factor` as the dtype wants it; None when there is nothing to do."""
+    if factor == 1.0:
+        return None
+    if not dtype.is_floating_point:
+        return lambda source, out: out.copy_(source.double().mul_(factor).trunc_())
+    # A tensor of no dimensions costs less per call than a Python number, and says in which precision it is applied.
+    scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
+    return lambda source, out: torch.mul(source, scalar, out=out)
+
+
+def _finishing(divisor: int, postscale: float, dtype: torch.dtype) -> _Step | None:
+    """Divide exactly when there is nothing else to do; with a postscale the two become one factor."""
+    if divisor == 1:
+        return _scaling(postscale, dtype)
+    if not dtype.is_floating_point:
+        if postscale == 1.0:
+            return lambda source, out: torch.div(source, divisor, rounding_mode="trunc", out=out)
+        return lambda source, out: out.copy_(source.double().mul_(postscale).div_(divisor).trunc_())
+    if postscale != 1.0:
+        return _scaling(postscale / divisor, dtype)
+    if divisor & (divisor - 1) == 0:
+        return _scaling(1.0 / divisor, dtype)  # exactly the division, and several times faster
+    scalar = torch.tensor(float(divisor), dtype=torch.promote_types(dtype, torch.float32))
+    return lambda source, out: torch.div(source, scalar, out=out)
+
+
+def identity(op: int, dtype: torch.dtype) -> float | int | bool:
+    """The value that changes nothing: what a rank that has joined contributes (unscaled: it passes prescale 1)."""
+    if op == ReduceOp.PRODUCT:
+        return 1
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    if dtype == torch.bool:
+        return op == ReduceOp.MIN
+    if dtype.is_floating_point:
+        return math.inf if op == ReduceOp.MIN else -math.inf
+    limits = torch.iinfo(dtype)
+    return limits.max if op == ReduceOp.MIN else limits.min
+
+
+def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Adasum of two vectors: `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`. `out` may be either of them.
+
+    `a` belongs to the lower member; whoever computes, the result has the same bits.
+    """
+    pieces = list(
+        zip(a.split(SERIAL_ELEMENTS), b.split(SERIAL_ELEMENTS), out.split(SERIAL_ELEMENTS), strict=True)
+    )
+    dot = norm_a = norm_b = 0.0
+    for piece_a, piece_b, _ in pieces:
+        wide_a, wide_b = piece_a.double(), piece_b.double()
+        dot += float((wide_a * wide_b).sum())
+        norm_a += float(wide_a.square().sum())
+        norm_b += float(wide_b.square().sum())
+    share_a = 1.0 if norm_a < _TINY_SQUARED_NORM else 1.0 - dot / (2.0 * norm_a)
+    share_b = 1.0 if norm_b < _TINY_SQUARED_NORM else 1.0 - dot / (2.0 * norm_b)
+    for piece_a, piece_b, piece_out in pieces:
+        piece_out.copy_(piece_a.double().mul_(share_a).add_(piece_b.double().mul_(share_b)))

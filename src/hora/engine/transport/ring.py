@@ -1,0 +1,135 @@
+"""The staging area of the shared-memory transport: a few slots for each member, reused step by step.
+
+Layout of the segment: one cache line of counters for each member, `DEPTH` slots for each member, and `DEPTH` result slots
+that all members write parts of. Step numbers run on from one operation to the next; step s uses slot s modulo DEPTH.
+
+In every step each member fills its slot (or leaves it), publishes the step, waits for everybody's, and reads. A member
+may run one step ahead: it fills and publishes s + 1 before it waits for s. So whoever has published s has read all of
+s - 2, and whoever has waited for s - 1 may fill s + 1, because everybody has read s - 3, its slot's last use: DEPTH 4
+needs no second counter to say "I have read it". `steps` keeps that order for all operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from hora.engine.futex import LINE_BYTES, Counter
+from hora.engine.segment import PAGE_BYTES, Segment, aligned
+from hora.engine.transport.base import Guard
+
+__all__ = ["DEPTH", "Ring"]
+
+DEPTH = 4
+
+# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a training.
+_KEPT_VIEWS = 4096
+
+
+class Ring:
+    """Slots and counters of one transport in one segment."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        member: int,
+        num_members: int,
+        slot_bytes: int,
+        guard: Guard,
+        limit_s: float,
+    ) -> None:
+        assert slot_bytes % PAGE_BYTES == 0 and segment.num_bytes >= self.num_bytes(num_members, slot_bytes)
+        self.slot_bytes = slot_bytes
+        self._segment = segment
+        self._member = member
+        self._num_members = num_members
+        self._guard = guard
+        self._limit_s = limit_s
+        self._step = 0
+        self._slots_at = aligned(num_members * LINE_BYTES)
+        self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
+        counters = [Counter(segment.memory, peer * LINE_BYTES) for peer in range(num_members)]
+        self._own = counters[member]
+        # Everybody begins with the next member, so that not all of them look at member 0 first.
+        order = [(member + distance) % num_members for distance in range(1, num_members)]
+        self._peers = [(counters[peer], f"member {peer} in shared memory") for peer in order]
+        self._notes = [
+            [
+                ctypes.c_int64.from_buffer(segment.memory, peer * LINE_BYTES + 8 * (1 + turn))
+                for turn in range(DEPTH)
+            ]
+            for peer in range(num_members)
+        ]
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    @staticmethod
+    def num_bytes(num_members: int, slot_bytes: int) -> int:
+        """The size of segment that a ring needs."""
+        return aligned(num_members * LINE_BYTES) + (num_members + 1) * DEPTH * slot_bytes
+
+    def slot(
+        self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0
+    ) -> torch.Tensor:
+        """Where `member` puts its data for `step`."""
+        turn = member * DEPTH + step % DEPTH
+        return self._view(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
+
+    def result(self, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
+        """Where all members together put the result of `step`."""
+        return self._view(self._results_at + step % DEPTH * self.slot_bytes + offset_bytes, count, dtype)
+
+    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (offset, count, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            view = self._views[key] = self._segment.tensor(offset, count, dtype)
+        return view
+
+    def note(self, step: int, value: int) -> None:
+        """Leave a number for the others with what is filled in for `step`."""
+        self._notes[self._member][step % DEPTH].value = value
+
+    def notes(self, step: int) -> list[int]:
+        """Everybody's numbers of `step`, once it has been waited for."""
+        return [row[step % DEPTH].value for row in self._notes]
+
+    def steps(
+        self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]
+    ) -> None:
+        """Run `num_steps` steps: `fill(index, step)` the own slot, `drain(index, step)` everybody's, one step ahead."""
+        if num_steps <= 0:
+            return
+        first = self._step + 1
+        self._step += num_steps
+        fill(0, first)
+        self._own.set(first)
+        for index in range(num_steps):
+            step = first + index
+            if index + 1 < num_steps:
+                fill(index + 1, step + 1)
+                self._own.set(step + 1)
+            self._wait(step)
+            drain(index, step)
+
+    def meet(self) -> None:
+        """A step without data: return when everybody has come."""
+        self._step += 1
+        self._own.set(self._step)
+        self._wait(self._step)
+
+    def _wait(self, step: int) -> None:
+        for counter, what in self._peers:
+            if counter.value < step:
+                counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._views.clear()
+        self._notes.clear()
+        self._peers.clear()
+        self._segment.close()
