@@ -35,8 +35,8 @@ def read_secret(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise AuthenticationError(
-            f"cannot read the job's secret from HORA_SECRET_FILE={path} ({error.strerror}): the supervisor that "
-            "holds it has ended, or this process runs as another user or in another container than its launcher"
+            f"cannot read the job's secret from HORA_SECRET_FILE={path} ({error.strerror}): the supervisor "
+            "that holds it has ended, or this process runs as another user or in another container"
         ) from error
 
 
