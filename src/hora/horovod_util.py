@@ -1,0 +1,192 @@
+"""What `horovod.common.util` offers: which fronts and back ends exist, and tools that old scripts use.
+
+Not a place for Hora's own code: `horovod.common.util` re-exports it, and the torch front takes what both
+need. It imports torch only when a question about torch is asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hora.errors import HorovodVersionMismatchError, get_version_mismatch_message
+
+__all__ = [
+    "EXTENSIONS",
+    "_cache",
+    "ccl_built",
+    "check_extension",
+    "check_installed_version",
+    "ddl_built",
+    "env",
+    "extension_available",
+    "get_average_backwards_compatibility_fun",
+    "gloo_built",
+    "gpu_available",
+    "is_iterable",
+    "is_version_greater_equal_than",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "split_list",
+]
+
+EXTENSIONS = ["tensorflow", "torch", "mxnet"]
+_SUPPORTED = "torch"
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+def _cache(f: F) -> F:
+    """Remember the results of `f` for hashable arguments."""
+    return functools.lru_cache(maxsize=None)(f)  # type: ignore[return-value]
+
+
+@_cache
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Whether `horovod.<ext_base_name>` can be used here."""
+    available = ext_base_name == _SUPPORTED and importlib.util.find_spec("torch") is not None
+    if verbose:
+        print(f"horovod.{ext_base_name} is {'available' if available else 'not available'}")
+    return available
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
+    """Whether the framework sees a GPU; None when `horovod.<ext_base_name>` cannot be used."""
+    return _ask_torch("_check_has_gpu") if extension_available(ext_base_name, verbose) else None
+
+
+def mpi_built(verbose: bool = False) -> bool | None:
+    """False: there is no MPI in here. None when no extension loads."""
+    return _ask_any("mpi_built", verbose)
+
+
+def gloo_built(verbose: bool = False) -> bool | None:
+    """True: gloo comes with torch. None when no extension loads."""
+    return _ask_any("gloo_built", verbose)
+
+
+def nccl_built(verbose: bool = False) -> bool | None:
+    """Whether torch has NCCL. None when no extension loads."""
+    return _ask_any("nccl_built", verbose)
+
+
+def ddl_built(verbose: bool = False) -> bool | None:
+    """False. None when no extension loads."""
+    return _ask_any("ddl_built", verbose)
+
+
+def ccl_built(verbose: bool = False) -> bool | None:
+    """False. None when no extension loads."""
+    return _ask_any("ccl_built", verbose)
+
+
+def _ask_any(question: str, verbose: bool) -> bool | None:
+    return _ask_torch(question) if extension_available(_SUPPORTED, verbose) else None
+
+
+def _ask_torch(question: str) -> bool:
+    from hora.torch import basics
+
+    return bool(getattr(basics, question)())
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set environment variables inside the block and put the old values back; None values are ignored."""
+    changes = {name: str(value) for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Whether the number is 1, 2, 4, 8, …"""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Horovod's name
+    """Cut into `n` contiguous chunks, the first `len % n` of them one longer."""
+    short, longer = divmod(len(l), n)
+    starts = [i * short + min(i, longer) for i in range(n + 1)]
+    return [l[a:b] for a, b in itertools.pairwise(starts)]
+
+
+def is_iterable(x: object) -> bool:
+    """Whether `iter(x)` works."""
+    try:
+        iter(x)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
+    """ImportError unless the extension (`horovod.torch` or a path that ends so) can be used."""
+    base_name = ext_name.rsplit(".", 1)[-1]
+    if not extension_available(base_name):
+        raise ImportError(
+            f"{ext_name} is not available: Hora has a front for PyTorch only"
+            + ("" if base_name != _SUPPORTED else ", and torch is not installed")
+        )
+
+
+def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
+    """Warn when the loaded `version` is not the installed one; raise if `exception` is given."""
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if installed == version:
+        return
+    if exception is not None:
+        raise HorovodVersionMismatchError(name, version, installed) from exception
+    warnings.warn(get_version_mismatch_message(name, version, installed), stacklevel=2)
+
+
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
+    """A function `(op, average) -> op` over the `Average` and `Sum` of `reduce_ops`."""
+
+    def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
+        """The reduce op meant by `op` and the deprecated `average`."""
+        if average is None:
+            return reduce_ops.Average if op is None else op
+        if op is not None:
+            raise ValueError(
+                f"The op parameter supersedes average: pass only op (now op={op!r} and average={average!r})"
+            )
+        warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
+        return reduce_ops.Average if average else reduce_ops.Sum
+
+    return handle_average_backwards_compatibility
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether version `ver` is at least `target`, which has three parts (`"1.10.0"`)."""
+    if not isinstance(ver, str) or not isinstance(target, str):
+        raise ValueError(f"both versions must be strings, but they are {ver!r} and {target!r}")
+    if len(target.split(".")) != 3:
+        raise ValueError(f"the target version must have three parts like '1.10.0', but it is {target!r}")
+    return _numbers(ver) >= _numbers(target)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = [re.match(r"\d*", part) for part in version.split("+")[0].split(".")[:3]]
+    numbers = [int(match.group() or 0) if match else 0 for match in parts]
+    return tuple(numbers + [0] * (3 - len(numbers)))

@@ -1,0 +1,216 @@
+"""Starting and stopping the runtime, and questions about where this process is and what this build can do.
+
+The engine does the work. This module is also what old code reaches as `mpi_ops._basics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hora import engine
+from hora.torch import process_sets as sets
+from hora.torch import submission
+from hora.world import World
+
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+
+def init(
+    comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None
+) -> None:
+    """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
+    _check_comm(comm)
+    wanted = _check_process_sets(process_sets)
+    if not engine.is_initialized():
+        submission.clear()
+        sets.unbind()
+        if isinstance(wanted, str):
+            engine.init(process_sets="dynamic")
+        else:
+            # One entry per distinct set: a repeated one is reported below, when the runtime is up.
+            engine.init(
+                process_sets=[list(ranks) for ranks in dict.fromkeys(tuple(s.ranks or []) for s in wanted)]
+            )
+    sets.bind([] if isinstance(wanted, str) else wanted)
+
+
+def shutdown() -> None:
+    """Stop the runtime, here and on all ranks; harmless when it is not running."""
+    engine.shutdown()
+    submission.clear()
+    sets.unbind()
+
+
+def is_initialized() -> bool:
+    """Whether the runtime is running."""
+    return bool(engine.is_initialized())
+
+
+def rank() -> int:
+    """This process's number in the world."""
+    return _world().rank
+
+
+def size() -> int:
+    """The number of processes in the world."""
+    return _world().size
+
+
+def local_rank() -> int:
+    """This process's number on its host."""
+    return _world().local_rank
+
+
+def local_size() -> int:
+    """The number of processes on this host."""
+    return _world().local_size
+
+
+def cross_rank() -> int:
+    """This host's index among the hosts that have a process with my local rank."""
+    return _world().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a process with my local rank."""
+    return _world().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts run equally many processes."""
+    return bool(_runtime().is_homogeneous())
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write a Chrome trace on rank 0 from now on; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init."""
+    _runtime().start_timeline(str(file_path), bool(mark_cycles))
+
+
+def stop_timeline() -> None:
+    """Finish and close the timeline file, if one is being written."""
+    _runtime().stop_timeline()
+
+
+def mpi_threads_supported() -> bool:
+    """ValueError: there is no MPI here."""
+    raise ValueError("mpi_threads_supported() has no answer because MPI is not enabled; Hora needs no MPI")
+
+
+def mpi_enabled() -> bool:
+    """False."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: what Horovod's gloo controller did, Hora does."""
+    return True
+
+
+def gloo_built() -> bool:
+    """True."""
+    return True
+
+
+def nccl_built() -> int:
+    """The version of torch's NCCL as one number (2.18.5 is 21805), or 0."""
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return major * 10000 + minor * 100 + patch
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether torch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built with ROCm."""
+    return torch.version.hip is not None
+
+
+def _check_has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _runtime() -> Any:
+    if not engine.is_initialized():
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return engine.current()
+
+
+def _world() -> World:
+    world: World = _runtime().world
+    return world
+
+
+def _check_comm(comm: object) -> None:
+    if comm is None or (isinstance(comm, (list, tuple)) and all(isinstance(r, int) for r in comm)):
+        return  # a list of ranks chose MPI processes; without MPI it means nothing
+    if sets.is_mpi_communicator(comm):
+        raise ValueError("init(comm=…) got an MPI communicator, but MPI is not built; leave comm out")
+    raise ValueError(
+        f"init(comm=…) takes None or a list of ranks, but got {type(comm).__name__}: {comm!r:.100}"
+    )
+
+
+def _check_process_sets(process_sets: object) -> list[sets.ProcessSet] | str:
+    if process_sets is None:
+        return []
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(
+                f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r}'
+            )
+        return "dynamic"
+    if not isinstance(process_sets, (list, tuple)):
+        raise ValueError(
+            f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r:.100}'
+        )
+    for index, entry in enumerate(process_sets):
+        if not isinstance(entry, sets.ProcessSet):
+            raise ValueError(
+                f"init(process_sets=…): entry {index} must be a ProcessSet, but it is {entry!r:.100}"
+            )
+    return list(process_sets)

@@ -1,0 +1,117 @@
+"""Bringing all ranks to the same state: parameters and arbitrary objects from a root, objects from everybody.
+
+Objects travel as cloudpickle bytes, between ranks that authenticated each other when they met. Optimizer
+state is in `optimizer_state`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+from hora.errors import HorovodInternalError
+from hora.torch.basics import rank
+from hora.torch.ops import allgather_async, broadcast_async_
+from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.submission import synchronize
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrite parameters by the root's. `params`: a state_dict, or any iterable of (named) tensors."""
+    handles = [
+        broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named_tensors(params)
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, torch.Tensor) or not hasattr(params, "__iter__"):
+        raise ValueError(
+            f"invalid params of type {type(params).__name__}: pass a state_dict or a list of parameters"
+        )
+    else:
+        # Unnamed tensors are numbered, which matches between ranks because the order does.
+        pairs = [p if isinstance(p, tuple) else (f"parameter.{i}", p) for i, p in enumerate(params)]
+    names: set[str] = set()
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
+            raise ValueError(
+                f"invalid params: every entry must be a tensor or (name, tensor), but one is {pair!r:.100}"
+            )
+        if pair[0] in names:
+            raise ValueError(f"invalid params: the name {pair[0]!r} occurs twice; names must be unique")
+        names.add(pair[0])
+    return pairs
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object, on all ranks; the root gets its own back. Anything cloudpickle can handle."""
+    # The default name must not depend on the object: ranks other than the root usually pass None.
+    name = "broadcast_object" if name is None else name
+    on_root = rank() == root_rank
+    payload, failure = _pickle(obj) if on_root else (torch.empty(0, dtype=torch.uint8), None)
+    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64)
+    synchronize(broadcast_async_(header, root_rank, f"{name}.size", process_set))
+    num_bytes = int(header)
+    if not on_root:
+        payload = torch.empty(abs(num_bytes), dtype=torch.uint8)
+    synchronize(broadcast_async_(payload, root_rank, f"{name}.data", process_set))
+    if failure is not None:
+        raise failure
+    return obj if on_root else _unpickle(payload, num_bytes < 0, root_rank)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Everybody's object, in rank order."""
+    name = "allgather_object" if name is None else name
+    payload, failure = _pickle(obj)
+    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64)
+    handles = [
+        allgather_async(header, f"{name}.size", process_set),
+        allgather_async(payload, f"{name}.data", process_set),
+    ]
+    sizes, data = [synchronize(handle) for handle in handles]
+    if failure is not None:
+        raise failure
+    parts = data.split([abs(n) for n in sizes.tolist()])
+    ranks = process_set.ranks or range(len(parts))
+    return [_unpickle(part, n < 0, r) for part, n, r in zip(parts, sizes.tolist(), ranks, strict=True)]
+
+
+def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
+    """The object's bytes; if it cannot be pickled, the reason's text, because the peers wait."""
+    failure: Exception | None = None
+    try:
+        data = cloudpickle.dumps(obj)
+    except (
+        Exception
+    ) as error:  # whatever the object's own __reduce__ raises; raised again after the peers were told
+        failure = error
+        data = "".join(traceback.format_exception_only(type(error), error)).encode() or b"unknown"
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), failure
+
+
+def _unpickle(payload: torch.Tensor, failed: bool, sender: int) -> Any:
+    data = payload.numpy().tobytes()
+    if failed:
+        raise HorovodInternalError(
+            f"rank {sender} could not pickle its object: {data.decode(errors='replace').strip()}"
+        )
+    return cloudpickle.loads(data)

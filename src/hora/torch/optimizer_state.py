@@ -1,0 +1,168 @@
+"""Bringing the optimizers of all ranks to the root's state, whatever their state was before.
+
+The root describes its state (values, and tensors as slots with shape, dtype and device type); every other
+rank builds what is described, reusing its own tensors where they fit; then the tensors are broadcast. So it
+does not matter whether a rank had no state, or another one, for instance because only the root loaded a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
+
+from hora.torch.basics import rank
+from hora.torch.functions import allgather_object, broadcast_object
+from hora.torch.ops import broadcast_async_
+from hora.torch.submission import synchronize
+
+__all__ = ["broadcast_optimizer_state"]
+
+_DISTRIBUTED_MODULES = ("horovod.torch.optimizer", "hora.torch.optimizer")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in the description of a state."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give all ranks the root's optimizer state and options. `model` tells which SGD gradients are sparse."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "cannot broadcast torch.optim.LBFGS state; it has no fixed structure, use another optimizer"
+        )
+    _check_same_groups(optimizer)
+    on_root = rank() == root_rank
+    if not optimizer.state:
+        _set_zero_gradients(optimizer, model)
+        if on_root:
+            _step_without_effect(optimizer)
+    tensors: list[torch.Tensor] = []
+    description = _describe(_snapshot(optimizer), tensors) if on_root else None
+    description = broadcast_object(description, root_rank, "broadcast_optimizer_state")
+    if not on_root:
+        tensors = _build(optimizer, description)
+    handles = [broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _check_same_groups(optimizer: Optimizer) -> None:
+    """ValueError on all ranks if their parameters differ, instead of waiting for tensors nobody will send."""
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    everybody = allgather_object(mine, "broadcast_optimizer_state.groups")
+    for other, counts in enumerate(everybody):
+        if counts != everybody[0]:
+            raise ValueError(
+                "the ranks' optimizers have different parameters, so no state can be sent: parameters "
+                f"per group are {everybody[0]} on rank 0 and {counts} on rank {other}"
+            )
+
+
+def _set_zero_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
+    sparse = _sparse_parameters(optimizer, model)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not p.requires_grad:
+                continue
+            if id(p) in sparse:
+                nothing, rows = torch.empty(1, 0, dtype=torch.int64), p.new_empty(0, *p.shape[1:])
+                p.grad = torch.sparse_coo_tensor(nothing, rows, p.shape, check_invariants=False)
+            elif p.grad is not None and p.grad.layout is torch.strided:
+                with torch.no_grad():
+                    p.grad.zero_()  # in place: the optimizer may have placed it
+            else:
+                p.grad = torch.zeros_like(p)
+
+
+def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> set[int]:
+    """The ids of the parameters whose gradients are sparse."""
+    if isinstance(optimizer, SparseAdam):
+        return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if isinstance(optimizer, SGD) and model is not None:
+        embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        return {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
+    return set()
+
+
+def _step_without_effect(optimizer: Optimizer) -> None:
+    """One local step of the base class, which creates the state, with the weights put back afterwards.
+
+    Never the distributed step: the other ranks do not take one, so it would wait for ever.
+    """
+    base = next(cls for cls in type(optimizer).__mro__ if cls.__module__ not in _DISTRIBUTED_MODULES)
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    with torch.no_grad():
+        weights = [p.clone() for p in params]
+        base.step(optimizer)  # type: ignore[attr-defined]
+        for p, weight in zip(params, weights, strict=True):
+            p.copy_(weight)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _snapshot(optimizer: Optimizer) -> dict[str, Any]:
+    """State by parameter number (other keys as they are) and group options, with the optimizer's tensors."""
+    number = {id(p): i for i, p in enumerate(_parameters(optimizer))}
+    return {
+        "state": {number.get(id(key), key): values for key, values in optimizer.state.items()},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+    }
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value with every tensor replaced by a slot; the tensors are appended to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
+    if type(value) is dict:
+        return {k: _describe(v, tensors) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_describe(v, tensors) for v in value)
+    return value
+
+
+def _build(optimizer: Optimizer, description: dict[str, Any]) -> list[torch.Tensor]:
+    """Give this optimizer the described state and options; returns the tensors to receive, in order."""
+    received: dict[int, torch.Tensor] = {}
+    params = _parameters(optimizer)
+    home = params[0].device if params else torch.device("cpu")
+    for group, options in zip(optimizer.param_groups, description["groups"], strict=True):
+        for key, value in options.items():
+            group[key] = _fill(value, group.get(key), home, received)
+    mine = dict(optimizer.state)
+    optimizer.state.clear()
+    for key, values in description["state"].items():
+        owner = params[key] if isinstance(key, int) else key
+        device = params[key].device if isinstance(key, int) else home
+        optimizer.state[owner] = _fill(values, mine.get(owner), device, received)
+    return [received[i] for i in range(len(received))]
+
+
+def _fill(value: Any, old: Any, device: torch.device, received: dict[int, torch.Tensor]) -> Any:
+    """The described value with tensors in its slots: the old one where it fits, else a new one."""
+    if isinstance(value, _Slot):
+        fits = isinstance(old, torch.Tensor) and tuple(old.shape) == value.shape and old.dtype == value.dtype
+        where = device if value.device_type == device.type else torch.device("cpu")
+        received[value.index] = old if fits else torch.empty(value.shape, dtype=value.dtype, device=where)
+        return received[value.index]
+    if type(value) is dict:
+        old = old if isinstance(old, dict) else {}
+        return {k: _fill(v, old.get(k), device, received) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        olds = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
+        return type(value)(_fill(v, o, device, received) for v, o in zip(value, olds, strict=True))
+    return value

@@ -1,0 +1,174 @@
+"""Process sets: groups of ranks among which a collective can run. The engine knows them by their ids.
+
+`basics.init` binds the objects it is given; `add_process_set` and `remove_process_set` are collective over
+all ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hora import engine
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "is_mpi_communicator", "remove_process_set"]
+
+
+def is_mpi_communicator(value: object) -> bool:
+    """Whether this is an mpi4py communicator (recognised without importing mpi4py)."""
+    return type(value).__module__.split(".")[0] == "mpi4py"
+
+
+def _sorted_ranks(ranks: Any) -> list[int]:
+    try:
+        values = list(ranks)
+    except TypeError:
+        raise ValueError(
+            f"a process set is made from a list of ranks, but got {type(ranks).__name__}: {ranks!r}"
+        ) from None
+    if any(isinstance(value, bool) or not hasattr(value, "__index__") for value in values):
+        raise ValueError(f"the ranks of a process set must be integers, but they are {values!r}")
+    return sorted(operator.index(value) for value in values)
+
+
+class ProcessSet:
+    """A set of global ranks. It may be used once `init` or `add_process_set` has registered it."""
+
+    process_set_id: int | None
+    ranks: list[int] | None
+    mpi_comm: None
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        if is_mpi_communicator(ranks_or_comm):
+            raise ValueError(
+                "a process set from an MPI communicator needs MPI, which is not built; pass a list of ranks"
+            )
+        self.process_set_id = None
+        self.ranks = _sorted_ranks(ranks_or_comm)
+        self.mpi_comm = None
+
+    def size(self) -> int | None:
+        """The number of members; None until registered."""
+        if self.process_set_id is None:
+            return None
+        return len(_registered_ranks(self))
+
+    def rank(self) -> int | None:
+        """This process's index among the members; None until registered, ValueError if it is no member."""
+        if self.process_set_id is None:
+            return None
+        ranks, mine = _registered_ranks(self), engine.current().world.rank
+        if mine not in ranks:
+            raise ValueError(
+                f"Rank {mine} is not a member of the provided process set, whose ranks are {ranks}"
+            )
+        return ranks.index(mine)
+
+    def included(self) -> bool | None:
+        """Whether this process is a member; None if the ranks are not known yet."""
+        if self.ranks is None:
+            return None
+        return _current_or_value_error().world.rank in self.ranks
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
+
+    __repr__ = __str__
+
+
+def _global() -> ProcessSet:
+    process_set = ProcessSet([])
+    process_set.process_set_id, process_set.ranks = 0, None
+    return process_set
+
+
+global_process_set: ProcessSet = _global()
+
+# Objects that carry an id of the running engine. Weak, so that we keep no dropped set alive.
+_bound: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a new set, on all ranks in the same order; needs HOROVOD_DYNAMIC_PROCESS_SETS=1 at init."""
+    if is_mpi_communicator(process_set):
+        raise NotImplementedError(
+            "adding a process set from an MPI communicator is not supported; pass a list of ranks"
+        )
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    runtime = _current_or_value_error()
+    process_set.process_set_id = runtime.add_process_set(list(process_set.ranks or []))
+    _bound.add(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a set, on all ranks; False if it is the global one or is not registered."""
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(
+            f"remove_process_set needs a ProcessSet, but got {type(process_set).__name__}: {process_set!r}"
+        )
+    runtime = _current_or_value_error()
+    # The engine is asked even about a set it cannot know: all ranks take part, and it reports static mode.
+    removed = runtime.remove_process_set(
+        -1 if process_set.process_set_id is None else process_set.process_set_id
+    )
+    if removed:
+        unbind(process_set)
+    return removed
+
+
+def bind(process_sets: Sequence[ProcessSet]) -> None:
+    """Give each object the id that the running engine has for its ranks; called by `init` on all ranks."""
+    runtime = engine.current()
+    world_ranks = list(range(runtime.world.size))
+    global_process_set.ranks = world_ranks
+    known = {tuple(ranks): process_set_id for process_set_id, ranks in runtime.process_sets().items()}
+    seen: dict[tuple[int, ...], int] = {}
+    for index, process_set in enumerate(process_sets):
+        ranks = tuple(process_set.ranks or [])
+        if list(ranks) == world_ranks:
+            raise ValueError(
+                f"process_sets[{index}] has the ranks {list(ranks)}, as the global process set has already"
+            )
+        if ranks in seen:
+            raise ValueError(
+                f"process_sets[{index}] has the same ranks {list(ranks)} as process_sets[{seen[ranks]}]"
+            )
+        if ranks not in known:
+            raise ValueError(
+                f"process_sets[{index}] with the ranks {list(ranks)} is not registered in the running one, "
+                f"which knows {sorted(known)}; call shutdown() before init(), or add_process_set()"
+            )
+        seen[ranks] = index
+        process_set.process_set_id = known[ranks]
+        _bound.add(process_set)
+
+
+def unbind(*process_sets: ProcessSet) -> None:
+    """Take the ids away from these objects, or from all (after a shutdown)."""
+    for process_set in process_sets or list(_bound):
+        process_set.process_set_id = None
+        _bound.discard(process_set)
+    if not process_sets:
+        global_process_set.ranks = None
+
+
+def _registered_ranks(process_set: ProcessSet) -> list[int]:
+    ranks = _current_or_value_error().process_sets().get(process_set.process_set_id)
+    if ranks is None:
+        raise ValueError(
+            f"Process set with id {process_set.process_set_id} and ranks {process_set.ranks} does not exist, "
+            "or has not been registered"
+        )
+    return list(ranks)
+
+
+def _current_or_value_error() -> Any:
+    if not engine.is_initialized():
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return engine.current()

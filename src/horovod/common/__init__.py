@@ -1,0 +1,1 @@
+"""The old package of what the fronts share."""

@@ -1,0 +1,7 @@
+"""The old import name: `import horovod.torch as hvd`. Everything lives in `hora.torch`."""
+
+from hora.foreign import warn_if_foreign_horovod
+from hora.torch import *
+from hora.torch import __all__, _check_has_gpu
+
+warn_if_foreign_horovod(__file__)
