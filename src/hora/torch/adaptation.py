@@ -1,0 +1,185 @@
+"""Adaptation: the ranks agree on buckets that follow the order in which gradients really arrive.
+
+After the first step, and again when any rank has seen another order, every member contributes the places at which its
+gradients arrived; the sum orders them for all. It travels as an allreduce, so that ranks that have joined do no harm: then
+a member is missing from the count and everything stays as it is. Called by the optimizer after each synchronisation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hora import engine
+from hora.engine.request import Kind, ReduceOp
+from hora.errors import HorovodInternalError
+from hora.torch.bucket_plan import BucketSpec, plan_buckets
+from hora.torch.buckets import Buckets
+from hora.torch.compression import NoneCompressor
+from hora.torch.error_feedback import wire_dtype
+from hora.torch.reduction import EachAlone, Recipe, Reducer
+
+__all__ = ["Adaptation", "Order", "agree_on_order"]
+
+# Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs next to nothing.
+_FIRST_PAUSE = 8
+_NUM_HEADER = 3
+
+_numbers = itertools.count()
+
+
+class Order:
+    """What the members agreed on: parameters in order of arrival, those that were missing somewhere, the sparse ones."""
+
+    def __init__(
+        self, number: int, parameters: list[torch.Tensor], num_everywhere: int, sparse: list[torch.Tensor]
+    ) -> None:
+        self.number = number
+        self.parameters = parameters
+        self.num_everywhere = num_everywhere
+        self.sparse = sparse
+
+
+class Adaptation:
+    """Decides, equally on all members, which reducer the next step uses."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        names: dict[torch.Tensor, str],
+        parameters: Sequence[torch.Tensor],
+        *,
+        grouped: bool,
+    ) -> None:
+        self._recipe = recipe
+        self._names = names
+        self._parameters = parameters
+        self._pause = _FIRST_PAUSE
+        self._steps = 0
+        self._sparse: set[torch.Tensor] = set()
+        self.possible = (
+            not grouped
+            and (recipe.process_set.size() or 1) > 1
+            and recipe.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+            and (recipe.compression is NoneCompressor or wire_dtype(recipe.compression) is not None)
+            and bool(parameters)
+            and all(p.is_floating_point() for p in parameters)
+        )
+
+    def next_reducer(self, current: Reducer, arrivals: Sequence[torch.Tensor]) -> Reducer:
+        """The reducer of the next step, after a step in which gradients arrived in this order."""
+        if not self.possible:
+            return current
+        if isinstance(current, Buckets):
+            self._steps += 1
+            if not current.change_wanted or self._steps < self._pause:
+                return current
+            self._steps, self._pause = 0, 2 * self._pause
+        if isinstance(current, EachAlone):
+            self._sparse |= current.sparse
+        order = agree_on_order(self._recipe, self._names, self._parameters, arrivals, self._sparse)
+        if order is None:
+            return current
+        return self._reducer_for(order, current)
+
+    def _reducer_for(self, order: Order, current: Reducer) -> Reducer:
+        specs = plan_buckets(
+            order.parameters,
+            self._names,
+            breaks=frozenset((order.num_everywhere,)),
+            wire_dtype=lambda parameter: wire_dtype(self._recipe.compression) or parameter.dtype,
+        )
+        if not specs or (isinstance(current, Buckets) and list(current.specs) == specs):
+            return current
+        alone = EachAlone(self._recipe, self._names, order.sparse) if order.sparse else None
+        if alone is not None:
+            alone.sparse |= set(order.sparse)
+        runtime = engine.current()
+        memory, regions = bucket_memory(runtime, self._recipe, specs, f"optimizer.{order.number}")
+        return Buckets(runtime, self._recipe, specs, memory, regions, alone)
+
+
+def bucket_memory(
+    runtime: Any, recipe: Recipe, specs: Sequence[BucketSpec], name: str
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """A zeroed buffer for every bucket, in memory shared by the members where that is possible."""
+    memory = [torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device) for spec in specs]
+    return memory, [None] * len(specs)
+
+
+def agree_on_order(
+    recipe: Recipe,
+    names: dict[torch.Tensor, str],
+    parameters: Sequence[torch.Tensor],
+    arrivals: Sequence[torch.Tensor],
+    sparse: set[torch.Tensor],
+) -> Order | None:
+    """The order of all members together; None when not every member took part (some have joined)."""
+    count, size = len(parameters), recipe.process_set.size() or 1
+    never = count * size  # later than any sum of real places
+    places = {parameter: place for place, parameter in enumerate(arrivals)}
+    digest = _digest(names, parameters)
+    ballot = torch.tensor(
+        [1, digest, next(_numbers)]
+        + [places.get(parameter, never) for parameter in parameters]
+        + [int(parameter in sparse) for parameter in parameters],
+        dtype=torch.int64,
+    )
+    total = _summed(ballot, recipe, "optimizer.order")
+    if total[0] < size:
+        return None
+    if total[1] != digest * size:
+        _raise_difference(names, parameters, recipe)
+    sums, flags = total[_NUM_HEADER : _NUM_HEADER + count], total[_NUM_HEADER + count :]
+    order = sorted(
+        (index for index in range(count) if not flags[index]), key=lambda index: (sums[index], index)
+    )
+    return Order(
+        number=total[2],
+        parameters=[parameters[index] for index in order],
+        num_everywhere=sum(sums[index] < never for index in order),
+        sparse=[parameters[index] for index in range(count) if flags[index]],
+    )
+
+
+def _summed(ballot: torch.Tensor, recipe: Recipe, name: str) -> list[int]:
+    runtime = engine.current()
+    handle = runtime.submit(
+        Kind.ALLREDUCE,
+        [ballot],
+        outputs=[ballot],
+        name=name,
+        op=ReduceOp.SUM,
+        process_set_id=recipe.process_set.process_set_id,
+    )
+    runtime.synchronize(handle)
+    result: list[int] = ballot.tolist()
+    return result
+
+
+def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> int:
+    text = repr([(names[p], tuple(p.shape), str(p.dtype)) for p in parameters])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
+
+
+def _raise_difference(
+    names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor], recipe: Recipe
+) -> None:
+    from hora.torch.functions import allgather_object
+
+    mine = [(names[p], tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
+    everybody: list[list[Any]] = allgather_object(
+        mine, name="optimizer.parameters", process_set=recipe.process_set
+    )
+    for member, theirs in enumerate(everybody):
+        for here, there in itertools.zip_longest(everybody[0], theirs):
+            if here != there:
+                raise HorovodInternalError(
+                    f"Mismatched parameters of a DistributedOptimizer: member 0 of the process set has {here}, member {member} "
+                    f"has {there}; all ranks must build the same model with the same parameter names"
+                )
+    raise AssertionError("digests differ although the parameters do not")

@@ -1,0 +1,210 @@
+"""Gradient buckets: many gradients in one flat buffer, reduced as one request while backward goes on.
+
+A gradient is copied into its bucket when it is ready (with the cast of the compression, in the same pass), the bucket's last
+one submits it, and `.grad` becomes a view of the bucket, so that nothing is copied back. Where the members share memory
+the buckets lie in it and are reduced in place. The last bucket is submitted by `finish`, in the thread that then waits
+for it. Which gradient goes where was agreed by `adaptation.py`; the optimizer calls `ready` and `finish`.
+
+States of a bucket: filling --last gradient--> submitted --finish--> filling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hora.engine.request import Kind
+from hora.torch.bucket_plan import BucketSpec
+from hora.torch.error_feedback import ErrorFeedback
+from hora.torch.reduction import EachAlone, Recipe
+
+__all__ = ["Bucket", "Buckets", "view_like"]
+
+# Gradients smaller than this are copied together when the bucket is complete: a call costs more than the bytes.
+_SMALL_BYTES = 16 * 1024
+
+
+def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    """`parameter.numel()` elements of `flat` from `offset`, in the shape and, if possible, the strides of `parameter`."""
+    piece = flat[offset : offset + parameter.numel()]
+    if not parameter.is_contiguous() and (
+        (parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last))
+        or (parameter.dim() == 5 and parameter.is_contiguous(memory_format=torch.channels_last_3d))
+    ):
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view(parameter.shape)
+
+
+class Bucket:
+    """One flat buffer and the gradients in it. One more element than they need tells the peers about a changed order."""
+
+    __slots__ = (
+        "control",
+        "expected",
+        "flat",
+        "handle",
+        "index",
+        "name",
+        "num_ready",
+        "offsets",
+        "parameters",
+        "residuals",
+        "small",
+        "views",
+    )
+
+    def __init__(self, spec: BucketSpec, index: int, flat: torch.Tensor, *, error_feedback: bool) -> None:
+        self.index = index
+        self.name = spec.name
+        self.parameters = spec.parameters
+        self.offsets = spec.offsets
+        self.expected = len(spec.parameters)
+        self.flat = flat
+        self.control = flat[-1:]
+        self.views = [
+            view_like(flat, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)
+        ]
+        self.residuals = [torch.zeros_like(p) for p in spec.parameters] if error_feedback else None
+        self.small: list[int] = []
+        self.num_ready = 0
+        self.handle: int | None = None
+
+
+class Buckets:
+    """Reduces dense gradients in buckets, and what does not fit in (`alone`) one by one."""
+
+    def __init__(
+        self,
+        runtime: Any,
+        recipe: Recipe,
+        specs: Sequence[BucketSpec],
+        memory: Sequence[torch.Tensor],
+        regions: Sequence[Any],
+        alone: EachAlone | None,
+    ) -> None:
+        self._runtime = runtime
+        self._arguments = recipe.arguments()
+        self._alone = alone
+        self._error_feedback = isinstance(recipe.compression, ErrorFeedback)
+        self._regions = regions
+        self.specs = tuple(specs)
+        self.buckets = [
+            Bucket(spec, index, flat, error_feedback=self._error_feedback)
+            for index, (spec, flat) in enumerate(zip(specs, memory, strict=True))
+        ]
+        self._slots: dict[torch.Tensor, tuple[Bucket, int, bool]] = {}
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                is_small = parameter.numel() * bucket.flat.element_size() < _SMALL_BYTES
+                self._slots[parameter] = (bucket, index, is_small)
+        self._last = self.buckets[-1]
+        self._submitted: list[Bucket] = []
+        self._in_order = True
+        self._next = 0
+        self.change_wanted = False
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        slot = self._slots.get(parameter)
+        if slot is None:
+            assert self._alone is not None
+            self._alone.ready(parameter)
+            return
+        bucket, index, is_small = slot
+        if is_small:
+            bucket.small.append(index)
+        else:
+            self._fill(bucket, [index])
+        bucket.num_ready += 1
+        if bucket.num_ready == bucket.expected:
+            # Whatever arrives in an unexpected order is still right, only slower: note it, and agree on a better one later.
+            if bucket.index != self._next:
+                self._in_order = False
+            self._next += 1
+            if bucket is not self._last:
+                self._submit(bucket)
+
+    def note_missing(self) -> None:
+        """Some gradient did not arrive by itself: its bucket could not be reduced during backward."""
+        self._in_order = False
+
+    def finish(self) -> None:
+        self._last.control.fill_(0.0 if self._in_order else 1.0)
+        self._in_order, self._next = True, 0
+        self._submit(self._last)
+        submitted, self._submitted = self._submitted, []
+        first_error: Exception | None = None
+        for bucket in submitted:
+            handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
+            assert handle is not None, bucket.name
+            try:
+                self._runtime.synchronize(handle)
+            except Exception as error:  # every handle must be collected, whatever becomes of the others
+                first_error = first_error or error
+        if self._alone is not None:
+            self._alone.finish()
+        if first_error is not None:
+            raise first_error
+        self.change_wanted = bool(self._last.control.item())
+        for bucket in submitted:
+            self._give_back(bucket)
+
+    def _fill(self, bucket: Bucket, indices: Sequence[int]) -> None:
+        """Copy gradients into their slots; without compression the slot becomes the gradient."""
+        targets, sources = [], []
+        for index in indices:
+            parameter, view = bucket.parameters[index], bucket.views[index]
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+                if view.dtype is not parameter.dtype:
+                    parameter.grad = torch.zeros_like(parameter)
+                    continue
+            else:
+                gradient = gradient.detach()
+                if gradient.is_sparse:
+                    gradient = gradient.to_dense()
+                if bucket.residuals is not None:
+                    gradient.add_(bucket.residuals[index])
+                targets.append(view)
+                sources.append(gradient)
+            if view.dtype is parameter.dtype:
+                parameter.grad = view
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+        if bucket.residuals is not None:
+            for index in indices:
+                gradient = bucket.parameters[index].grad
+                if gradient is not None:
+                    torch.sub(gradient, bucket.views[index], out=bucket.residuals[index])
+
+    def _submit(self, bucket: Bucket) -> None:
+        if bucket.small:
+            self._fill(bucket, bucket.small)
+            bucket.small = []
+        region = self._regions[bucket.index]
+        bucket.handle = self._runtime.submit(
+            Kind.ALLREDUCE,
+            [bucket.flat],
+            outputs=[bucket.flat],
+            name=bucket.name,
+            region=region,
+            **self._arguments,
+        )
+        self._submitted.append(bucket)
+
+    def _give_back(self, bucket: Bucket) -> None:
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = view.to(parameter.dtype, copy=True)
+            elif gradient is not view:
+                if gradient.is_sparse:
+                    parameter.grad = view.to(parameter.dtype).to_sparse(1)
+                else:
+                    gradient.detach().copy_(view)

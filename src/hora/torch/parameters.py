@@ -1,0 +1,93 @@
+"""What a user tells `DistributedOptimizer` about parameters: their names and their groups, checked.
+
+Pure: nothing here communicates, and the checks work before `hvd.init()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["parameter_groups", "parameter_names", "unnamed"]
+
+
+def parameter_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """A unique name for every parameter of the optimizer, equal on all ranks."""
+    if named_parameters is None:
+        return {
+            parameter: unnamed(group_index, index)
+            for group_index, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+    pairs: list[Any] = list(named_parameters)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(
+                "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                f"model.named_parameters(), but it contains {type(pair).__name__}"
+            )
+    repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if repeated:
+        raise ValueError(
+            f"parameter names in named_parameters must be unique; found duplicates: {', '.join(repeated)}"
+        )
+    names = {parameter: name for name, parameter in reversed(pairs)}
+    nameless = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    if nameless:
+        shapes = ", ".join(str(list(p.shape)) for p in nameless[:5])
+        raise ValueError(
+            f"named_parameters was given, but {len(nameless)} parameters of the optimizer were not named (shapes {shapes}); "
+            "python object ids of tensors must match: pass model.named_parameters() of the same model"
+        )
+    return names
+
+
+def unnamed(group_index: int, index: int) -> str:
+    """The name of a parameter nobody named."""
+    return f"allreduce.noname.{group_index}.{index}"
+
+
+def parameter_groups(
+    groups: int | Sequence[Sequence[torch.Tensor]] | None, parameters: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """The groups as lists of parameters; none for None. `parameters` are those that take part, in order."""
+    if groups is None:
+        return []
+    if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)):
+        raise ValueError(
+            f"groups should be a positive integer or a list of lists of tensors, but it is {groups!r}"
+        )
+    if isinstance(groups, int):
+        if groups <= 0:
+            raise ValueError(
+                f"groups should be a positive integer or a list of lists of tensors, but it is {groups}"
+            )
+        return _near_even(parameters, groups)
+    listed: list[torch.Tensor] = []
+    for group in groups:
+        members = list(group) if isinstance(group, (list, tuple)) else [group]
+        for tensor in members:
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(
+                    f"groups must consist of tensors only, but contain a {type(tensor).__name__}: {tensor!r}"
+                )
+        listed.extend(members)
+    if len({id(tensor) for tensor in listed}) < len(listed):
+        raise ValueError("a tensor can only appear once in groups, but at least one appears more than once")
+    return [list(group) if isinstance(group, (list, tuple)) else [group] for group in groups]
+
+
+def _near_even(parameters: Sequence[torch.Tensor], num_groups: int) -> list[list[torch.Tensor]]:
+    quotient, rest = divmod(len(parameters), num_groups)
+    result, start = [], 0
+    for index in range(num_groups):
+        stop = start + quotient + (index < rest)
+        if stop > start:
+            result.append(list(parameters[start:stop]))
+        start = stop
+    return result

@@ -1,0 +1,215 @@
+"""Gradient reduction, one request per parameter or per group: the way that always works.
+
+`Recipe` says how the gradients of one optimizer are reduced. `EachAlone` carries it out with one named request per
+parameter (or per group of parameters): the first step of every optimizer, groups, sparse gradients, user compressors
+and unusual reduce ops go this way. `buckets.py` and `sharded.py` are faster ways for the common cases. Called by
+`optimizer.py`, whose hooks say when a gradient is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hora import engine
+from hora.engine.request import Kind, ReduceOp
+from hora.torch.compression import Compressor, NoneCompressor
+
+__all__ = ["EachAlone", "Recipe", "Reducer"]
+
+Parameter = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the gradients of one optimizer are reduced."""
+
+    process_set: Any
+    op: int = ReduceOp.AVERAGE
+    compression: type[Compressor] | Compressor = NoneCompressor
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+
+    @property
+    def prescale(self) -> float:
+        return 1.0 / self.gradient_predivide_factor
+
+    @property
+    def postscale(self) -> float:
+        return self.gradient_predivide_factor
+
+    def arguments(self) -> dict[str, Any]:
+        """The part of `submit`'s arguments that is the same for every gradient."""
+        return {
+            "op": self.op,
+            "prescale": self.prescale,
+            "postscale": self.postscale,
+            "process_set_id": self.process_set.process_set_id,
+        }
+
+
+class Reducer(Protocol):
+    """What the optimizer needs: told which gradients are ready, it gives back the reduced ones."""
+
+    def ready(self, parameter: Parameter) -> None:
+        """The gradient of `parameter` is complete on this rank (None: it takes part with zeros)."""
+
+    def note_missing(self) -> None:
+        """Some gradients have not arrived during backward; `ready` is about to be called for them."""
+
+    def finish(self) -> None:
+        """Wait for all reductions; every parameter was `ready` before. Results are in `.grad` afterwards."""
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Parameters that are reduced together, and how far they are in this step."""
+
+    name: str
+    parameters: Sequence[Parameter]
+    grouped: bool
+    num_ready: int = 0
+    finish: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What is needed to turn one reduced tensor back into a gradient."""
+
+    parameter: Parameter
+    tensor: torch.Tensor
+    context: Any
+    was_sparse: bool = False
+
+
+class EachAlone:
+    """One request per parameter; with `groups`, one grouped request per group."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        names: dict[Parameter, str],
+        parameters: Sequence[Parameter],
+        groups: Sequence[Sequence[Parameter]] = (),
+    ) -> None:
+        self._recipe = recipe
+        self._names = names
+        self._units: dict[Parameter, _Unit] = {}
+        self._submitted: list[_Unit] = []
+        self.sparse: set[Parameter] = set()  # had a sparse gradient once: a missing one is sparse and empty
+        managed = set(parameters)
+        for group in groups:
+            members = [parameter for parameter in group if parameter in managed]
+            if members:
+                unit = _Unit(f"{names[members[0]]}+{len(members) - 1}", members, grouped=True)
+                self._units.update((parameter, unit) for parameter in members)
+        for parameter in parameters:
+            if parameter not in self._units:
+                self._units[parameter] = _Unit(names[parameter], [parameter], grouped=False)
+
+    def ready(self, parameter: Parameter) -> None:
+        unit = self._units[parameter]
+        unit.num_ready += 1
+        if unit.num_ready == len(unit.parameters):
+            unit.finish = self._submit(unit)
+            self._submitted.append(unit)
+
+    def note_missing(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        first_error: Exception | None = None
+        for unit in submitted:
+            finish, unit.finish, unit.num_ready = unit.finish, None, 0
+            assert finish is not None, unit.name
+            try:
+                finish()
+            except Exception as error:  # every handle must be collected, whatever becomes of the others
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+
+    def _submit(self, unit: _Unit) -> Callable[[], None]:
+        dense: list[_InFlight] = []
+        sparse: list[Callable[[], None]] = []
+        for parameter in unit.parameters:
+            if self._reduces_sparse(parameter):
+                sparse.append(_submit_sparse(parameter, self._names[parameter], self._recipe))
+            else:
+                dense.append(self._prepare(parameter))
+        handle = None
+        rt = engine.current()
+        if dense:
+            tensors = [item.tensor for item in dense]
+            handle = rt.submit(
+                Kind.ALLREDUCE,
+                tensors,
+                outputs=tensors,
+                name=unit.name,
+                grouped=unit.grouped,
+                **self._recipe.arguments(),
+            )
+
+        def finish() -> None:
+            if handle is not None:
+                reduced = rt.synchronize(handle)
+                for item, tensor in zip(dense, reduced or (), strict=True):
+                    self._put_back(item, tensor)
+            for finish_sparse in sparse:
+                finish_sparse()
+
+        return finish
+
+    def _reduces_sparse(self, parameter: Parameter) -> bool:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            self.sparse.add(parameter)
+        elif gradient is None and parameter in self.sparse:
+            parameter.grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64),
+                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
+                parameter.shape,
+                device=parameter.device,
+            )
+        else:
+            return False
+        return not self._recipe.sparse_as_dense
+
+    def _prepare(self, parameter: Parameter) -> _InFlight:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad.detach()
+        was_sparse = gradient.is_sparse
+        if was_sparse:
+            gradient = gradient.to_dense()
+        tensor, context = self._recipe.compression.compress(gradient.contiguous())
+        return _InFlight(parameter, tensor.contiguous(), context, was_sparse)
+
+    def _put_back(self, item: _InFlight, reduced: torch.Tensor) -> None:
+        result = self._recipe.compression.decompress(reduced, item.context)
+        gradient = item.parameter.grad
+        if item.was_sparse:
+            item.parameter.grad = result.to_sparse(1 if result.dim() else 0)
+        elif gradient is None:  # the user dropped it meanwhile
+            item.parameter.grad = result
+        elif result.data_ptr() != gradient.data_ptr():
+            gradient.detach().copy_(result)
+
+
+def _submit_sparse(parameter: Parameter, name: str, recipe: Recipe) -> Callable[[], None]:
+    from hora.torch.ops import (
+        sparse_allreduce_async,
+    )  # the ops import the engine; only sparse models need them here
+
+    gradient = parameter.grad
+    assert gradient is not None, name
+    finish = sparse_allreduce_async(gradient, name=name, op=recipe.op, process_set=recipe.process_set)
+
+    def put_back() -> None:
+        parameter.grad = finish()
+
+    return put_back
