@@ -1,0 +1,197 @@
+"""One host of a job, seen from the launcher: the other end of a supervisor's pipes.
+
+Starts the supervisor (with whatever command reaches the host: Python itself, or ssh and Python), sends it orders,
+and reports its frames as `LaunchEvents`. Local and ssh launchers are made of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+from hora.launch import supervisor
+from hora.launch.spec import LaunchEvents, WorkerExit, WorkerSpec
+
+__all__ = ["Host", "local_supervisor_command"]
+
+_TAIL_BYTES = 4096
+_PIPE_BYTES = 1024 * 1024
+_READ_BYTES = 256 * 1024
+# After SIGKILL everything is a matter of milliseconds, even on a busy machine.
+_CLOSE_SLACK_S = 15.0
+
+
+def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...]:
+    """How to start a supervisor on this machine: isolated and without site-packages, because that is fast."""
+    return (executable, "-I", "-S", supervisor.__file__)
+
+
+class Host:
+    """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        events: LaunchEvents,
+        *,
+        inherit_env: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._events, self._inherit_env = events, inherit_env
+        # Its own session: Ctrl-C in a terminal reaches the launcher only, which then ends the workers in order.
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+            env=None if env is None else dict(env),
+        )
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._ended: str | None = None  # why nothing can be started here any more
+        self._complaints = b""
+        with contextlib.suppress(OSError):  # a small pipe works too, with more turns
+            fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._reader = threading.Thread(target=self._read, name=f"hora-host {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def _stdout(self) -> int:
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        orders = bytearray()
+        for spec in workers:
+            order = {
+                "op": "start",
+                "worker": spec.worker,
+                "argv": list(spec.argv),
+                "env": dict(spec.env),
+                "inherit_env": self._inherit_env,
+                "cwd": spec.cwd,
+                "secret": spec.secret.hex(),
+            }
+            orders += json.dumps(order).encode() + b"\n"
+        with self._lock:
+            ended = self._ended
+            if ended is None:
+                self._running |= {spec.worker for spec in workers}
+        if ended is None:
+            self._order(bytes(orders))
+        else:
+            for spec in workers:
+                self._events.exited(WorkerExit(worker=spec.worker, code=255, reason=ended))
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        with self._lock:
+            chosen = sorted(self._running.intersection(workers))
+        if chosen:
+            self._command(op="terminate", workers=chosen, grace_s=grace_s)
+
+    def finish(self, *, grace_s: float) -> None:
+        """End every worker and descendant that is left, and the supervisor. Does not wait. May be said again."""
+        self._command(op="finish", grace_s=grace_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with it."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_CLOSE_SLACK_S)
+        self._reader.join(_CLOSE_SLACK_S)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # unsent orders for a dead supervisor
+                    pipe.close()
+
+    def _command(self, **order: object) -> None:
+        self._order(json.dumps(order).encode() + b"\n")
+
+    def _order(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        # When the supervisor is gone the reader knows, and reports all its workers as ended.
+        with contextlib.suppress(BrokenPipeError, ValueError), self._lock:
+            view = memoryview(data)
+            while view:
+                view = view[self._process.stdin.write(view) or 0 :]
+
+    # ---- in the reader's thread ---------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        buffer, marked = bytearray(), False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            selector.register(self._process.stderr.fileno(), selectors.EVENT_READ)
+            while self._stdout in selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, _READ_BYTES)
+                    if not data:
+                        selector.unregister(key.fd)
+                    elif key.fd != self._stdout:
+                        self._complaints = (self._complaints + data)[-_TAIL_BYTES:]
+                    else:
+                        buffer += data
+                        marked = marked or _skip_mark(buffer)
+                        if marked:
+                            self._take_frames(buffer)
+            for key in list(selector.get_map().values()):
+                os.set_blocking(key.fd, False)
+                with contextlib.suppress(BlockingIOError):
+                    self._complaints = (self._complaints + os.read(key.fd, _TAIL_BYTES))[-_TAIL_BYTES:]
+        self._over(marked)
+
+    def _take_frames(self, buffer: bytearray) -> None:
+        size = supervisor.FRAME.size
+        while len(buffer) >= size:
+            kind, worker, length = supervisor.FRAME.unpack_from(buffer)
+            if len(buffer) < size + length:
+                return
+            body = bytes(buffer[size : size + length])
+            del buffer[: size + length]
+            if kind == supervisor.STARTED:
+                self._events.started(worker)
+            elif kind == supervisor.EXITED:
+                self._report(WorkerExit(worker=worker, **json.loads(body)))
+            else:
+                self._events.output(worker, "stdout" if kind == supervisor.STDOUT else "stderr", body)
+
+    def _report(self, ended: WorkerExit) -> None:
+        with self._lock:
+            self._running.discard(ended.worker)
+        self._events.exited(ended)
+
+    def _over(self, marked: bool) -> None:
+        code = self._process.wait()
+        complaints = self._complaints.decode(errors="replace").strip()
+        happened = "ended unexpectedly" if marked else "did not start"
+        why = f"the supervisor on host {self.name} {happened} (exit status {code})"
+        why += f": {complaints}" if complaints else ""
+        with self._lock:
+            self._ended = why
+            orphans, self._running = sorted(self._running), set()
+        for worker in orphans:
+            self._events.exited(WorkerExit(worker=worker, code=255, reason=why))
+
+
+def _skip_mark(buffer: bytearray) -> bool:
+    """Drop what a login shell printed before the supervisor's mark; False until the mark has come."""
+    before, mark, rest = buffer.partition(supervisor.MARK)
+    if mark:
+        buffer[:] = rest
+        return True
+    del buffer[: -len(supervisor.MARK)]
+    return False
