@@ -1,0 +1,44 @@
+"""The environment variables of the Spark side: those the driver forwards, and those a rank is told.
+
+The only place where Spark-related variables are read. Not here: a rank's place in the world (`hora.world`)
+and the engine's settings (`hora.config`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+__all__ = ["GPU_VARIABLE", "assigned_gpus", "forwarded_variables", "start_timeout_s"]
+
+GPU_VARIABLE = "HORA_SPARK_GPUS"
+_DEFAULT_START_TIMEOUT_S = 600.0
+_FORWARDED = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_")
+# Who the driver itself is, if it runs inside a job, is nothing that its own ranks should inherit.
+_OWN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HORA_SECRET_FILE", "HORA_JOB", "HORA_WORKER", GPU_VARIABLE)
+
+
+def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The driver's settings for the runtime (`HOROVOD_TIMELINE` and the like), which its ranks get as well."""
+    env = os.environ if environ is None else environ
+    return {name: value for name, value in env.items() if name.startswith(_FORWARDED) and name not in _OWN}
+
+
+def start_timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`HOROVOD_SPARK_START_TIMEOUT`, or ten minutes."""
+    text = (os.environ if environ is None else environ).get("HOROVOD_SPARK_START_TIMEOUT", "")
+    try:
+        seconds = float(text) if text else _DEFAULT_START_TIMEOUT_S
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(
+            f"HOROVOD_SPARK_START_TIMEOUT must be a positive number of seconds, but it is {text!r}"
+        )
+    return seconds
+
+
+def assigned_gpus(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The addresses of the GPUs that Spark assigned to this rank's task."""
+    text = (os.environ if environ is None else environ).get(GPU_VARIABLE, "")
+    return text.split(",") if text else []

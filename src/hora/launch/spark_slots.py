@@ -1,0 +1,74 @@
+"""How many processes a Spark cluster can run at once, asked of Spark before anything is submitted.
+
+Only the driver's classic SparkContext is asked; nothing is started or reserved. Called by the Spark
+launcher and by `HorovodRunner`, so that a job that can never fit is an error at once instead of a stage
+that waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+__all__ = ["count_slots", "require_slots"]
+
+_POLL_S = 0.1
+# Spark itself gives executors of a new application this long to register before it schedules without them.
+_REGISTRATION_LIMIT_S = 30.0
+
+
+def count_slots(context: Any) -> int:
+    """Task slots of all registered executors: cores (and GPUs, if tasks ask for them), busy or free."""
+    scala_context = context._jsc.sc()
+    profile = scala_context.resourceProfileManager().defaultResourceProfile()
+    return int(scala_context.maxNumConcurrentTasks(profile))
+
+
+def require_slots(context: Any, num_slots: int) -> int:
+    """The cluster's slots, at least `num_slots` (0: whatever there is); ValueError if it has fewer.
+
+    Executors of a young application may still be registering, so that is waited for; a cluster that has
+    been up for a while answers at once.
+    """
+    wanted = max(num_slots, 1)
+    # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
+    settled = _settled_at(context)
+    while True:
+        slots = count_slots(context)
+        if slots >= wanted and (
+            num_slots > 0 or time.time() >= settled or context.master.startswith("local")
+        ):
+            return slots
+        if time.time() >= settled:
+            raise ValueError(_too_few(context, num_slots, slots))
+        threading.Event().wait(_POLL_S)
+
+
+def _settled_at(context: Any) -> float:
+    """When all executors that will come have come (seconds since the epoch)."""
+    started = int(context.startTime) / 1000.0
+    if context.master.startswith("local"):
+        return started
+    waiting = context.getConf().get("spark.scheduler.maxRegisteredResourcesWaitingTime", "")
+    limit_s = (
+        float(waiting.removesuffix("s")) if waiting.removesuffix("s").isdigit() else _REGISTRATION_LIMIT_S
+    )
+    return started + limit_s
+
+
+def _too_few(context: Any, wanted: int, slots: int) -> str:
+    conf = context.getConf()
+    task_cpus = conf.get("spark.task.cpus", "1")
+    gpus = conf.get("spark.task.resource.gpu.amount", "")
+    needs = f"spark.task.cpus={task_cpus}" + (f" and spark.task.resource.gpu.amount={gpus}" if gpus else "")
+    if slots == 0:
+        return (
+            f"no Spark executor has registered with {context.master}, so none of the {max(wanted, 1)} processes can start; "
+            f"check that the cluster has workers with free cores (each task needs {needs})"
+        )
+    return (
+        f"np={wanted} processes need {wanted} Spark task slots, but the cluster at {context.master} has {slots} "
+        f"(each task needs {needs}); use np={slots} or fewer, or a cluster with more executor cores"
+        + (" and GPUs" if gpus else "")
+    )

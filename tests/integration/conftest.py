@@ -1,0 +1,29 @@
+"""What the integration tests share: one standalone Spark cluster and one SparkSession on it, for the whole
+run.
+
+The cluster has two workers with one core each. Tests that kill executors must leave it with two free slots
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from spark_cluster import StandaloneCluster, spark_session
+
+
+@pytest.fixture(scope="session")
+def spark_cluster() -> Iterator[StandaloneCluster]:
+    with StandaloneCluster(num_workers=2, cores=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def spark(spark_cluster: StandaloneCluster) -> Iterator[Any]:
+    """The only SparkSession of the test run, on the standalone cluster; functions of test modules travel by
+    value.
+    """
+    with spark_session(spark_cluster.url) as session:
+        yield session

@@ -1,0 +1,164 @@
+"""A real Spark standalone cluster for the tests: a master and workers as child processes, on loopback only.
+
+`StandaloneCluster` is a context manager. It is not a fixture (see `conftest.py`) and knows nothing about
+Hora: the benchmarks start the same cluster through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pyspark
+
+_START_LIMIT_S = 90.0
+
+
+class StandaloneCluster:
+    """A master and `num_workers` workers with `cores` cores each. `url` is what
+    `SparkSession.builder.master` takes.
+    """
+
+    def __init__(self, *, num_workers: int = 2, cores: int = 1, memory: str = "1g") -> None:
+        self.url = ""
+        self._num_workers = num_workers
+        self._cores = cores
+        self._memory = memory
+        self._processes: list[subprocess.Popen[str]] = []
+        self._directory = Path(tempfile.mkdtemp(prefix="spark-cluster-"))
+
+    def __enter__(self) -> StandaloneCluster:
+        try:
+            self.url = self._start(
+                "master.Master", "--port", "0", "--webui-port", "0", found=r"master at (spark://\S+)"
+            )
+            for index in range(self._num_workers):
+                arguments = (
+                    "--cores",
+                    str(self._cores),
+                    "--memory",
+                    self._memory,
+                    "--port",
+                    "0",
+                    "--webui-port",
+                    "0",
+                )
+                work = ("--work-dir", str(self._directory / f"work{index}"))
+                self._start(
+                    "worker.Worker",
+                    *arguments,
+                    *work,
+                    self.url,
+                    found=r"(Successfully registered) with master",
+                )
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # Workers first: each ends its executors, and they their Python workers, on SIGTERM.
+        for process in reversed(self._processes):
+            process.terminate()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=20)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, name: str, *arguments: str, found: str) -> str:
+        """Start one daemon; wait until its log shows `found`, and give the group it matched."""
+        spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
+        process = subprocess.Popen(
+            [str(spark_class), f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
+            env=cluster_environment() | {"SPARK_LOCAL_DIRS": str(self._directory)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            cwd=self._directory,
+        )
+        self._processes.append(process)
+        matched = threading.Event()
+        lines: list[str] = []
+        reader = threading.Thread(
+            target=_follow, args=(process, found, lines, matched), name=f"log of {name}", daemon=True
+        )
+        reader.start()
+        if not matched.wait(_START_LIMIT_S) or not lines[-1].startswith("\0"):
+            raise RuntimeError(
+                f"Spark's {name} did not start within {_START_LIMIT_S:g} s; its log:\n" + "".join(lines)
+            )
+        return lines[-1][1:]
+
+
+def _follow(process: subprocess.Popen[str], found: str, lines: list[str], matched: threading.Event) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if matched.is_set():
+            continue  # read on, so that the daemon never blocks on a full pipe
+        lines.append(line)
+        if match := re.search(found, line):
+            lines.append("\0" + match.group(1))
+            matched.set()
+    matched.set()
+
+
+def cluster_environment() -> Mapping[str, str]:
+    """The environment of Spark's own processes: loopback, and this interpreter for Python workers."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "HORA_"))}
+    environment["SPARK_LOCAL_IP"] = "127.0.0.1"
+    environment["PYSPARK_PYTHON"] = sys.executable
+    environment["SPARK_NO_DAEMONIZE"] = "1"
+    environment["SPARK_DAEMON_MEMORY"] = "256m"
+    return environment
+
+
+@contextlib.contextmanager
+def spark_session(master: str, **conf: str) -> Iterator[object]:
+    """The driver's SparkSession on `master`, with small limits, stopped at the end."""
+    os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master(master).appName("hora tests")
+    defaults = {
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.executor.memory": "512m",
+        "spark.driver.memory": "1g",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.warehouse.dir": tempfile.gettempdir() + "/hora-warehouse",
+        "spark.ui.showConsoleProgress": "false",
+    }
+    for key, value in (defaults | conf).items():
+        builder = builder.config(key, value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    gateway = session.sparkContext._gateway
+    try:
+        yield session
+    finally:
+        session.stop()
+        # The JVM outlives the session by design; the tests want it gone with it.
+        process = gateway.proc
+        gateway.shutdown()
+        process.stdin.close()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+        from pyspark import SparkContext
+
+        SparkContext._gateway = SparkContext._jvm = None
