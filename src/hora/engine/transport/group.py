@@ -1,0 +1,177 @@
+"""One torch.distributed process group, built straight on a store, that never waits for ever.
+
+`init_process_group` is not used, so the user's own default group stays free. Every wait looks at the guard
+several times a second; when the guard raises, the limit passes or a peer's connection breaks, the group is
+discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again. What the
+bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `nccl` has the other backend.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from hora.engine.transport.base import Guard
+from hora.engine.transport.sockets import Connections, listening
+from hora.errors import HorovodInternalError
+
+__all__ = ["GlooGroup", "Group", "connect"]
+
+_SLICE = timedelta(milliseconds=50)
+# gloo notices a broken connection before the engine has learnt who died, but only the engine can name the
+# rank.
+_GRACE_S = 1.5
+# Only how long gloo's own threads may outlive a discarded group; ours is the limit that counts.
+_BACKEND_MARGIN_S = 30.0
+
+
+class Group:
+    """What both backends share: starting work, waiting for it, and letting go."""
+
+    backend = "none"
+
+    def __init__(self, *, guard: Guard, limit_s: float) -> None:
+        self._guard = guard
+        self._limit_s = limit_s
+        self._process_group: Any = None
+        self._lost = ""
+
+    def alltoall(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        receive_counts: Sequence[int],
+        send_counts: Sequence[int],
+    ) -> None:
+        """Element counts per member; everything travels directly from sender to receiver, in one step."""
+        self._finish(
+            lambda group: group.alltoall_base(output, input, list(receive_counts), list(send_counts)),
+            "alltoall",
+        )
+
+    def allgather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Equal parts from every member."""
+        self._finish(lambda group: group._allgather_base(output, input), "allgather")
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._finish(lambda group: group.broadcast([tensor], options), "broadcast")
+
+    def close(self) -> None:
+        """Let go in good order: no work is under way."""
+        self._process_group = None
+
+    def discard(self) -> None:
+        """Let go while work may be under way, and make the peers notice."""
+        self._process_group = None
+
+    def _finish(self, start: Callable[[Any], Any], what: str) -> None:
+        if self._process_group is None:
+            raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
+        try:
+            self._wait(start(self._process_group), what)
+        except HorovodInternalError as error:
+            self._lost = str(error)
+            self.discard()
+            raise
+        except RuntimeError as error:  # torch raises nothing more specific for a broken connection
+            self._lost = (
+                f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
+            )
+            self.discard()
+            self._ask_guard()
+            raise HorovodInternalError(self._lost) from error
+
+    def _wait(self, work: Any, what: str) -> None:
+        raise NotImplementedError
+
+    def _ask_guard(self) -> None:
+        """Give the engine a moment to find out which peer is lost: its error names the rank, ours cannot."""
+        deadline = time.monotonic() + _GRACE_S
+        pause = threading.Event()
+        while time.monotonic() < deadline:
+            self._guard()
+            pause.wait(0.02)
+
+
+class GlooGroup(Group):
+    """CPU tensors. Listens on `address` only."""
+
+    backend = "gloo"
+
+    def __init__(
+        self, store: Store, member: int, num_members: int, *, address: str, guard: Guard, limit_s: float
+    ) -> None:
+        super().__init__(guard=guard, limit_s=limit_s)
+        backend: Any = dist.ProcessGroupGloo
+        with listening() as own_ports:
+            device = backend.create_device(hostname=address)
+        options = backend._Options()
+        options._devices = [device]
+        options._threads = 2
+        options._timeout = timedelta(seconds=limit_s + _BACKEND_MARGIN_S)
+        what = f"{num_members} members to connect over gloo at {address}"
+        self._process_group = connect(
+            lambda: backend(store, member, num_members, options), what=what, guard=guard, limit_s=limit_s
+        )
+        self._connections = Connections.find(store, member, num_members, own_ports)
+
+    def discard(self) -> None:
+        group, self._process_group = self._process_group, None
+        self._connections.shut_down()
+        # The destructor joins gloo's threads, which end when their sockets do: that need not hold us up.
+        threading.Thread(target=_drop, args=([group],), name="hora-discard", daemon=True).start()
+
+    def _wait(self, work: Any, what: str) -> None:
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # failed: raises the reason again; or it completed just after the slice
+                    return
+            self._guard()
+            if time.monotonic() > deadline:
+                raise HorovodInternalError(
+                    f"waited {self._limit_s:g} s for the peers' part in {what} over gloo"
+                )
+
+
+def connect(make: Callable[[], Any], *, what: str, guard: Guard, limit_s: float) -> Any:
+    """Run `make`, which blocks until all members are there, in a thread: so the guard can end the wait."""
+    result: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(make())
+        except BaseException as error:  # carried over to the waiting thread
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="hora-connect", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + limit_s
+    while thread.is_alive():
+        thread.join(_SLICE.total_seconds())
+        if thread.is_alive():
+            guard()
+            if time.monotonic() > deadline:
+                raise HorovodInternalError(f"waited {limit_s:g} s for {what}")
+    if failure:
+        guard()
+        raise HorovodInternalError(f"failed to get {what}: {failure[0]}") from failure[0]
+    return result[0]
+
+
+def _drop(holder: list[Any]) -> None:
+    holder.clear()

@@ -1,0 +1,151 @@
+"""The NCCL group: CUDA tensors, one GPU per member.
+
+Calls queue work on the current stream and return; `streams` orders that stream after the caller's and waits
+for the result under the guard. Members that share a GPU cannot use NCCL: `share_a_gpu` finds out, and the
+engine then takes `StagedTransport`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from hora.engine.request import ReduceOp
+from hora.engine.transport.base import Guard
+from hora.engine.transport.group import Group, connect
+from hora.errors import HorovodInternalError
+
+__all__ = ["NcclGroup", "share_a_gpu"]
+
+_OPS = {
+    ReduceOp.AVERAGE: dist.ReduceOp.SUM,
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+_DTYPES = frozenset(
+    (
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+)
+# torch's own watchdog ends the whole process when a peer is lost. The guard does better: the process lives
+# on.
+_QUIET_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_NEVER = timedelta(days=7)
+
+
+class NcclGroup(Group):
+    """All members must be on GPUs of their own."""
+
+    backend = "nccl"
+
+    def __init__(
+        self,
+        store: Store,
+        member: int,
+        num_members: int,
+        *,
+        device: torch.device,
+        guard: Guard,
+        limit_s: float,
+    ) -> None:
+        super().__init__(guard=guard, limit_s=limit_s)
+
+        def make() -> Any:
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _NEVER
+            with _environment(_QUIET_WATCHDOG):
+                group: Any = dist.ProcessGroupNCCL(store, member, num_members, options)
+            # NCCL connects at the first collective, which blocks: have that here, under the guard.
+            group.allreduce([torch.ones(1, device=device)]).wait()
+            torch.cuda.current_stream(device).synchronize()
+            return group
+
+        what = f"{num_members} members to connect over NCCL on {device}"
+        self._process_group = connect(make, what=what, guard=guard, limit_s=limit_s)
+
+    @staticmethod
+    def reduces(dtype: torch.dtype) -> bool:
+        """Whether NCCL can reduce the dtype by itself."""
+        return dtype in _DTYPES
+
+    def allreduce(self, tensor: torch.Tensor, op: int) -> None:
+        """Reduce in place; Average only sums."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(_OPS[ReduceOp(op)])
+        self._finish(lambda group: group.allreduce([tensor], options), "allreduce")
+
+    def close(self) -> None:
+        group, self._process_group = self._process_group, None
+        if group is not None:
+            _end(group, "shutdown", "_shutdown", "abort", "_abort")
+
+    def discard(self) -> None:
+        """Abort, which also ends kernels that wait on the GPU for a lost peer."""
+        group, self._process_group = self._process_group, None
+        if group is not None:
+            _end(group, "abort", "_abort", "shutdown", "_shutdown")
+
+    def _wait(self, work: Any, what: str) -> None:
+        work.wait()  # the current stream waits, not the host
+
+
+def share_a_gpu(store: Store, member: int, num_members: int, device: torch.device) -> bool:
+    """Whether two members use the same GPU. Collective: every member tells the others through the store."""
+    store.set(f"gpu/{member}", _gpu_identity(device))
+    identities = {bytes(store.get(f"gpu/{peer}")) for peer in range(num_members)}
+    return len(identities) < num_members
+
+
+def _gpu_identity(device: torch.device) -> str:
+    properties: Any = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
+    if uuid is None:  # before torch 2.5
+        raise HorovodInternalError(
+            f"torch {torch.__version__} cannot tell which GPU {device} is; use torch 2.5"
+        )
+    return str(uuid)
+
+
+def _end(group: Any, *methods: str) -> None:
+    """Call the first of the methods that this version of torch has."""
+    for name in methods:
+        if hasattr(group, name):
+            getattr(group, name)()
+            return
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """torch reads these when a group is made and has no other way; the user's own groups keep theirs."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

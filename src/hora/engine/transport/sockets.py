@@ -1,0 +1,109 @@
+"""The TCP sockets that a gloo group opened, found so that they can be shut down.
+
+gloo offers no way to end a wait, but a wait ends by itself when the connection breaks. gloo does not hand
+out its sockets, so they are recognised by port: a group's connections are those accepted at its own
+listener and those that lead to a peer's listener, whose ports the members tell one another through the
+store. Used by `group` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+__all__ = ["Connections", "listening"]
+
+_Ends = tuple[tuple[str, int], tuple[str, int]]
+
+_lock = threading.Lock()  # two groups made at the same time must not take each other's listener for their own
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[set[int]]:
+    """The ports of the listeners that were opened inside the block (filled in when it ends)."""
+    ports: set[int] = set()
+    with _lock:
+        before = set(_sockets())
+        yield ports
+        for descriptor in set(_sockets()) - before:
+            with _borrowed(descriptor) as sock:
+                if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    os.set_inheritable(descriptor, False)
+                    ports.add(sock.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Descriptors of one group's connections."""
+
+    descriptors: dict[int, _Ends]
+
+    @classmethod
+    def find(cls, store: Store, member: int, num_members: int, own_ports: set[int]) -> Connections:
+        """Call when the group is connected. Child processes that `exec` will not inherit what is found."""
+        store.set(f"listener/{member}", ",".join(map(str, sorted(own_ports))))
+        peer_ports: set[int] = set()
+        for peer in range(num_members):
+            if peer != member:
+                peer_ports.update(
+                    int(text) for text in store.get(f"listener/{peer}").decode().split(",") if text
+                )
+        found = {}
+        for descriptor in _sockets():
+            with _borrowed(descriptor) as sock:
+                ends = _ends(sock)
+                if ends is not None and (ends[0][1] in own_ports or ends[1][1] in peer_ports):
+                    os.set_inheritable(descriptor, False)
+                    found[descriptor] = ends
+        return cls(found)
+
+    def shut_down(self) -> None:
+        """Break the connections. A descriptor that gloo has closed and somebody else reuses is left alone."""
+        for descriptor, ends in self.descriptors.items():
+            with _borrowed(descriptor) as sock:
+                if sock is not None and _ends(sock) == ends:
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(
+            OSError
+        ):  # closed meanwhile, by us (the listing itself) or by another thread
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.append(int(name))
+    return found
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
+    """A Python socket over a duplicate of the descriptor, or None when it is not a TCP socket any more."""
+    try:
+        sock = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        yield None
+        return
+    try:
+        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+        yield sock if is_tcp else None
+    finally:
+        sock.close()
+
+
+def _ends(sock: socket.socket | None) -> _Ends | None:
+    if sock is None:
+        return None
+    try:
+        own, peer = sock.getsockname(), sock.getpeername()
+    except OSError:  # a listener, or not connected any more
+        return None
+    return (own[0], own[1]), (peer[0], peer[1])
