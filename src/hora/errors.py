@@ -11,6 +11,7 @@ __all__ = [
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
     "JobFailedError",
+    "ModelFileError",
     "StartTimeoutError",
     "get_version_mismatch_message",
 ]
@@ -58,6 +59,10 @@ class HorovodVersionMismatchError(ImportError):
 
 class AuthenticationError(ConnectionError):
     """A peer on the control plane did not prove that it holds the job's secret."""
+
+
+class ModelFileError(ValueError):
+    """A saved model is damaged, changed, of another kind, or does not fit the network."""
 
 
 class StartTimeoutError(TimeoutError):

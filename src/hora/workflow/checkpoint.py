@@ -1,0 +1,120 @@
+"""A folder of checkpoints that survives being killed at any moment. `fit` decides what is in a checkpoint.
+
+A file is a line of JSON (what it is, the payload's size and SHA-256), then the payload: `torch.save`'s
+format, read back with `weights_only=True`, so no code in it is ever run. A file is written under another
+name and renamed when it is complete and on disk. A file that is damaged all the same is recognised and the
+one before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Checkpoints"]
+
+_MAGIC = "hora-checkpoint-1"
+_NAME = re.compile(r"^(\d{8})\.ckpt$")
+_UNFINISHED = "unfinished.partial"  # one name: a killed writer's remains are overwritten, not piled up
+_MAX_HEADER_BYTES = 4096
+
+
+class Checkpoints:
+    """The last `keep` checkpoints in `folder`.
+
+    Besides one per epoch, one every `every_steps` optimizer steps.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2, every_steps: int | None = None) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1 checkpoint, but it is {keep}")
+        if every_steps is not None and every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, or None, but it is {every_steps}")
+        self.folder = Path(folder)
+        self.keep = keep
+        self.every_steps = every_steps
+
+    def save(self, state: Mapping[str, Any]) -> Path:
+        """Write a state as the newest; forget all but the last `keep`."""
+        buffer = io.BytesIO()
+        torch.save(dict(state), buffer)
+        payload = buffer.getbuffer()
+        header = {
+            "format": _MAGIC,
+            "num_bytes": len(payload),
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Numbered in the order of writing: steps may start again from 0 in a folder that was used before.
+        number = 1 + max((int(path.stem) for path in self.paths()), default=0)
+        path = self.folder / f"{number:08d}.ckpt"
+        partial = self.folder / _UNFINISHED
+        with partial.open("wb") as file:
+            file.write(json.dumps(header).encode() + b"\n")
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_folder(self.folder)
+        for old in self.paths()[: -self.keep]:
+            old.unlink()
+        return path
+
+    def paths(self) -> list[Path]:
+        """The checkpoint files, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path for path in self.folder.iterdir() if _NAME.match(path.name))
+
+    def read_last(self) -> bytes | None:
+        """The newest undamaged checkpoint's payload; None if there is none. Warns of damaged ones."""
+        (self.folder / _UNFINISHED).unlink(missing_ok=True)
+        for path in reversed(self.paths()):
+            try:
+                return _payload(path)
+            except ValueError as error:
+                warnings.warn(
+                    f"checkpoint {path} is damaged ({error}); trying the one before it", stacklevel=2
+                )
+        return None
+
+    @staticmethod
+    def decode(payload: bytes) -> dict[str, Any]:
+        """The state in a payload, on the CPU."""
+        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+
+
+def _payload(path: Path) -> bytes:
+    with path.open("rb") as file:
+        line = file.readline(_MAX_HEADER_BYTES)
+        try:
+            header = json.loads(line)
+            wanted, digest = int(header["num_bytes"]), str(header["sha256"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError("its header cannot be read") from error
+        if header.get("format") != _MAGIC:
+            raise ValueError(f"its format is {header.get('format')!r}, not {_MAGIC!r}")
+        payload = file.read()
+    if len(payload) != wanted:
+        raise ValueError(f"it has {len(payload)} of {wanted} bytes")
+    if hashlib.sha256(payload).hexdigest() != digest:
+        raise ValueError("its checksum is wrong")
+    return payload
+
+
+def _sync_folder(folder: Path) -> None:
+    """The rename itself must reach the disk too, or a power cut could take the new name away."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

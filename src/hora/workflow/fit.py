@@ -1,0 +1,282 @@
+"""The fit loop: epochs over a training loader, validation, history, checkpoints.
+
+The same alone and on many ranks.
+
+It owns the order in which things happen. How a step is taken is in `step`, what is stored in `checkpoint`,
+what is shown in `progress`. A script that wants to write its own loop needs nothing from here.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hora.workflow import peers, randomness
+from hora.workflow.checkpoint import Checkpoints
+from hora.workflow.early_stopping import EarlyStopping
+from hora.workflow.history import History
+from hora.workflow.logs import Logger
+from hora.workflow.progress import Progress
+from hora.workflow.sampler import Loaders
+from hora.workflow.step import Recipe, Stepper, evaluate
+from hora.workflow.tally import Metric, Tally
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: torch.nn.Module,
+    loaders: Loaders | tuple[Any, Any],
+    optimizer: torch.optim.Optimizer,
+    loss: Metric,
+    *,
+    epochs: int,
+    metrics: Mapping[str, Metric] | None = None,
+    recipe: Recipe | None = None,
+    checkpoints: Checkpoints | str | Path | None = None,
+    resume: bool = True,
+    early_stopping: EarlyStopping | None = None,
+    loggers: Sequence[Logger] = (),
+    progress: bool = True,
+    device: torch.device | str | None = None,
+) -> History:
+    """Train `model` and return its history.
+
+    Works alone and, after `hvd.init()`, together with the other ranks: everybody starts from rank 0's
+    weights, gradients are averaged (a plain optimizer is wrapped; a DistributedOptimizer is used as it is),
+    metrics are means over all ranks, and only rank 0 prints, logs and writes. With `checkpoints`, a run
+    that was killed goes on where the last one was written and, given the same seed and number of ranks,
+    ends with the same weights.
+
+    `loaders`: (train, valid), valid may be None; batches are (inputs…, target). `device`: where batches are
+    moved; default is where the model's parameters are.
+    """
+    if epochs < 1:
+        raise ValueError(f"epochs must be at least 1, but it is {epochs}")
+    recipe = recipe or Recipe()
+    plain = getattr(model, "_orig_mod", model)  # a compiled model's own state dict has other names
+    where = torch.device(device) if device is not None else next(plain.parameters()).device
+    stepper = Stepper(
+        model,
+        peers.distribute(optimizer, plain, recipe.accumulate),
+        loss,
+        metrics=metrics or {},
+        recipe=recipe,
+        device=where,
+    )
+    folder = Checkpoints(checkpoints) if isinstance(checkpoints, (str, Path)) else checkpoints
+    run = _Run(stepper, Loaders(*loaders), plain, epochs, folder, early_stopping)
+    run.progress = Progress(epochs, visible=progress and peers.is_chief())
+    try:
+        return run.train(resume=resume, loggers=loggers if peers.is_chief() else ())
+    finally:
+        run.progress.close()
+        for logger in loggers:
+            logger.close()
+
+
+class _Run:
+    """One call of `fit`. Its place is (epoch, steps taken in it).
+
+    A checkpoint holds that and what comes with it.
+    """
+
+    progress: Progress
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        loaders: Loaders,
+        model: torch.nn.Module,
+        epochs: int,
+        checkpoints: Checkpoints | None,
+        early_stopping: EarlyStopping | None,
+    ) -> None:
+        self.stepper = stepper
+        self.loaders = loaders
+        self.model = model
+        self.epochs = epochs
+        self.checkpoints = checkpoints
+        self.early_stopping = early_stopping
+        self.history = History()
+        self.base_rates = [float(group["lr"]) for group in stepper.optimizer.param_groups]
+        self.num_steps = -(-len(loaders.train) // stepper.recipe.accumulate)
+        self.first_epoch = 0
+        self.steps_done = 0
+        self.seconds_before = 0.0
+        self.stopped = False
+        self.midway: dict[str, Any] | None = None
+        _check_sharded(loaders.train)
+
+    def train(self, *, resume: bool, loggers: Sequence[Logger]) -> History:
+        """All epochs that are left."""
+        peers.broadcast_start(self.model, self.stepper.optimizer)
+        if resume:
+            self._resume()
+        for epoch in range(self.first_epoch, self.epochs):
+            if self.stopped:
+                break
+            record = self._epoch(epoch)
+            self.history.append(record)
+            self.progress.finish_epoch(epoch, record)
+            for logger in loggers:
+                logger.log(record, epoch + 1)
+            if self.early_stopping is not None:
+                self.stopped = self.early_stopping.should_stop(record, self.model)
+            self._save(epoch + 1, 0, None, randomness.capture())
+        if self.early_stopping is not None:
+            self.early_stopping.finish(self.model)
+        return self.history
+
+    def _epoch(self, epoch: int) -> dict[str, float]:
+        began = time.perf_counter() - self.seconds_before
+        self.seconds_before = 0.0
+        tally = self._train_epoch(epoch, began)
+        peers.average_buffers(self.model)
+        record = {"epoch": float(epoch + 1), **tally.means("train")}
+        if self.loaders.valid is not None:
+            stepper = self.stepper
+            record |= evaluate(
+                stepper.model,
+                self.loaders.valid,
+                stepper.loss,
+                metrics=stepper.metrics,
+                recipe=stepper.recipe,
+                device=stepper.device,
+            )
+        return record | {
+            "lr": float(self.stepper.optimizer.param_groups[0]["lr"]),
+            "seconds": time.perf_counter() - began,
+        }
+
+    def _train_epoch(self, epoch: int, began: float) -> Tally:
+        tally = Tally(["loss", *self.stepper.metrics], self.stepper.device)
+        _set_epoch(self.loaders.train, epoch)
+        self.progress.start_epoch(epoch, self.num_steps, self.steps_done)
+        chunks, rng_at_start = self._chunks(tally)
+        self.stepper.model.train()
+        for step, chunk in enumerate(chunks, start=self.steps_done):
+            self._set_learning_rate(epoch + step / self.num_steps)
+            self.stepper.step(chunk, tally)
+            self.progress.step()
+            every = self.checkpoints.every_steps if self.checkpoints is not None else None
+            if every and (epoch * self.num_steps + step + 1) % every == 0 and step + 1 < self.num_steps:
+                self._save(epoch, step + 1, tally, rng_at_start, time.perf_counter() - began)
+        self.steps_done = 0
+        return tally
+
+    def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
+        """The batches of each remaining step.
+
+        After a resume in mid-epoch the loader is wound forward to its place.
+        """
+        midway, self.midway = self.midway, None
+        if midway is not None:
+            randomness.restore(midway["rng_at_start"])
+        rng_at_start = randomness.capture()
+        chunks = _chunked(self.loaders.train, self.stepper.recipe.accumulate)
+        if midway is not None:
+            for _ in range(self.steps_done):
+                next(chunks)
+            tally.load_state_dict(midway["tally"])
+            randomness.restore(midway["rng"])
+        return chunks, rng_at_start
+
+    def _set_learning_rate(self, epoch: float) -> None:
+        schedule = self.stepper.recipe.schedule
+        if schedule is not None:
+            factor = schedule.factor(epoch, epochs=self.epochs, size=peers.size())
+            self.stepper.set_learning_rate([rate * factor for rate in self.base_rates])
+
+    def _save(
+        self, epoch: int, step: int, tally: Tally | None, rng_at_start: dict[str, Any], seconds: float = 0.0
+    ) -> None:
+        """Write a checkpoint of the place (epoch, step).
+
+        Collective: every rank's generators and sums go into it.
+        """
+        if self.checkpoints is None:
+            return
+        sums = tally.state_dict() if tally is not None else {}
+        ranks = peers.gather({"rng": randomness.capture(), "rng_at_start": rng_at_start, "tally": sums})
+        if not peers.is_chief():
+            return
+        scaler, stopping = self.stepper.scaler, self.early_stopping
+        state = {
+            "epoch": epoch,
+            "step": step,
+            "seconds": seconds,
+            "stopped": self.stopped,
+            "ranks": ranks,
+            "model": self.model.state_dict(),
+            "optimizer": self.stepper.optimizer.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "early_stopping": stopping.state_dict() if stopping is not None else None,
+            "history": self.history.records,
+        }
+        self.checkpoints.save(state)
+
+    def _resume(self) -> None:
+        """Go on from rank 0's last good checkpoint, if there is one."""
+        folder = self.checkpoints
+        if folder is None:
+            return
+        payload = peers.broadcast_bytes(folder.read_last() if peers.is_chief() else None)
+        if payload is None:
+            return
+        state = folder.decode(payload)
+        self.model.load_state_dict(state["model"])
+        self.stepper.optimizer.load_state_dict(state["optimizer"])
+        if self.stepper.scaler is not None and state["scaler"] is not None:
+            self.stepper.scaler.load_state_dict(state["scaler"])
+        if self.early_stopping is not None and state["early_stopping"] is not None:
+            self.early_stopping.load_state_dict(state["early_stopping"])
+        self.history = History(state["history"])
+        self.first_epoch, self.stopped = state["epoch"], state["stopped"]
+        self._restore_place(state)
+        at = f"epoch {state['epoch'] + 1}, step {self.steps_done}"
+        self.progress.say(f"resuming from {folder.folder} at {at}")
+
+    def _restore_place(self, state: dict[str, Any]) -> None:
+        ranks = state["ranks"]
+        if len(ranks) != peers.size():
+            warnings.warn(
+                f"the checkpoint was written by {len(ranks)} ranks and {peers.size()} resume it: epoch "
+                f"{state['epoch'] + 1} starts from its beginning, with other random numbers than undisturbed",
+                stacklevel=2,
+            )
+            return
+        mine = ranks[peers.rank()]
+        if state["step"] == 0:
+            randomness.restore(mine["rng"])
+            return
+        self.steps_done, self.seconds_before, self.midway = state["step"], state["seconds"], mine
+
+
+def _chunked(loader: Iterable[Any], length: int) -> Iterator[list[Any]]:
+    batches = iter(loader)
+    while chunk := list(islice(batches, length)):
+        yield chunk
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+
+
+def _check_sharded(loader: Any) -> None:
+    sampler = getattr(loader, "sampler", None)
+    plain = (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+    if peers.size() > 1 and isinstance(sampler, plain):
+        warnings.warn(
+            f"every one of the {peers.size()} ranks trains on all rows: the training loader's sampler is a "
+            f"{type(sampler).__name__}; use hora.workflow.make_loaders or a DistributedSampler to share them",
+            stacklevel=4,
+        )

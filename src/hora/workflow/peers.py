@@ -1,0 +1,113 @@
+"""The other ranks, as the workflow sees them: nobody, as long as `hvd.init()` has not been called.
+
+Everything here is a no-op in a world of one, so that `fit` needs no second code path. Called by the modules
+of this package only; scripts use `horovod.torch` itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hora.torch as hvd
+
+__all__ = [
+    "average_buffers",
+    "broadcast_bytes",
+    "broadcast_start",
+    "distribute",
+    "gather",
+    "is_chief",
+    "rank",
+    "size",
+    "sum_floats",
+]
+
+
+def rank() -> int:
+    """My rank; 0 alone."""
+    return hvd.rank() if hvd.is_initialized() else 0
+
+
+def size() -> int:
+    """How many train together; 1 alone."""
+    return hvd.size() if hvd.is_initialized() else 1
+
+
+def is_chief() -> bool:
+    """Whether this process prints, logs and writes files."""
+    return rank() == 0
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumulate: int
+) -> torch.optim.Optimizer:
+    """The optimizer that also averages gradients over the ranks.
+
+    The same object alone, or if it already does.
+    """
+    if hasattr(optimizer, "skip_synchronize"):
+        passes = getattr(optimizer, "backward_passes_per_step", accumulate)
+        if passes != accumulate:
+            raise ValueError(
+                f"the DistributedOptimizer was made with backward_passes_per_step={passes}, but the "
+                f"recipe says accumulate={accumulate}; make them equal"
+            )
+        return optimizer
+    if size() == 1:
+        return optimizer
+    known = getattr(optimizer, "_hora_distributed", None)  # a second fit must not hook the parameters twice
+    if known is None or known.backward_passes_per_step != accumulate:
+        known = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=accumulate
+        )
+        optimizer._hora_distributed = known  # type: ignore[attr-defined]
+    return known
+
+
+def broadcast_start(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Everybody starts from rank 0's weights, buffers and (if it has any) optimizer state."""
+    if size() == 1:
+        return
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    if hvd.broadcast_object(len(optimizer.state) > 0, root_rank=0, name="hora.workflow.has_state"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def average_buffers(model: torch.nn.Module) -> None:
+    """Give all ranks the same running statistics (batch norm), so that they validate and save one model."""
+    if size() == 1:
+        return
+    floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if floats:
+        for buffer, mean in zip(
+            floats, hvd.grouped_allreduce(floats, name="hora.workflow.buffers"), strict=True
+        ):
+            buffer.copy_(mean)
+
+
+def sum_floats(values: torch.Tensor) -> torch.Tensor:
+    """The element-wise sum over the ranks, on the CPU, in float64."""
+    mine = values.detach().to("cpu", torch.float64)
+    return mine if size() == 1 else hvd.allreduce(mine, op=hvd.Sum, name="hora.workflow.tally")
+
+
+def gather(mine: Any) -> list[Any]:
+    """Everybody's object, in rank order."""
+    return [mine] if size() == 1 else hvd.allgather_object(mine, name="hora.workflow.gather")
+
+
+def broadcast_bytes(payload: bytes | None) -> bytes | None:
+    """Rank 0's bytes, or None if it has none."""
+    if size() == 1:
+        return payload
+    num_bytes = hvd.broadcast_object(
+        None if payload is None else len(payload), root_rank=0, name="hora.workflow.len"
+    )
+    if num_bytes is None:
+        return None
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    if payload is not None and rank() == 0:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return bytes(hvd.broadcast_(data, root_rank=0, name="hora.workflow.bytes").numpy())

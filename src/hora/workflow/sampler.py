@@ -1,0 +1,104 @@
+"""Which rows this rank sees, and loaders made of them. Used by `fit`'s callers; `fit` only calls `set_epoch`.
+
+Unlike torch's DistributedSampler it asks for rank and size when iterated, and for validation it neither
+repeats nor drops a row, so that a metric over all ranks is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hora.workflow import peers
+
+__all__ = ["Loaders", "ShardSampler", "TensorLoader", "make_loaders"]
+
+
+class Loaders(NamedTuple):
+    """What `fit` trains on, and what it validates on (or None)."""
+
+    train: Any
+    valid: Any = None
+
+
+class ShardSampler(Sampler[int]):
+    """My share of `num_rows` rows: shuffled and padded to equal length for training, exact for validation."""
+
+    def __init__(self, num_rows: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        if num_rows < 1:
+            raise ValueError(f"a sampler needs at least one row, but the data has {num_rows}")
+        self.num_rows = num_rows
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another epoch, another order; the same epoch, the same order, also after a resume."""
+        self.epoch = epoch
+
+    def indices(self) -> torch.Tensor:
+        """My rows, in the order of this epoch."""
+        if not self.shuffle:
+            return torch.arange(peers.rank(), self.num_rows, peers.size())
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(self.num_rows, generator=generator)
+        total = len(self) * peers.size()
+        return order.repeat(-(-total // self.num_rows))[:total][peers.rank() :: peers.size()]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices().tolist())
+
+    def __len__(self) -> int:
+        if self.shuffle:
+            return -(-self.num_rows // peers.size())
+        return len(range(peers.rank(), self.num_rows, peers.size()))
+
+
+class TensorLoader:
+    """Batches cut straight out of tensors in memory: no worker process, no row-by-row collation.
+
+    `transform` gets a batch of inputs (augmentation, normalisation); it may use torch's random numbers.
+    """
+
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        if len(inputs) != len(targets):
+            raise ValueError(f"there are {len(inputs)} inputs but {len(targets)} targets")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, but it is {batch_size}")
+        self.inputs = inputs
+        self.targets = targets
+        self.batch_size = batch_size
+        self.transform = transform
+        self.sampler = ShardSampler(len(inputs), shuffle=shuffle, seed=seed)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for chosen in self.sampler.indices().to(self.inputs.device).split(self.batch_size):
+            inputs = self.inputs[chosen]
+            yield (inputs if self.transform is None else self.transform(inputs)), self.targets[chosen]
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)
+
+
+def make_loaders(
+    train: Dataset[Any], valid: Dataset[Any] | None = None, *, batch_size: int, seed: int = 0, **options: Any
+) -> Loaders:
+    """Loaders of this rank's share of the datasets. `options` go to torch's DataLoader."""
+
+    def loader(dataset: Dataset[Any], shuffle: bool) -> DataLoader[Any]:
+        sampler = ShardSampler(len(dataset), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+        return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
+
+    return Loaders(loader(train, True), None if valid is None else loader(valid, False))
