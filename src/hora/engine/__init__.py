@@ -1,1 +1,10 @@
+"""The engine: named requests from any thread, agreed on by all ranks, carried out in fused batches.
 
+Read in this order: request, plan, agreement, lane, runtime; then transport/.
+"""
+
+from hora.engine.current import current, init, is_initialized, shutdown
+from hora.engine.request import Kind, ReduceOp
+from hora.engine.runtime import Runtime
+
+__all__ = ["Kind", "ReduceOp", "Runtime", "current", "init", "is_initialized", "shutdown"]

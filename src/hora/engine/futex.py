@@ -63,6 +63,10 @@ class Counter:
     def value(self) -> int:
         return self._word.value
 
+    def store(self, value: int) -> None:
+        """Publish `value` where nobody sleeps on it."""
+        self._word.value = value
+
     def set(self, value: int) -> None:
         """Publish `value` and wake every waiter."""
         self._word.value = value

@@ -1,0 +1,82 @@
+"""The engine's settings: the one place where `HOROVOD_*` run-time variables become values.
+
+Read at `hvd.init()`, not at import, because scripts set these variables in `os.environ` first. Launcher settings are
+not here: `hora.launch.options` turns flags into the same variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+__all__ = ["EngineConfig"]
+
+T = TypeVar("T")
+
+
+def _boolean(text: str) -> bool:
+    return int(text) > 0
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if value < 0:
+        raise ValueError("negative")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("negative")
+    return value
+
+
+def _transport(text: str) -> str:
+    if text not in ("auto", "shm", "gloo"):
+        raise ValueError("unknown transport")
+    return text
+
+
+def _variable(name: str, default: T, parse: Callable[[str], T], what: str) -> Any:
+    return field(default=default, metadata={"variable": name, "parse": parse, "what": what})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one runtime. Where ranks must agree on a value, rank 0's is used by all."""
+
+    fusion_threshold_bytes: int = _variable("HOROVOD_FUSION_THRESHOLD", 128 * 2**20, _count, "a number of bytes ≥ 0")
+    cache_capacity: int = _variable("HOROVOD_CACHE_CAPACITY", 1024, _count, "a number of entries ≥ 0")
+    disable_group_fusion: bool = _variable("HOROVOD_DISABLE_GROUP_FUSION", False, _boolean, "0 or 1")
+    dynamic_process_sets: bool = _variable("HOROVOD_DYNAMIC_PROCESS_SETS", False, _boolean, "0 or 1")
+    elastic: bool = _variable("HOROVOD_ELASTIC", False, _boolean, "0 or 1")
+    timeline: str = _variable("HOROVOD_TIMELINE", "", str, "a file path or DYNAMIC")
+    timeline_mark_cycles: bool = _variable("HOROVOD_TIMELINE_MARK_CYCLES", False, _boolean, "0 or 1")
+    stall_check_disable: bool = _variable("HOROVOD_STALL_CHECK_DISABLE", False, _boolean, "0 or 1")
+    stall_warning_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, _seconds, "a number of seconds ≥ 0")
+    stall_shutdown_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, _seconds, "a number of seconds ≥ 0")
+    init_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0, _seconds, "a number of seconds ≥ 0")
+    interface: str = _variable("HOROVOD_GLOO_IFACE", "", str, "a network interface")
+    log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level")
+    log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1")
+    thread_affinity: str = _variable("HOROVOD_THREAD_AFFINITY", "", str, "a comma list of core numbers")
+    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto, shm or gloo")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
+        """Read the variables. ValueError names the variable, what it may be and what it is."""
+        env = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for item in fields(cls):
+            variable = item.metadata["variable"]
+            text = env.get(variable)
+            if text is None or text == "":
+                continue
+            try:
+                values[item.name] = item.metadata["parse"](text)
+            except ValueError:
+                raise ValueError(f"{variable} must be {item.metadata['what']}, but it is {text!r}") from None
+        return cls(**values)

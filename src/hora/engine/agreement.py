@@ -1,0 +1,350 @@
+"""Agreement: every member of a process set learns the same announcements in the same rounds.
+
+Inside one host (`ShmAgreement`) each member owns a ring of announcements in shared memory, which the others read. The
+first member is the coordinator: whenever something has become ready it publishes a cut, that is how far into every ring
+the round reaches. Nobody polls on a timer: a member with news rings the coordinator's bell, the coordinator's round
+number wakes the members. Across hosts `mesh` carries the same announcements (`MeshAgreement`).
+
+A ring holds 8-byte records (signature number, instance). A signature is sent whole once, then known by its number.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hora.engine.futex import LINE_BYTES, Counter
+from hora.engine.plan import Batch, Planner
+from hora.engine.request import Signature
+from hora.engine.segment import Segment, aligned
+
+__all__ = ["Agreement", "Announcer", "LocalAgreement", "MeshAgreement", "Reader", "ShmAgreement"]
+
+_RECORD = struct.Struct("<II")
+_DEFINE = 0xFFFFFFFF  # the record's second word is the length of the signature that follows, padded to whole records
+_FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
+
+
+class Agreement(Protocol):
+    """One per process set. `announce` may come from any thread under the lane's lock; `poll` and `wait` from its driver."""
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether announcements could not be sent for lack of room; `flush` tries again."""
+
+    def announce(self, signature: Signature, instance: int) -> None:
+        """Tell the other members about a request of this rank."""
+
+    def poll(self, planner: Planner) -> list[Batch] | None:
+        """Feed what is new to the planner; the batches of the next round, or None when there is no new round."""
+
+    def wait(self) -> None:
+        """Sleep until something may have changed, or for a short while."""
+
+    def wake(self) -> None:
+        """Wake this rank's own driver."""
+
+    def flush(self) -> None:
+        """Send what could not be sent before. Under the same lock as `announce`."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+class Announcer:
+    """Turns requests into bytes, sending each signature once."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._numbers: dict[Signature, int] = {}
+
+    def encode(self, signature: Signature, instance: int) -> bytes:
+        number = self._numbers.get(signature)
+        if number is not None:
+            return _RECORD.pack(number, instance)
+        prefix = b""
+        if len(self._numbers) >= max(self._capacity, 1):
+            self._numbers.clear()
+            prefix = _RECORD.pack(_FORGET, 0)
+        number = self._numbers[signature] = len(self._numbers)
+        text = signature.encode()
+        padding = -len(text) % _RECORD.size
+        return prefix + _RECORD.pack(_DEFINE, len(text)) + text + bytes(padding) + _RECORD.pack(number, instance)
+
+
+class Reader:
+    """Reads one member's announcements. Equal signatures become one object, so that comparing them is cheap."""
+
+    def __init__(self, interned: dict[Signature, Signature]) -> None:
+        self._interned = interned
+        self._known: list[Signature] = []
+        self._partial = b""  # a signature may be longer than what its writer could place in one go
+
+    def decode(self, data: bytes) -> list[tuple[Signature, int]]:
+        if self._partial:
+            data = self._partial + data
+            self._partial = b""
+        words = struct.unpack(f"<{len(data) // 4}I", data)
+        num_words = len(words)
+        known = self._known
+        found: list[tuple[Signature, int]] = []
+        position = 0
+        while position < num_words:
+            number, instance = words[position], words[position + 1]
+            if number == _DEFINE:
+                after = position + 2 + -(-instance // _RECORD.size) * 2
+                if after > num_words:
+                    self._partial = data[position * 4 :]
+                    break
+                start = (position + 2) * 4
+                signature = Signature.decode(data[start : start + instance])
+                known.append(self._interned.setdefault(signature, signature))
+                position = after
+                continue
+            if number == _FORGET:
+                known.clear()
+            else:
+                found.append((known[number], instance))
+            position += 2
+        return found
+
+
+class LocalAgreement:
+    """A set of one member: whatever it announces is agreed."""
+
+    holds_back = False
+
+    def __init__(self) -> None:
+        self._news: deque[tuple[Signature, int]] = deque()
+
+    def announce(self, signature: Signature, instance: int) -> None:
+        self._news.append((signature, instance))
+
+    def poll(self, planner: Planner) -> list[Batch] | None:
+        if not self._news:
+            return None
+        while self._news:
+            planner.feed(0, *self._news.popleft())
+        return planner.close_round()
+
+    def wait(self) -> None:
+        """Nothing to wait for: an announcement is ready at once."""
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ShmAgreement:
+    """Agreement through a segment that all members map.
+
+    Layout: per member one line each for head (bytes announced), rounds (rounds done) and bell; one line for the round
+    number; a ring of cuts (vectors of 64-bit positions); one ring of announcements per member. Positions never wrap.
+    """
+
+    RING_BYTES = 512 * 1024
+    _NUM_CUTS = 64
+
+    def __init__(self, segment: Segment, member: int, num_members: int, *, cache_capacity: int) -> None:
+        line, memory = LINE_BYTES, segment.memory
+        self._member = member
+        self._num_members = num_members
+        self._memory = memoryview(memory)
+        self._heads = [Counter(memory, (3 * m) * line) for m in range(num_members)]
+        self._rounds_done = [Counter(memory, (3 * m + 1) * line) for m in range(num_members)]
+        self._bells = [Counter(memory, (3 * m + 2) * line) for m in range(num_members)]
+        self._round = Counter(memory, 3 * num_members * line)
+        self._cuts_at = (3 * num_members + 1) * line
+        self._cut = struct.Struct(f"<{num_members}q")
+        self._rings_at = self._cuts_at + aligned(self._NUM_CUTS * self._cut.size, line)
+        self._announcer = Announcer(cache_capacity)
+        interned: dict[Signature, Signature] = {}
+        self._readers = [Reader(interned) for _ in range(num_members)]
+        self._fed = [0] * num_members  # how far each ring has been fed to the planner
+        self._published = [0] * num_members  # the last cut
+        self._rounds = 0
+        self._head = 0
+        self._free_from = 0  # everything of the own ring before this position has been read by all
+        # (round, own position) not yet known to be read by all. Old ones may be dropped: later ones imply them.
+        self._own_cuts: deque[tuple[int, int]] = deque(maxlen=512)
+        self._cuts_lock = threading.Lock()  # a round is ended by the driver, room is reclaimed by whoever announces
+        self._overflow = bytearray()
+        self._num_bells = 0
+        self._bell_seen = 0
+
+    @classmethod
+    def num_bytes(cls, num_members: int) -> int:
+        """How large a segment must be."""
+        cuts = aligned(cls._NUM_CUTS * 8 * num_members, LINE_BYTES)
+        return (3 * num_members + 1) * LINE_BYTES + cuts + num_members * cls.RING_BYTES
+
+    @property
+    def holds_back(self) -> bool:
+        return bool(self._overflow)
+
+    def announce(self, signature: Signature, instance: int) -> None:
+        data = self._announcer.encode(signature, instance)
+        if self._overflow:
+            self._overflow += data
+        else:
+            self._write(data)
+
+    def poll(self, planner: Planner) -> list[Batch] | None:
+        return self._lead(planner) if self._member == 0 else self._follow(planner)
+
+    def flush(self) -> None:
+        """Place announcements for which there was no room before. Under the same lock as `announce`."""
+        if self._overflow:
+            data = bytes(self._overflow)
+            self._overflow.clear()
+            self._write(data)
+
+    def wait(self) -> None:
+        if self._member == 0:
+            self._bells[0].wait_beyond(self._bell_seen)
+        else:
+            self._round.wait_beyond(self._rounds)
+
+    def wake(self) -> None:
+        if self._member == 0:
+            self._ring()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._memory.release()
+        self._heads, self._rounds_done, self._bells = [], [], []
+        del self._round
+
+    def _lead(self, planner: Planner) -> list[Batch] | None:
+        # The bell is read before the heads: news that comes after the heads were read changes it, and `wait` returns.
+        self._bell_seen = self._bells[0].value
+        self._feed(planner, [head.value for head in self._heads])
+        # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
+        filled = any(fed - cut > self.RING_BYTES // 4 for fed, cut in zip(self._fed, self._published, strict=True))
+        if not (planner.has_ready or filled) or not self._cut_is_free():
+            return None
+        self._rounds += 1
+        self._published = list(self._fed)
+        self._cut.pack_into(self._memory, self._cut_offset(), *self._fed)
+        self._round.set(self._rounds)
+        return self._end_round(planner)
+
+    def _follow(self, planner: Planner) -> list[Batch] | None:
+        if self._round.value == self._rounds:
+            return None
+        self._rounds += 1
+        self._feed(planner, self._cut.unpack_from(self._memory, self._cut_offset()))
+        return self._end_round(planner)
+
+    def _end_round(self, planner: Planner) -> list[Batch]:
+        with self._cuts_lock:
+            self._own_cuts.append((self._rounds, self._fed[self._member]))
+        self._rounds_done[self._member].store(self._rounds)
+        return planner.close_round()
+
+    def _cut_offset(self) -> int:
+        return self._cuts_at + (self._rounds % self._NUM_CUTS) * self._cut.size
+
+    def _cut_is_free(self) -> bool:
+        return min(done.value for done in self._rounds_done) > self._rounds + 1 - self._NUM_CUTS
+
+    def _feed(self, planner: Planner, upto: Sequence[int]) -> None:
+        fed = self._fed
+        for member in range(self._num_members):
+            if upto[member] > fed[member]:
+                data = self._read(member, fed[member], upto[member])
+                fed[member] = upto[member]
+                for signature, instance in self._readers[member].decode(data):
+                    planner.feed(member, signature, instance)
+
+    def _read(self, member: int, start: int, stop: int) -> bytes:
+        size = self.RING_BYTES
+        at = self._rings_at + member * size
+        low, high = start % size, (stop - 1) % size + 1
+        if low < high:
+            return bytes(self._memory[at + low : at + high])
+        return bytes(self._memory[at + low : at + size]) + bytes(self._memory[at : at + high])
+
+    def _write(self, data: bytes) -> None:
+        size = self.RING_BYTES
+        if self._head + len(data) - self._free_from > size:
+            self._reclaim()
+        room = size - (self._head - self._free_from)
+        if len(data) > room:
+            self._overflow += data[room:]
+            data = data[:room]
+        at = self._rings_at + self._member * size
+        low = self._head % size
+        first = min(len(data), size - low)
+        self._memory[at + low : at + low + first] = data[:first]
+        if first < len(data):
+            self._memory[at : at + len(data) - first] = data[first:]
+        self._head += len(data)
+        self._heads[self._member].store(self._head)
+        self._ring()
+
+    def _reclaim(self) -> None:
+        done = min(counter.value for counter in self._rounds_done)
+        with self._cuts_lock:
+            while self._own_cuts and self._own_cuts[0][0] <= done:
+                self._free_from = self._own_cuts.popleft()[1]
+
+    def _ring(self) -> None:
+        # Every member writes this word: values never repeat, so that a sleeper sees each change.
+        self._num_bells += 1
+        self._bells[0].set((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
+
+
+class MeshAgreement:
+    """Agreement of a set that spans hosts: rank 0's mesh gives all members the same announcements in the same rounds."""
+
+    _SLICE_S = 0.05
+
+    holds_back = False
+
+    def __init__(self, send: Callable[[bytes], None], num_members: int, *, cache_capacity: int) -> None:
+        self._send = send
+        self._announcer = Announcer(cache_capacity)
+        interned: dict[Signature, Signature] = {}
+        self._readers = [Reader(interned) for _ in range(num_members)]
+        self._rounds: deque[list[tuple[int, bytes]]] = deque()
+        self._changed = threading.Condition()
+
+    def deliver(self, parts: list[tuple[int, bytes]]) -> None:
+        """A round has come, on the mesh thread."""
+        with self._changed:
+            self._rounds.append(parts)
+            self._changed.notify_all()
+
+    def announce(self, signature: Signature, instance: int) -> None:
+        self._send(self._announcer.encode(signature, instance))
+
+    def poll(self, planner: Planner) -> list[Batch] | None:
+        if not self._rounds:
+            return None
+        for member, data in self._rounds.popleft():
+            for signature, instance in self._readers[member].decode(data):
+                planner.feed(member, signature, instance)
+        return planner.close_round()
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def wait(self) -> None:
+        with self._changed:
+            if not self._rounds:
+                self._changed.wait(self._SLICE_S)
+
+    def wake(self) -> None:
+        """A round wakes the driver; an announcement of its own comes back as one."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,72 @@
+"""The one runtime of this process: started by `init`, found by `current`, ended by `shutdown` or at exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hora.config import EngineConfig
+from hora.engine.runtime import Runtime, check_ranks
+from hora.errors import HorovodInternalError
+from hora.world import World
+
+__all__ = ["current", "init", "is_initialized", "shutdown"]
+
+_lock = threading.RLock()
+_runtime: Runtime | None = None
+_num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
+_registered_exit = False
+
+
+def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: World | None = None) -> None:
+    """Start the runtime unless it runs. `process_sets`: lists of ranks, or "dynamic"."""
+    global _runtime, _registered_exit
+    with _lock:
+        if _runtime is not None and _runtime.pid == os.getpid():
+            return
+        place = World.from_env() if world is None else world
+        config = EngineConfig.from_env()
+        sets: list[tuple[int, ...]] = []
+        if isinstance(process_sets, str):
+            if process_sets.lower() != "dynamic":
+                raise ValueError(f'process_sets must be a list of process sets or "dynamic", but it is {process_sets!r}')
+            config = replace(config, dynamic_process_sets=True)
+        else:
+            sets = [_checked(ranks, place.size) for ranks in process_sets or ()]
+        epoch = _num_starts.get(place.generation, 0)
+        _num_starts[place.generation] = epoch + 1
+        _runtime = Runtime.start(place, config, [ranks for ranks in sets if len(ranks) < place.size], epoch)
+        if not _registered_exit:
+            _registered_exit = True
+            atexit.register(shutdown)
+
+
+def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    try:
+        return check_ranks(ranks, size)
+    except ValueError as error:
+        raise ValueError(f"Horovod initialization failed: {error}") from None
+
+
+def shutdown() -> None:
+    """Stop the runtime on all ranks; harmless when none runs."""
+    global _runtime
+    with _lock:
+        runtime, _runtime = _runtime, None
+    if runtime is not None:
+        runtime.shutdown()
+
+
+def is_initialized() -> bool:
+    return _runtime is not None and _runtime.pid == os.getpid()
+
+
+def current() -> Runtime:
+    """The running runtime."""
+    runtime = _runtime
+    if runtime is None:
+        raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
+    return runtime

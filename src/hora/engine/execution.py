@@ -1,0 +1,146 @@
+"""Carrying out one agreed batch: from requests and signatures to a transport's flat tensors and back.
+
+Called by a lane with the requests of this rank; a request is None when this rank has joined and only contributes values
+that change nothing. Errors are the lane's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+
+from hora.engine.plan import Batch, Part
+from hora.engine.request import DTYPES, Key, Kind, ReduceOp, Request, Signature
+from hora.engine.transport.arithmetic import identity
+from hora.engine.transport.base import Transport
+
+__all__ = ["carry_out"]
+
+Requests = Mapping[Key, Request]
+
+
+def carry_out(batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]) -> None:
+    """Carry out a batch of a collective on tensors; results are left in the requests."""
+    if batch.kind is Kind.ALLREDUCE:
+        _allreduce(batch, requests, transport)
+    elif batch.kind is Kind.ALLGATHER:
+        _allgather(batch, requests, transport)
+    elif batch.kind is Kind.BROADCAST:
+        _broadcast(batch, requests, transport, member, ranks.index(batch.signature.root))
+    elif batch.kind is Kind.ALLTOALL:
+        _alltoall(batch, requests, transport, member)
+    elif batch.kind is Kind.REDUCESCATTER:
+        _reducescatter(batch, requests, transport, member, len(ranks))
+    else:
+        assert batch.kind is Kind.BARRIER, batch.kind
+        transport.barrier()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def _of(part: Part, member: int) -> Signature:
+    signature = part.signatures[member]
+    assert signature is not None, part.key
+    return signature
+
+
+def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
+    signature = batch.signature
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
+    prescale = signature.prescale
+    for part in batch.parts:
+        request = requests.get(part.key)
+        if request is None:
+            placeholder = _placeholder(part, signature)
+            inputs.append(placeholder)
+            outputs.append(placeholder)
+            prescale = 1.0
+            continue
+        source = request.tensors[part.index]
+        assert request.outputs is not None
+        out = request.outputs[part.index]
+        flat = _flat(source)
+        inputs.append(flat)
+        outputs.append(flat if out is source else _flat(out))
+    if signature.op == ReduceOp.ADASUM:
+        transport.adasum(inputs, outputs, prescale=prescale, postscale=signature.postscale)
+    else:
+        transport.allreduce(inputs, outputs, op=signature.op, prescale=prescale, postscale=signature.postscale)
+
+
+def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
+    """What a rank that has joined contributes: the value that leaves the others' result as it is."""
+    announced = next(item for item in part.signatures if item is not None)
+    dtype = DTYPES[announced.dtypes[part.index]]
+    count = prod(announced.shapes[part.index])
+    value = 0 if signature.op == ReduceOp.ADASUM else identity(signature.op, dtype)
+    return torch.full((count,), value, dtype=dtype, device=announced.device)
+
+
+def _allgather(batch: Batch, requests: Requests, transport: Transport) -> None:
+    inputs, outputs, counts = [], [], []
+    for part in batch.parts:
+        request = requests[part.key]
+        source = request.tensors[part.index]
+        shapes = [signature.shapes[part.index] for signature in part.signatures if signature is not None]
+        output = source.new_empty((sum(shape[0] for shape in shapes), *source.shape[1:]))
+        _keep(request, part.index, output)
+        inputs.append(_flat(source))
+        outputs.append(_flat(output))
+        counts.append([prod(shape) for shape in shapes])
+    transport.allgather(inputs, outputs, counts)
+
+
+def _broadcast(batch: Batch, requests: Requests, transport: Transport, member: int, root: int) -> None:
+    tensors = []
+    for part in batch.parts:
+        request = requests[part.key]
+        assert request.outputs is not None
+        source, out = request.tensors[part.index], request.outputs[part.index]
+        if member == root and out is not source:
+            out.copy_(source)
+        tensors.append(_flat(out))
+    transport.broadcast(tensors, root)
+
+
+def _alltoall(batch: Batch, requests: Requests, transport: Transport, member: int) -> None:
+    (part,) = batch.parts
+    request = requests[part.key]
+    source = request.tensors[0]
+    row = prod(source.shape[1:])
+    send = _of(part, member).extra
+    receive = [_of(part, peer).extra[member] for peer in range(len(part.signatures))]
+    output = source.new_empty((sum(receive), *source.shape[1:]))
+    transport.alltoall(_flat(source), _flat(output), [rows * row for rows in send], [rows * row for rows in receive])
+    request.outputs = [output, torch.tensor(receive, dtype=torch.int32)]
+
+
+def _reducescatter(batch: Batch, requests: Requests, transport: Transport, member: int, num_members: int) -> None:
+    inputs, outputs, counts = [], [], []
+    for part in batch.parts:
+        request = requests[part.key]
+        source = request.tensors[part.index]
+        rows, row = source.shape[0], prod(source.shape[1:])
+        shares = [rows // num_members + (peer < rows % num_members) for peer in range(num_members)]
+        output = source.new_empty((shares[member], *source.shape[1:]))
+        _keep(request, part.index, output)
+        inputs.append(_flat(source))
+        outputs.append(_flat(output))
+        counts.append([share * row for share in shares])
+    signature = batch.signature
+    transport.reducescatter(
+        inputs, outputs, counts, op=signature.op, prescale=signature.prescale, postscale=signature.postscale
+    )
+
+
+def _keep(request: Request, index: int, output: torch.Tensor) -> None:
+    if request.outputs is None:
+        request.outputs = [output] * len(request.tensors)
+    request.outputs[index] = output

@@ -1,0 +1,386 @@
+"""A lane: everything one process set does, independent of every other set.
+
+It holds the requests in flight, the agreement with the other members, the planner, and the transports. Progress is made
+by whoever holds the progress lock: a thread that waits for a result drives the lane itself, which saves two changes of
+thread; requests that nobody waits for yet are driven by the lane's background thread, which sleeps when there are none.
+
+    submit -> in flight, announced -> (agreement, plan) -> batch -> transport -> request done -> waiters woken
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hora.engine.agreement import Agreement
+from hora.engine.execution import carry_out
+from hora.engine.fate import Fate
+from hora.engine.plan import Batch, Planner
+from hora.engine.request import Key, Kind, ReduceOp, Request, Signature, full_names
+from hora.engine.stall import StallInspector
+from hora.engine.transport.base import Transport
+from hora.errors import HorovodInternalError
+from hora.events import Timeline
+
+__all__ = ["Lane", "LaneHost"]
+
+log = logging.getLogger("hora")
+
+_WAITER_SLICE_S = 0.5
+
+
+class LaneHost(Protocol):
+    """What a lane needs of the runtime."""
+
+    timeline: Timeline | None
+
+    def transport(self, lane: Lane, device: str) -> Transport:
+        """Make the transport for this device; every member asks at the same point of the agreed order."""
+
+    def control_batch(self, batch: Batch) -> Any:
+        """Carry out a batch that changes process sets."""
+
+    def settled(self) -> None:
+        """Nothing is in flight any more while the world is closing."""
+
+    def stalled(self, ranks: Sequence[int], text: str) -> None:
+        """End the job because of a stall."""
+
+
+class Lane:
+    """The progress of one process set on this rank."""
+
+    def __init__(
+        self,
+        process_set_id: int,
+        ranks: Sequence[int],
+        member: int,
+        *,
+        agreement: Agreement,
+        planner: Planner,
+        stall: StallInspector | None,
+        fate: Fate,
+        host: LaneHost,
+    ) -> None:
+        self.process_set_id = process_set_id
+        self.ranks = tuple(ranks)
+        self.member = member
+        self.agreement = agreement
+        self._planner = planner
+        self._stall = stall
+        self._fate = fate
+        self._host = host
+        self._transports: dict[str, Transport] = {}
+        self._in_flight: dict[Key, Request] = {}
+        self._unnamed: dict[str, int] = {}
+        self._lock = threading.Lock()  # submission: in-flight table, numbering, announcements
+        self._progress = threading.Lock()  # held by whoever drives
+        self._finished = threading.Condition()  # for threads that wait while somebody else drives
+        self._num_waiters = 0
+        self._work = threading.Condition()  # for the background thread
+        self._parked = False
+        self._stopping = False
+        self._executing_since = 0.0
+        self._executing = ""
+        self._background: threading.Thread | None = None
+        if planner.on_arrival is None and ranks[0] == 0 and member == 0:
+            planner.on_arrival = self._on_arrival
+
+    def submit(self, request: Request, *, background: bool) -> None:
+        """Put a request in flight. `background`: somebody else than the caller must drive it."""
+        signature = request.signature
+        with self._lock:
+            self._fate.check_open()
+            if signature.name is None:
+                instance = self._unnamed.get(signature.operation, 0)
+                self._unnamed[signature.operation] = instance + 1
+                key: Key = (signature.operation, instance)
+            else:
+                instance = 0
+                key = (signature.operation, signature.name)
+            if key in self._in_flight:
+                raise ValueError(
+                    f"a tensor with the same name as another tensor that is still being processed was submitted: "
+                    f"{full_names(*key, 1)[0]}; give it another name or synchronize the first one"
+                )
+            request.key, request.instance = key, instance
+            request.parts_left = max(len(request.tensors), 1)
+            self._in_flight[key] = request
+            self.agreement.announce(signature, instance)
+        if background:
+            self._wake_background()
+
+    def wait(self, request: Request) -> None:
+        """Return when the request is done; drive the lane if nobody else does."""
+        while not request.done:
+            if self._progress.acquire(blocking=False):
+                try:
+                    self._drive(request)
+                finally:
+                    self._progress.release()
+                self._hand_over()
+            else:
+                self.agreement.wake()
+                with self._finished:
+                    self._num_waiters += 1
+                    if not request.done and self._progress.locked():
+                        self._finished.wait(_WAITER_SLICE_S)
+                    self._num_waiters -= 1
+
+    def transport(self, device: str = "cpu") -> Transport:
+        """The transport of a device type, made when first needed."""
+        found = self._transports.get(device)
+        if found is None:
+            found = self._transports[device] = self._host.transport(self, device)
+        return found
+
+    def inspect(self) -> None:
+        """Look for stalls; called once a second, also when this rank has nothing in flight."""
+        if self._stall is None:
+            return
+        if self._progress.acquire(blocking=False):
+            try:
+                self._step()
+                self._check_stall()
+            except HorovodInternalError as error:
+                self._fail(error)
+            finally:
+                self._progress.release()
+            self._hand_over()
+        elif self._executing_since and self._stall.due(time.monotonic()):
+            waited = time.monotonic() - self._executing_since
+            log.warning("rank(s) %s: still in %s after %.0f s; a member is slow or stopped", list(self.ranks), self._executing, waited)
+
+    def drain(self) -> None:
+        """Carry out what was agreed before this rank began to leave; what was not agreed fails."""
+        if self._in_flight and self._progress.acquire(timeout=1.0):
+            try:
+                self._drive(None)
+            finally:
+                self._progress.release()
+
+    def close(self) -> None:
+        """Fail what is in flight, end the background thread, release the transports."""
+        with self._work:
+            self._stopping = True
+            self._work.notify_all()
+        self.agreement.wake()
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join(5.0)
+        self._fail(self._fate.error())
+        if self._progress.acquire(timeout=5.0):
+            try:
+                for transport in self._transports.values():
+                    transport.close()
+                self._transports.clear()
+                self.agreement.close()
+            finally:
+                self._progress.release()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # Progress. Everything below runs under the progress lock, unless it says otherwise.
+
+    def _drive(self, until: Request | None) -> None:
+        try:
+            while self._in_flight and not (until is not None and until.done) and not self._stopping:
+                if not self._step():
+                    self._check_stall()
+                    self.agreement.wait()
+        except HorovodInternalError as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("rank(s) %s: a collective failed", list(self.ranks))
+            self._fail(HorovodInternalError(f"a collective failed on this rank: {type(error).__name__}: {error}"))
+
+    def _step(self) -> bool:
+        """Carry out one round. False when there was none."""
+        closing = self._fate.closing  # before polling: what was agreed before the goodbye is then seen by poll
+        if self.agreement.holds_back:
+            with self._lock:
+                self.agreement.flush()
+        self._planner.now = time.monotonic()
+        batches = self.agreement.poll(self._planner)
+        if batches is None:
+            self._fate.guard()
+            if closing:
+                raise self._fate.error()
+            return False
+        if self._host.timeline is not None:
+            self._host.timeline.cycle()
+        for batch in batches:
+            self._carry_out(batch)
+        return True
+
+    def _carry_out(self, batch: Batch) -> None:
+        requests = {part.key: self._in_flight[part.key] for part in batch.parts if part.key in self._in_flight}
+        if batch.kind is Kind.JOIN:
+            self._end_join(batch)
+        elif batch.error is not None:
+            self._finish(requests.values(), HorovodInternalError(batch.error))
+        elif batch.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET, Kind.REGION):
+            result = self._host.control_batch(batch)
+            for request in requests.values():
+                request.result = result
+            self._finish(requests.values(), None)
+        else:
+            self._execute(batch, requests)
+
+    def _execute(self, batch: Batch, requests: Mapping[Key, Request]) -> None:
+        timeline = self._host.timeline
+        transport = self.transport(batch.signature.device)
+        self._executing_since, self._executing = time.monotonic(), batch.kind.name
+        if timeline is None:
+            self._run(batch, requests, transport)
+        else:
+            self._run_recorded(batch, requests, transport, timeline)
+        self._executing_since = 0.0
+        if len(batch.parts) == 1 and len(requests) == 1:
+            self._finish(requests.values(), None)
+            return
+        done = []
+        for part in batch.parts:
+            request = requests.get(part.key)
+            if request is not None:
+                request.parts_left -= 1
+                if request.parts_left == 0:
+                    done.append(request)
+        self._finish(done, None)
+
+    def _run(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
+        if batch.signature.device == "cuda":
+            self._run_on_device(batch, requests, transport)
+        else:
+            carry_out(batch, requests, transport, self.member, self.ranks)
+
+    def _run_on_device(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
+        device = next((request.tensors[0].device for request in requests.values() if request.tensors), None)
+        with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)) as _:
+            stream = torch.cuda.current_stream()
+            for request in requests.values():
+                if request.device_event is not None:
+                    stream.wait_event(request.device_event)
+            carry_out(batch, requests, transport, self.member, self.ranks)
+            finished = torch.cuda.Event()
+            finished.record(stream)
+            for request in requests.values():
+                request.device_event = finished
+
+    def _run_recorded(
+        self, batch: Batch, requests: Mapping[Key, Request], transport: Transport, timeline: Timeline
+    ) -> None:
+        names, facts = [], []
+        for part in batch.parts:
+            signature = next(item for item in part.signatures if item is not None)
+            every = full_names(*part.key, len(signature.dtypes))
+            names.append(every[part.index] if every else part.key[0])
+            dtype = signature.dtypes[part.index] if signature.dtypes else ""
+            shape = str(list(signature.shapes[part.index])) if signature.shapes else "[]"
+            facts.append({"dtype": dtype, "shape": shape})
+        operation = "ADASUM" if batch.signature.op == ReduceOp.ADASUM else batch.kind.name
+        timeline.agreed(names)
+        if batch.kind is Kind.BARRIER:
+            self._run(batch, requests, transport)
+            return
+        timeline.begin(names, operation)
+        timeline.begin(names, f"{transport.name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}")
+        self._run(batch, requests, transport)
+        timeline.end(names)
+        timeline.end(names, facts)
+
+    def _end_join(self, batch: Batch) -> None:
+        with self._lock:
+            # A rank that had joined has counted fewer unnamed requests: all go on from the highest number.
+            self._unnamed = dict(self._planner.unnamed)
+        joined = [request for request in self._in_flight.values() if request.signature.kind == Kind.JOIN]
+        for request in joined:
+            request.result = batch.last_joined
+        self._finish(joined, None)
+
+    def _finish(self, requests: Iterable[Request], error: HorovodInternalError | None) -> None:
+        for request in requests:
+            request.error = error
+            self._in_flight.pop(request.key, None)
+            if error is None:
+                for target, result in request.copy_back:
+                    target.detach().copy_(result)
+            request.done = True
+        if self._num_waiters:
+            with self._finished:
+                self._finished.notify_all()
+        if self._fate.closing and not self._in_flight:
+            self._host.settled()
+
+    def _fail(self, error: HorovodInternalError) -> None:
+        """Give every request in flight this error. Any thread."""
+        with self._lock:
+            requests = list(self._in_flight.values())
+        self._finish(requests, error)
+        with self._finished:
+            self._finished.notify_all()
+
+    def _check_stall(self) -> None:
+        if self._stall is None or not self._stall.due(self._planner.now):
+            return
+        report = self._stall.inspect(self._planner.pending(), self._planner.joined, self._planner.now)
+        if report is None:
+            return
+        if not report.shutdown:
+            log.warning("%s", report.text)
+            return
+        log.error("%s", report.text)
+        self._host.stalled(report.ranks, f"stalled for more than {self._stall.shutdown_s:g} s")
+
+    def _on_arrival(self, member: int, key: Key, signature: Signature) -> None:
+        if self._host.timeline is not None:
+            operation = "ADASUM" if signature.op == ReduceOp.ADASUM else Kind(signature.kind).name
+            names = full_names(*key, max(len(signature.dtypes), 1))
+            self._host.timeline.arrived(names, operation, member)
+
+    # Threads.
+
+    def _hand_over(self) -> None:
+        if self._num_waiters:
+            with self._finished:
+                self._finished.notify_all()
+        if self._in_flight:
+            self._wake_background()
+
+    def _wake_background(self) -> None:
+        if self._background is None:
+            with self._work:
+                if self._background is None and not self._stopping:
+                    name = f"hora-set-{self.process_set_id}"
+                    self._background = threading.Thread(target=self._run_background, name=name, daemon=True)
+                    self._background.start()
+        elif self._parked:
+            with self._work:
+                self._work.notify_all()
+
+    def _run_background(self) -> None:
+        while True:
+            with self._work:
+                self._parked = True
+                # Sleeping here is idleness, not a wait for anybody: every submission and `close` notify.
+                self._work.wait_for(lambda: self._in_flight or self._stopping)
+                self._parked = False
+            if self._stopping:
+                return
+            with self._progress:
+                self._drive(None)
+            if self._num_waiters:
+                with self._finished:
+                    self._finished.notify_all()
+
+
+def _side_stream(device: torch.device | None, _streams: dict[Any, Any] = {}) -> Any:  # noqa: B006 - a per-device cache
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

@@ -1,0 +1,243 @@
+"""The plan: agreed announcements in, ordered fused batches and errors out. Pure: no clock, process, socket or tensor.
+
+Every member of a process set feeds the same announcements, divided into the same rounds, to its own `Planner`, and so
+derives the same batches. Inside a round the order of feeding between members does not matter: ready requests are ordered
+by their place in the announcements of the lowest member that made them. Property tests hold this.
+
+States of a request key:  absent --feed--> pending --last member feeds, or the missing ones have joined--> ready
+                          ready --close_round--> absent, as part of a batch (to execute, or with an error)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from hora.engine.request import ITEM_BYTES, Key, Kind, ReduceOp, Signature, full_names
+
+__all__ = ["Batch", "Part", "Pending", "Planner"]
+
+_FUSIBLE = frozenset((Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.REDUCESCATTER))
+_ALLOWED_WITH_JOIN = frozenset((Kind.ALLREDUCE, Kind.JOIN))
+
+
+class Pending:
+    """A request that some members have announced. `signatures` has None for the others."""
+
+    __slots__ = ("first_seen", "key", "num_announced", "order", "ready", "signatures")
+
+    def __init__(self, key: Key, num_members: int, now: float) -> None:
+        self.key = key
+        self.signatures: list[Signature | None] = [None] * num_members
+        self.num_announced = 0
+        self.order = (num_members, 0)
+        self.ready = False
+        self.first_seen = now
+
+    def any_signature(self) -> Signature:
+        return next(signature for signature in self.signatures if signature is not None)
+
+    def missing(self) -> list[int]:
+        return [member for member, signature in enumerate(self.signatures) if signature is None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a batch: tensor `index` of request `key`, and every member's signature (None: has joined)."""
+
+    key: Key
+    index: int
+    signatures: Sequence[Signature | None]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Parts to be carried out together, all of one kind, or an error to be given to their requests."""
+
+    kind: Kind
+    signature: Signature
+    parts: list[Part] = field(default_factory=list)
+    error: str | None = None
+    last_joined: int = -1
+    num_bytes: int = 0
+
+
+class Planner:
+    """Derives batches for one process set. `ranks` are the members' global ranks, for messages."""
+
+    def __init__(self, ranks: Sequence[int], *, fusion_threshold_bytes: int, group_fusion: bool = True) -> None:
+        self.ranks = tuple(ranks)
+        self.now = 0.0  # set by the caller before feeding; only copied into `Pending.first_seen`
+        self.unnamed: dict[str, int] = {}  # next running number per operation, as far as anybody has announced
+        self.on_arrival: Callable[[int, Key, Signature], None] | None = None
+        self._threshold = fusion_threshold_bytes
+        self._group_fusion = group_fusion
+        self._num_members = len(self.ranks)
+        self._positions = [0] * self._num_members
+        self._pending: dict[Key, Pending] = {}
+        self._ready: list[Pending] = []
+        self._joined: set[int] = set()
+        self._joined_this_round: set[int] = set()
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether closing the round now would give a batch."""
+        return bool(self._ready) or len(self._joined) == self._num_members
+
+    @property
+    def joined(self) -> frozenset[int]:
+        return frozenset(self._joined)
+
+    def pending(self) -> list[Pending]:
+        """What some members still have to announce."""
+        return [entry for entry in self._pending.values() if not entry.ready]
+
+    def feed(self, member: int, signature: Signature, instance: int) -> None:
+        """Member `member` has announced a request. Announcements of one member are fed in its own order."""
+        self._positions[member] += 1
+        if signature.kind == Kind.JOIN:
+            self._join(member)
+            return
+        name = signature.name
+        if name is None:
+            key: Key = (signature.operation, instance)
+            if instance >= self.unnamed.get(signature.operation, 0):
+                self.unnamed[signature.operation] = instance + 1
+        else:
+            key = (signature.operation, name)
+        entry = self._pending.get(key)
+        if entry is None:
+            entry = self._pending[key] = Pending(key, self._num_members, self.now)
+        assert entry.signatures[member] is None, (key, member)
+        entry.signatures[member] = signature
+        entry.num_announced += 1
+        if member < entry.order[0]:
+            entry.order = (member, self._positions[member])
+        if self.on_arrival is not None:
+            self.on_arrival(member, key, signature)
+        self._mark_if_ready(entry)
+
+    def close_round(self) -> list[Batch]:
+        """The batches that the announcements fed so far allow, in the order in which every member carries them out."""
+        ready, self._ready = self._ready, []
+        if len(ready) > 1:
+            ready.sort(key=lambda entry: entry.order)
+        for entry in ready:
+            del self._pending[entry.key]
+        batches = self._fuse(ready)
+        if len(self._joined) == self._num_members:
+            batches.append(self._end_join())
+        self._joined_this_round.clear()
+        return batches
+
+    def _join(self, member: int) -> None:
+        self._joined.add(member)
+        self._joined_this_round.add(member)
+        for entry in self._pending.values():
+            self._mark_if_ready(entry)
+
+    def _end_join(self) -> Batch:
+        last = max(self._joined_this_round)
+        self._joined.clear()
+        return Batch(Kind.JOIN, Signature(Kind.JOIN, "join", "noname"), last_joined=self.ranks[last])
+
+    def _mark_if_ready(self, entry: Pending) -> None:
+        if entry.ready:
+            return
+        if entry.num_announced == self._num_members or (
+            self._joined and all(member in self._joined for member in entry.missing())
+        ):
+            entry.ready = True
+            self._ready.append(entry)
+
+    def _fuse(self, ready: list[Pending]) -> list[Batch]:
+        batches: list[Batch] = []
+        open_batches: dict[object, Batch] = {}
+        for entry in ready:
+            first = entry.signatures[0]
+            uniform = first is not None and all(signature is first for signature in entry.signatures)
+            signature = first if uniform and first is not None else entry.any_signature()
+            error = self._error(entry, signature, uniform)
+            if error is not None:
+                batches.append(Batch(Kind(signature.kind), signature, [Part(entry.key, 0, entry.signatures)], error))
+            elif signature.kind in _FUSIBLE and not signature.extra:
+                self._add_fusible(entry, signature, batches, open_batches)
+            else:
+                batches.append(Batch(Kind(signature.kind), signature, [Part(entry.key, 0, entry.signatures)]))
+        return batches
+
+    def _add_fusible(
+        self, entry: Pending, signature: Signature, batches: list[Batch], open_batches: dict[object, Batch]
+    ) -> None:
+        grouped = len(signature.dtypes) > 1 or signature.operation.startswith("grouped_")
+        own_batch = entry.key if grouped and not self._group_fusion else None
+        agreed = (signature.kind, signature.device, signature.op, signature.prescale, signature.postscale, signature.root)
+        for index, (dtype, shape) in enumerate(zip(signature.dtypes, signature.shapes, strict=True)):
+            num_bytes = ITEM_BYTES[dtype] * prod(shape)
+            fusion_key = (agreed, dtype, own_batch)
+            batch = open_batches.get(fusion_key)
+            if batch is None or (batch.num_bytes + num_bytes > self._threshold and (own_batch is None)):
+                batch = open_batches[fusion_key] = Batch(Kind(signature.kind), signature)
+                batches.append(batch)
+            batch.parts.append(Part(entry.key, index, entry.signatures))
+            batch.num_bytes += num_bytes
+
+    def _error(self, entry: Pending, signature: Signature, uniform: bool) -> str | None:
+        kind = Kind(signature.kind)
+        if self._joined and kind not in _ALLOWED_WITH_JOIN:
+            joined = ", ".join(str(self.ranks[member]) for member in sorted(self._joined))
+            return f"{kind.name} is not supported with Join: rank(s) {joined} have joined already ({_names(entry)})"
+        if kind is Kind.ALLGATHER and any(not shape for shape in signature.shapes):
+            return f"allgather cannot gather a rank-zero tensor ({_names(entry)}); reshape it to one dimension first"
+        if uniform:
+            return None
+        for member, other in enumerate(entry.signatures):
+            if other is None or other is signature:
+                continue
+            text = _disagreement(signature, other)
+            if text is not None:
+                mine = next(index for index, item in enumerate(entry.signatures) if item is signature)
+                what, left, right = text
+                return f"{what}: rank {self.ranks[mine]} has {left}, rank {self.ranks[member]} has {right} ({_names(entry)})"
+        return None
+
+
+def _names(entry: Pending) -> str:
+    names = full_names(*entry.key, len(entry.any_signature().dtypes))
+    return f"tensor {names[0]}" if len(names) == 1 else f"tensors {names[0]} … {names[-1]}" if names else str(entry.key[0])
+
+
+def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
+    """What two members' signatures disagree on, with both values, or None."""
+    kind = Kind(a.kind)
+    if a.kind != b.kind or (a.op == ReduceOp.ADASUM) != (b.op == ReduceOp.ADASUM):
+        return "Mismatched operations", _operation(a), _operation(b)
+    if len(a.dtypes) != len(b.dtypes):
+        return "Mismatched number of tensors in a group", str(len(a.dtypes)), str(len(b.dtypes))
+    if a.dtypes != b.dtypes:
+        return "Mismatched data types", _listed(a.dtypes), _listed(b.dtypes)
+    gathers = kind in (Kind.ALLGATHER, Kind.ALLTOALL)
+    for left, right in zip(a.shapes, b.shapes, strict=True):
+        same = left[1:] == right[1:] and len(left) == len(right) if gathers else left == right
+        if not same:
+            return f"Mismatched {kind.name} tensor shapes", str(list(left)), str(list(right))
+    if (a.prescale, a.postscale) != (b.prescale, b.postscale):
+        return "Mismatched prescale and/or postscale factors", f"{a.prescale}/{a.postscale}", f"{b.prescale}/{b.postscale}"
+    if a.op != b.op:
+        return "Mismatched reduction operation", ReduceOp(a.op).name, ReduceOp(b.op).name
+    if a.root != b.root:
+        return "Mismatched BROADCAST root ranks", str(a.root), str(b.root)
+    if a.device != b.device:
+        return f"Mismatched {kind.name} CPU/GPU device selection", a.device, b.device
+    if not gathers and a.extra != b.extra:
+        return f"Mismatched {kind.name} arguments", str(list(a.extra)), str(list(b.extra))
+    return None
+
+
+def _operation(signature: Signature) -> str:
+    return "ADASUM" if signature.op == ReduceOp.ADASUM else Kind(signature.kind).name
+
+
+def _listed(values: Sequence[str]) -> str:
+    return values[0] if len(values) == 1 else "[" + ", ".join(values) + "]"

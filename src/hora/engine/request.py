@@ -1,0 +1,151 @@
+"""A request: what one rank asks of the engine, and the part of it that all members must agree on.
+
+`Signature` is that part. It is what travels to the peers (once; repeats travel as a number), and `plan` compares the
+signatures of all members. A grouped call is one request with several tensors, which makes it all-or-nothing by itself.
+Validation of a user's arguments lives in `validation.py`; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["DTYPES", "ITEM_BYTES", "Key", "Kind", "ReduceOp", "Request", "Signature", "dtype_name", "full_names"]
+
+
+class Kind(IntEnum):
+    """What a request does."""
+
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    BROADCAST = 2
+    ALLTOALL = 3
+    REDUCESCATTER = 4
+    BARRIER = 5
+    JOIN = 6
+    ADD_PROCESS_SET = 7
+    REMOVE_PROCESS_SET = 8
+    REGION = 9
+
+
+class ReduceOp(IntEnum):
+    """How values are combined. The numbers are Horovod's."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+# Requests match by operation name and either the user's name or the running number of unnamed ones.
+Key = tuple[str, "str | int"]
+
+
+class Signature(NamedTuple):
+    """What members must agree on. Dimension 0 may differ for gathers; `extra` holds splits, ranks of a new set, ..."""
+
+    kind: int
+    operation: str  # "allreduce", "grouped_allreduce", "barrier", …
+    name: str | None
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    op: int = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = -1
+    device: str = "cpu"
+    extra: tuple[int, ...] = ()
+
+    def key(self, instance: int) -> Key:
+        return (self.operation, instance if self.name is None else self.name)
+
+    def encode(self) -> bytes:
+        return json.dumps(self, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Signature:
+        values: list[Any] = json.loads(data)
+        values[3] = tuple(values[3])
+        values[4] = tuple(tuple(shape) for shape in values[4])
+        values[10] = tuple(values[10])
+        return cls(*values)
+
+
+def full_names(operation: str, name: str | int, num_tensors: int) -> list[str]:
+    """The names users see in the timeline, stall reports and errors, one per tensor."""
+    base = f"{operation}.{name}" if isinstance(name, str) else f"{operation}.noname.{name}"
+    if operation.startswith("grouped_"):
+        return [f"{base}_{i + 1}of{num_tensors}" for i in range(num_tensors)]
+    return [base]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+_DTYPE_NAMES = {
+    dtype: str(dtype).removeprefix("torch.")
+    for dtype in (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    )
+}
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+ITEM_BYTES = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in DTYPES.items()}
+
+
+class Request:
+    """One submitted operation of this rank, from `submit` to `synchronize`."""
+
+    __slots__ = (
+        "copy_back",
+        "device_event",
+        "done",
+        "error",
+        "instance",
+        "key",
+        "outputs",
+        "parts_left",
+        "region",
+        "result",
+        "signature",
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        signature: Signature,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor] | None,
+        region: Any = None,
+    ) -> None:
+        self.signature = signature
+        self.instance = 0
+        self.key: Key = (signature.operation, signature.name or 0)
+        self.tensors = list(tensors)
+        self.outputs: list[torch.Tensor] | None = None if outputs is None else list(outputs)
+        self.copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.region = region
+        self.parts_left = 0
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.device_event: Any = None
+        self.done = False
+
+    def names(self) -> list[str]:
+        operation, name = self.key
+        return full_names(operation, name, len(self.tensors))

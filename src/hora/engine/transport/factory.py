@@ -1,0 +1,59 @@
+"""Which transport a process set gets: decided by where its members are, not by the user unless they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hora.engine.segment import Segment
+from hora.engine.transport.base import Guard, Transport
+from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.local import LocalTransport
+from hora.engine.transport.shm import ShmTransport
+
+__all__ = ["Neighbourhood", "make_transport"]
+
+# Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped; that is the
+# stall report's business. A dead member is noticed through the guard at once.
+_COLLECTIVE_LIMIT_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbourhood:
+    """Where the members of a set are, and how they can be reached.
+
+    `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment (collective);
+    `store` makes a torch store with a name of its own; `address` is this host's address towards the others.
+    """
+
+    ranks: Sequence[int]
+    member: int
+    hosts: Sequence[Sequence[int]]
+    share: Callable[[Sequence[int], int], Segment]
+    store: Callable[[str], dist.Store | None]
+    address: str
+    guard: Guard
+
+    def members_by_host(self) -> list[list[int]]:
+        """Member indices, grouped by host, in member order."""
+        index = {rank: member for member, rank in enumerate(self.ranks)}
+        groups = [[index[rank] for rank in host if rank in index] for host in self.hosts]
+        return [group for group in groups if group]
+
+
+def make_transport(near: Neighbourhood, device: str, transport_for: Callable[[str], Transport]) -> Transport:
+    """The transport for tensors on `device`; `transport_for` gives the set's transport of another device type."""
+    if len(near.ranks) == 1:
+        return LocalTransport()
+    groups = near.members_by_host()
+    if device == "cpu" and len(groups) == 1:
+        return ShmTransport(
+            lambda num_bytes: near.share(near.ranks, num_bytes), near.member, len(near.ranks), near.guard, _COLLECTIVE_LIMIT_S
+        )
+    store = near.store("flat")
+    assert store is not None
+    return DistributedTransport(
+        store, near.member, len(near.ranks), near.guard, _COLLECTIVE_LIMIT_S, device=device, address=near.address
+    )

@@ -1,0 +1,176 @@
+"""A user's arguments become a `Request`, or a clear error at once.
+
+Everything that one rank can know to be wrong is refused here, before anything is announced. What only a comparison of
+the ranks can show is found by `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hora.engine.request import Kind, ReduceOp, Request, Signature, dtype_name
+from hora.errors import HorovodInternalError
+
+__all__ = ["make_request"]
+
+_MOVED = frozenset(
+    (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+    )
+)
+_REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_SMALL = frozenset((torch.uint8, torch.int8, torch.int16))
+_SMALL_OPS = frozenset((ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX))
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_OPERATIONS = {kind: kind.name.lower() for kind in Kind}
+
+
+def make_request(
+    kind: Kind,
+    tensors: Sequence[torch.Tensor],
+    *,
+    outputs: Sequence[torch.Tensor] | None,
+    name: str | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    root_rank: int,
+    splits: Sequence[int] | torch.Tensor | None,
+    grouped: bool,
+    ranks: Sequence[int],
+) -> Request:
+    """Check the arguments of a collective on tensors for a set with these global ranks, and build its request."""
+    if not tensors:
+        raise ValueError(f"{_OPERATIONS[kind]} needs at least one tensor, but the list is empty")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it was given {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{_OPERATIONS[kind]} takes dense tensors, but it was given {tensor.layout}; use sparse_allreduce_async")
+        if not _accepts(kind, op, tensor.dtype):
+            raise ValueError(_refused_dtype(kind, op, tensor.dtype))
+    device = _device(tensors)
+    extra = _check_kind(kind, tensors, op, root_rank, splits, ranks)
+    signature = Signature(
+        int(kind),
+        f"grouped_{_OPERATIONS[kind]}" if grouped else _OPERATIONS[kind],
+        name,
+        tuple([dtype_name(tensor.dtype) for tensor in tensors]),
+        tuple([tuple(tensor.shape) for tensor in tensors]),
+        int(op) if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else int(ReduceOp.SUM),
+        float(prescale),
+        float(postscale),
+        root_rank if kind is Kind.BROADCAST else -1,
+        device,
+        extra,
+    )
+    return _with_contiguous_tensors(signature, kind, tensors, outputs)
+
+
+def _with_contiguous_tensors(
+    signature: Signature, kind: Kind, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
+) -> Request:
+    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    if outputs is None:
+        if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
+            return Request(signature, inputs, [torch.empty_like(tensor) for tensor in inputs])
+        return Request(signature, inputs, None)
+    in_place = outputs is tensors or all(a is b for a, b in zip(outputs, tensors, strict=True))
+    if in_place:
+        results = inputs
+    else:
+        results = [output.detach() if output.is_contiguous() else torch.empty_like(output).contiguous() for output in outputs]
+    request = Request(signature, inputs, results)
+    # A tensor that is not contiguous is worked on in a copy, which goes back at the end.
+    request.copy_back = [
+        (output, result)
+        for output, result in zip(outputs, results, strict=True)
+        if output.data_ptr() != result.data_ptr() or not output.is_contiguous()
+    ]
+    request.result = list(outputs)
+    return request
+
+
+def _accepts(kind: Kind, op: int, dtype: torch.dtype) -> bool:
+    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+        if op == ReduceOp.ADASUM:
+            return dtype in _FLOATS
+        return dtype in _REDUCED or (dtype in _SMALL and op in _SMALL_OPS)
+    return dtype in _MOVED
+
+
+def _refused_dtype(kind: Kind, op: int, dtype: torch.dtype) -> str:
+    what = f"{_OPERATIONS[kind]} with {ReduceOp(op).name}" if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else _OPERATIONS[kind]
+    return f"Tensor type {dtype} is not supported by {what}; convert the tensor first"
+
+
+def _device(tensors: Sequence[torch.Tensor]) -> str:
+    first = tensors[0].device
+    if first.type not in ("cpu", "cuda"):
+        raise ValueError(f"tensors must lie on the CPU or on a CUDA device, but this one lies on {first}; move it with .cpu()")
+    for tensor in tensors:
+        if tensor.device != first:
+            raise HorovodInternalError(f"all tensors of a group must be on the same device, but {first} and {tensor.device} were given")
+    return first.type
+
+
+def _check_kind(
+    kind: Kind,
+    tensors: Sequence[torch.Tensor],
+    op: int,
+    root_rank: int,
+    splits: Sequence[int] | torch.Tensor | None,
+    ranks: Sequence[int],
+) -> tuple[int, ...]:
+    if kind is Kind.BROADCAST and root_rank not in ranks:
+        raise ValueError(f"broadcast got an invalid root rank: {root_rank}; the process set has the ranks {list(ranks)}")
+    if kind is Kind.REDUCESCATTER:
+        if any(tensor.dim() == 0 for tensor in tensors):
+            raise ValueError("reducescatter does not support scalar tensors; give it at least one dimension")
+        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            raise HorovodInternalError(f"reducescatter only supports AVERAGE and SUM, but it was given {ReduceOp(op).name}")
+    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and op not in tuple(ReduceOp):
+        raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
+    if kind is Kind.ALLTOALL:
+        return _check_splits(tensors[0], splits, len(ranks))
+    return ()
+
+
+def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, size: int) -> tuple[int, ...]:
+    if tensor.dim() == 0:
+        raise ValueError("alltoall does not support scalar tensors; give it at least one dimension")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"alltoall without splits needs a first dimension that is an even multiple of the number of workers: {rows} rows, {size} workers"
+            )
+        return (rows // size,) * size
+    if not isinstance(splits, torch.Tensor):
+        values = list(splits)
+        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+            raise ValueError(f"alltoall splits must be 32-bit integers, but they are {values}")
+        splits = torch.tensor(values, dtype=torch.int32)
+    if splits.dim() != 1:
+        raise ValueError(f"alltoall expects a 1-D tensor of splits, but it has {splits.dim()} dimensions")
+    if splits.dtype != torch.int32:
+        raise ValueError(f"alltoall splits must be 32-bit integer values, but they are {splits.dtype}")
+    if splits.numel() != size:
+        raise ValueError(f"alltoall needs as many splits as the number of workers, which is {size}, but there are {splits.numel()}")
+    counts = tuple(int(value) for value in splits.tolist())
+    if any(value < 0 for value in counts):
+        raise ValueError(f"alltoall splits must not be negative, but they are {list(counts)}")
+    if sum(counts) > rows:
+        raise ValueError(f"the sum of the alltoall splits, {sum(counts)}, is greater than the first dimension, {rows}")
+    return counts

@@ -1,0 +1,122 @@
+"""What happened, per tensor: the timeline, a Chrome trace that rank 0 writes.
+
+Open the file in `chrome://tracing` or Perfetto. It is a JSON array that is valid at every moment: each write replaces the
+closing bracket. One "process" of the trace is one tensor. The engine's lanes call this; it knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Timeline"]
+
+_END = "\n]\n"
+
+
+class Timeline:
+    """One trace file. Every method may be called from any thread."""
+
+    def __init__(self, path: str, *, mark_cycles: bool = False) -> None:
+        self.path = path
+        self.mark_cycles = mark_cycles
+        self._lock = threading.Lock()
+        self._pids: dict[str, int] = {}
+        self._negotiating: set[str] = set()
+        self._started = time.perf_counter()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._file.write("[")
+        self._body_end = self._file.tell()
+        self._first = True
+        epoch = int(time.time() * 1e6)
+        self._write(
+            [
+                {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": epoch}},
+                {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
+            ]
+        )
+
+    def arrived(self, names: Iterable[str], operation: str, member: int) -> None:
+        """A rank has announced these tensors."""
+        with self._lock:
+            events: list[dict[str, Any]] = []
+            for name in names:
+                pid = self._pid(name, events)
+                if name not in self._negotiating:
+                    self._negotiating.add(name)
+                    events.append(self._event("B", pid, f"NEGOTIATE_{operation}"))
+                events.append(self._event("X", pid, str(member)) | {"dur": 0})
+            self._write(events)
+
+    def agreed(self, names: Iterable[str]) -> None:
+        """Every rank has announced these tensors."""
+        with self._lock:
+            events: list[dict[str, Any]] = []
+            for name in names:
+                if name in self._negotiating:
+                    self._negotiating.discard(name)
+                    events.append(self._event("E", self._pid(name, events)))
+            self._write(events)
+
+    def begin(self, names: Iterable[str], what: str) -> None:
+        """An operation, or an activity inside it, begins for all these tensors."""
+        with self._lock:
+            events: list[dict[str, Any]] = []
+            for name in names:
+                pid = self._pid(name, events)
+                events.append(self._event("B", pid, what))
+            self._write(events)
+
+    def end(self, names: Sequence[str], facts: Sequence[dict[str, str]] | None = None) -> None:
+        """What began last ends; `facts` (dtype, shape) go with the operation's end."""
+        with self._lock:
+            events: list[dict[str, Any]] = []
+            for index, name in enumerate(names):
+                event = self._event("E", self._pid(name, events))
+                if facts is not None:
+                    event["args"] = facts[index]
+                events.append(event)
+            self._write(events)
+
+    def cycle(self) -> None:
+        """A round of agreement begins (only recorded with `mark_cycles`)."""
+        if self.mark_cycles:
+            with self._lock:
+                self._write([{"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"}])
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+    def _now(self) -> int:
+        return int((time.perf_counter() - self._started) * 1e6)
+
+    def _event(self, phase: str, pid: int, name: str | None = None) -> dict[str, Any]:
+        event: dict[str, Any] = {"ph": phase, "ts": self._now(), "pid": pid}
+        if name is not None:
+            event["name"] = name
+        return event
+
+    def _pid(self, name: str, events: list[dict[str, Any]]) -> int:
+        pid = self._pids.get(name)
+        if pid is None:
+            pid = self._pids[name] = len(self._pids) + 1
+            events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+            events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
+        return pid
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        if not events or self._file.closed:
+            return
+        text = ",\n".join(json.dumps(event) for event in events)
+        self._file.seek(self._body_end)
+        self._file.write(("\n" if self._first else ",\n") + text)
+        self._first = False
+        self._body_end = self._file.tell()
+        self._file.write(_END)
+        self._file.flush()
