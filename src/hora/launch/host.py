@@ -1,7 +1,7 @@
 """One host of a job, seen from the launcher: the other end of a supervisor's pipes.
 
-Starts the supervisor (with whatever command reaches the host: Python itself, or ssh and Python), sends it orders,
-and reports its frames as `LaunchEvents`. Local and ssh launchers are made of these.
+Starts the supervisor (with whatever command reaches the host: Python itself, or ssh and Python), sends it
+orders, and reports its frames as `LaunchEvents`. Local and ssh launchers are made of these.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Host:
     ) -> None:
         self.name = name
         self._events, self._inherit_env = events, inherit_env
-        # Its own session: Ctrl-C in a terminal reaches the launcher only, which then ends the workers in order.
+        # Its own session: Ctrl-C in a terminal reaches the launcher only, which ends the workers in order.
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -101,11 +101,13 @@ class Host:
             self._command(op="terminate", workers=chosen, grace_s=grace_s)
 
     def finish(self, *, grace_s: float) -> None:
-        """End every worker and descendant that is left, and the supervisor. Does not wait. May be said again."""
+        """End every worker and descendant that is left, and the supervisor. Does not wait. May be said
+        again."""
         self._command(op="finish", grace_s=grace_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with it."""
+        """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with
+        it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -189,7 +191,7 @@ class Host:
 
 def _skip_mark(buffer: bytearray) -> bool:
     """Drop what a login shell printed before the supervisor's mark; False until the mark has come."""
-    before, mark, rest = buffer.partition(supervisor.MARK)
+    _, mark, rest = buffer.partition(supervisor.MARK)
     if mark:
         buffer[:] = rest
         return True

@@ -1,4 +1,5 @@
-"""The local launcher: workers as processes of this machine, under one supervisor. Nothing listens off loopback."""
+"""The local launcher: workers as processes of this machine, under one supervisor. Nothing listens off
+loopback."""
 
 from __future__ import annotations
 

@@ -1,0 +1,266 @@
+"""The controller: carries a job out. Poll what happened, ask the policy, act, until the job is over.
+
+It owns the job's secret, rendezvous and output, and ends everything it started however the job ends.
+Decisions are made in `policy`, processes are started by a `Launcher`. Called by `start`, `runner.run` and
+the Spark side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import sys
+import time
+from collections.abc import Callable
+
+from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch import policy
+from hora.launch.interrupt import ended_by_signals
+from hora.launch.output import Output
+from hora.launch.rendezvous import ErrorReport, Rendezvous
+from hora.launch.spec import FUNCTION_KEY, PATH_KEY, Job, JobResult, Launcher, WorkerExit, WorkerSpec
+from hora.wire import new_secret
+from hora.world import Meeting
+
+__all__ = ["run_job"]
+
+_TAIL_LINES = 30
+_KILL_SLACK_S = 10.0
+_INTERRUPTIBLE_S = 3600.0
+
+
+def run_job(job: Job, launcher: Launcher) -> JobResult:
+    """Run the job to its end and close the launcher.
+
+    Raises JobFailedError naming the first failing worker, its traceback as it sent it (or the end of its
+    output) and, where it could be pickled, its exception as the cause.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(launcher.close)
+        stack.enter_context(ended_by_signals())
+        output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
+        stack.callback(output.close)
+        run = _Run(job, launcher, output)
+        stack.callback(run.rendezvous.close)
+        stack.callback(launcher.close)  # the workers end while there is still somebody to report to
+        return run.to_the_end()
+
+
+class _Run:
+    """One job under way. Implements LaunchEvents and RendezvousEvents: those only queue what happened."""
+
+    def __init__(self, job: Job, launcher: Launcher, output: Output) -> None:
+        self._job, self._launcher, self._output = job, launcher, output
+        self._id = secrets.token_hex(8)
+        self._secret = new_secret()
+        self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._started: set[int] = set()
+        self._joined: set[int] = set()
+        self._exits: dict[int, WorkerExit] = {}
+        self._results: dict[int, bytes] = {}
+        self._reports: dict[int, ErrorReport] = {}
+        self._failures: dict[int, policy.Failure] = {}
+        self._ending = False
+        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self)
+        self._meeting = Meeting(
+            kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
+        )
+
+    def to_the_end(self) -> JobResult:
+        job = self._job
+        self._start()
+        deadline = time.monotonic() + job.start_timeout_s
+        while True:
+            now = time.monotonic()
+            match policy.decide(self._facts(deadline), now):
+                case policy.Wait(until):
+                    self._wait(until)
+                case policy.Finish():
+                    return JobResult(
+                        job=self._id,
+                        exits=tuple(self._exits[slot.rank] for slot in job.slots),
+                        results=tuple(self._results.get(slot.rank) for slot in job.slots),
+                    )
+                case policy.Fail(failure):
+                    self._fail(failure)
+                case policy.GiveUp(message):
+                    self._end_workers()
+                    raise StartTimeoutError(message)
+
+    def _start(self) -> None:
+        job = self._job
+        self.rendezvous.publish(0, {slot.rank: slot.world(self._meeting) for slot in job.slots})
+        argv = job.command
+        if job.function is not None:
+            self.rendezvous.set(FUNCTION_KEY, job.function)
+            same = job.executable == sys.executable
+            self.rendezvous.set(PATH_KEY, json.dumps(sys.path if same else []).encode())
+            argv = (job.executable, "-m", "hora.launch.worker")
+        workers = [
+            WorkerSpec(
+                worker=slot.rank,
+                slot=slot,
+                argv=argv,
+                env={**job.env, "PYTHONUNBUFFERED": "1", **slot.world(self._meeting).to_env()},
+                cwd=job.cwd,
+                secret=self._secret,
+                grace_s=job.grace_s,
+            )
+            for slot in job.slots
+        ]
+        if job.verbose:
+            self._tell(f"starting {len(workers)} processes: {' '.join(argv)}")
+        self._launcher.start(workers, self)
+
+    def _facts(self, deadline: float) -> policy.Facts:
+        return policy.Facts(
+            num_workers=self._job.num_proc,
+            needs_results=self._job.function is not None,
+            start_deadline=deadline,
+            start_timeout_s=self._job.start_timeout_s,
+            started=frozenset(self._started),
+            joined=frozenset(self._joined),
+            exited={worker: ended.code for worker, ended in self._exits.items()},
+            failures=tuple(self._failures.values()),
+        )
+
+    def _wait(self, until: float | None) -> None:
+        """Take note of what happens next, and of everything that has happened by then."""
+        # A wait without an end could not be interrupted from a notebook or by a signal on every platform.
+        limit_s = _INTERRUPTIBLE_S if until is None else max(until - time.monotonic(), 0.0)
+        try:
+            self._happened.get(timeout=limit_s)()
+            while not self._happened.empty():
+                self._happened.get_nowait()()
+        except queue.Empty:
+            return
+
+    # ---- endings ------------------------------------------------------------------------------------------
+
+    def _end_workers(self) -> None:
+        """SIGTERM, then SIGKILL; returns when all have ended, or when even SIGKILL should have done it."""
+        self._ending = True
+        left = [slot.rank for slot in self._job.slots if slot.rank not in self._exits]
+        self._launcher.terminate(left, grace_s=self._job.grace_s)
+        limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
+        while len(self._exits) < self._job.num_proc and time.monotonic() < limit:
+            self._wait(limit)
+
+    def _fail(self, failure: policy.Failure) -> None:
+        slot = self._job.slots[failure.worker]
+        self._tell(
+            f"process {slot.rank} on host {slot.hostname} failed with exit code {failure.code}"
+            + (f" ({failure.reason})" if failure.reason else "")
+            + ("; ending the others" if self._job.num_proc > 1 else "")
+        )
+        self._end_workers()
+        report = self._reports.get(failure.worker)
+        tail = self._output.tail(failure.worker)
+        error = JobFailedError(
+            _message(failure, report, tail),
+            rank=failure.worker,
+            exit_code=failure.code,
+            remote_traceback=report.traceback if report else None,
+            log_tail=tail,
+        )
+        raise error from _cause(report)
+
+    def _tell(self, text: str) -> None:
+        self._output.say(f"hora: {text}", stream="stderr")
+
+    # ---- events, from other threads -----------------------------------------------------------------------
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self._output.feed(worker, stream, data)
+
+    def started(self, worker: int) -> None:
+        self._happened.put(lambda: self._started.add(worker))
+
+    def exited(self, ended: WorkerExit) -> None:
+        self._output.end(ended.worker)
+        self._happened.put(lambda: self._on_exit(ended))
+
+    def joined(self, worker: int) -> None:
+        self._happened.put(lambda: self._joined.add(worker))
+
+    def returned(self, worker: int, result: bytes) -> None:
+        self._happened.put(lambda: self._results.__setitem__(worker, result))
+
+    def raised(self, worker: int, report: ErrorReport) -> None:
+        self._happened.put(lambda: self._on_raise(worker, report))
+
+    def said(self, worker: int, text: str) -> None:
+        self._output.say(text)
+
+    def waiting(self, worker: int, generation: int) -> None:
+        """Only elastic jobs have later generations; a worker of this one waits until its own limit."""
+
+    def lost(self, worker: int) -> None:
+        """The launcher tells when the process ends, with its exit code: that is the better news."""
+
+    # ---- events, in order ---------------------------------------------------------------------------------
+
+    def _on_exit(self, ended: WorkerExit) -> None:
+        worker, code, reason = ended.worker, ended.code, ended.reason
+        self._exits[worker] = ended
+        returned = self._job.function is None or worker in self._results
+        self.rendezvous.worker_exited(worker, f"ended with exit code {code}", failed=code != 0)
+        if code == 0 and not returned and worker not in self._failures:
+            code, reason = (
+                1,
+                reason or "it ended with status 0 but the function did not return: did it call exit?",
+            )
+        if code != 0:
+            # Of a command we only have the output to tell what it died of.
+            last_line = self._output.tail(worker).rstrip().rpartition("\n")[2]
+            self._note(worker, code, reason, consequence="HorovodInternalError" in last_line)
+
+    def _on_raise(self, worker: int, report: ErrorReport) -> None:
+        self._reports[worker] = report
+        reason = f"{report.type_name}: {report.message}".partition("\n")[0]
+        self._note(worker, 1, reason[:200], consequence=report.consequence)
+
+    def _note(self, worker: int, code: int, reason: str, *, consequence: bool) -> None:
+        known = self._failures.get(worker)
+        if known is not None:
+            # Its exception came first; a different exit code (os._exit, a signal while exiting) adds nothing.
+            return
+        if not self._ending:
+            self._failures[worker] = policy.Failure(
+                worker=worker, at=time.monotonic(), code=code, reason=reason, consequence=consequence
+            )
+
+
+def _message(failure: policy.Failure, report: ErrorReport | None, tail: str) -> str:
+    parts = [
+        "Horovod detected that one or more processes exited with non-zero status. The first one to fail was:",
+        f"Process name: {failure.worker}",
+        f"Exit code: {failure.code}",
+    ]
+    if failure.reason and report is None:
+        parts.append(f"Reason: {failure.reason}")
+    if report is not None:
+        parts.append(f"What it raised:\n{report.traceback.rstrip()}")
+    elif tail.strip():
+        lines = tail.rstrip().splitlines()[-_TAIL_LINES:]
+        parts.append("The end of its output:\n" + "\n".join(f"  {line}" for line in lines))
+    return "\n".join(parts) + "\n"
+
+
+def _cause(report: ErrorReport | None) -> BaseException | None:
+    """The worker's own exception. It comes from a worker that proved to hold the job's secret."""
+    if report is None or not report.pickled:
+        return None
+    import cloudpickle
+
+    try:
+        cause = cloudpickle.loads(report.pickled)
+    except Exception as error:  # the class is the user's: its constructor may do anything
+        cause = RuntimeError(f"{report.type_name}: {report.message} (it cannot be rebuilt here: {error})")
+    if not isinstance(cause, BaseException):
+        return None
+    if hasattr(cause, "add_note"):  # Python 3.11
+        cause.add_note(f"\n{report.traceback.rstrip()}")
+    return cause

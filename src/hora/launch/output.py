@@ -1,0 +1,223 @@
+"""The workers' output: whole lines with a prefix that tells the rank, on the console and in files.
+
+Bytes go in as they arrive; lines come out as soon as they are complete (`\\n`, `\\r` or both end one), byte
+for byte what the worker wrote. Memory is bounded whatever a worker prints. Keeps the end of each worker's
+output for error reports. Called by the controller, from any thread.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from hora.launch.spec import OutputOptions
+
+__all__ = ["Output"]
+
+MAX_LINE_BYTES = 256 * 1024  # a longer line leaves in pieces
+_TAIL_BYTES = 16 * 1024
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+_log = logging.getLogger("hora.launch")
+
+
+class Output:
+    """Takes what the workers print. `ranks`: each worker's number in the prefixes and directory names."""
+
+    def __init__(self, options: OutputOptions, ranks: Mapping[int, int]) -> None:
+        self._options = options
+        self._ranks = dict(ranks)
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[int, str], _Lines] = {}
+        self._tails: dict[int, bytearray] = {}
+        self._consoles = {
+            "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
+            "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
+        }
+        self._files: dict[tuple[int, str], _File] = {}
+        if options.directory is not None:
+            self._open_files(Path(options.directory))
+
+    def _open_files(self, directory: Path) -> None:
+        width = len(str(max(self._ranks.values())))
+        for worker, rank in self._ranks.items():
+            place = directory / f"rank.{rank:0{width}d}"
+            place.mkdir(parents=True, exist_ok=True)
+            for stream in ("stdout", "stderr"):
+                self._files[worker, stream] = _File(place / stream)
+
+    def feed(self, worker: int, stream: str, data: bytes) -> None:
+        """Some bytes of a worker's stdout or stderr."""
+        with self._lock:
+            self._keep(worker, data)
+            key = worker, stream
+            if key not in self._streams:
+                self._streams[key] = _Lines(lambda: self._prefix(worker, stream))
+            self._write(key, self._streams[key].feed(data))
+
+    def end(self, worker: int) -> None:
+        """The worker is gone: its last line is as complete as it will ever be."""
+        with self._lock:
+            for stream in ("stdout", "stderr"):
+                if (worker, stream) in self._streams:
+                    self._write((worker, stream), self._streams[worker, stream].end())
+
+    def say(self, text: str, *, stream: str = "stdout") -> None:
+        """A line of the launcher's own, or one that a worker wants shown as it is."""
+        with self._lock:
+            self._consoles[stream].write(text.encode(errors="replace") + b"\n")
+
+    def tail(self, worker: int) -> str:
+        """The end of what the worker printed."""
+        with self._lock:
+            kept = bytes(self._tails.get(worker, b""))
+        if len(kept) >= _TAIL_BYTES:
+            kept = kept[-_TAIL_BYTES:].partition(b"\n")[2]
+        return kept.decode(errors="replace")
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+
+    def _prefix(self, worker: int, stream: str) -> bytes:
+        if not self._options.prefix:
+            return b""
+        when = time.asctime() if self._options.timestamp else ""
+        return f"{when}[{self._ranks.get(worker, worker)}]<{stream}>:".encode()
+
+    def _keep(self, worker: int, data: bytes) -> None:
+        tail = self._tails.setdefault(worker, bytearray())
+        tail += data[-_TAIL_BYTES:]
+        if len(tail) > 2 * _TAIL_BYTES:
+            del tail[:-_TAIL_BYTES]
+
+    def _write(self, key: tuple[int, str], data: bytes) -> None:
+        if not data:
+            return
+        if self._options.console:
+            self._consoles[key[1]].write(data, key)
+        if key in self._files:
+            self._files[key].write(data)
+
+
+class _Lines:
+    """Puts a prefix in front of each line of one stream."""
+
+    def __init__(self, prefix: Callable[[], bytes]) -> None:
+        self._prefix = prefix
+        self._partial = b""
+        self._inside = False  # part of the current line is out already
+        self._after_return = False  # the last byte out was \r: a \n now belongs to it
+
+    def feed(self, data: bytes) -> bytes:
+        head = b""
+        if self._after_return and data.startswith(b"\n"):
+            head, data = b"\n", data[1:]
+        self._after_return = self._after_return and not data and not head
+        data = self._partial + data
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not cut and len(data) < MAX_LINE_BYTES:
+            self._partial = data
+            return head
+        if not cut:
+            cut = len(data)
+        whole, self._partial = data[:cut], data[cut:]
+        return head + self._dress(whole)
+
+    def _dress(self, whole: bytes) -> bytes:
+        prefix = self._prefix()
+        ended = whole.endswith((b"\n", b"\r"))
+        last = len(whole) - (2 if whole.endswith(b"\r\n") else 1) if ended else len(whole)
+        body, end = whole[:last], whole[last:]
+        if b"\r" in body:
+            body = _LINE_END.sub(lambda found: found[0] + prefix, body)
+        else:
+            body = body.replace(b"\n", b"\n" + prefix)
+        start = b"" if self._inside else prefix
+        self._inside = not ended
+        self._after_return = end == b"\r"
+        return start + body + end
+
+    def end(self) -> bytes:
+        last, self._partial = self._partial, b""
+        if last or self._inside:
+            return self._dress(last + b"\n")
+        return b""
+
+
+class _Console:
+    """A stream for people. A line that is not finished yet is closed before somebody else's begins."""
+
+    def __init__(self, stream: IO[Any]) -> None:
+        self._stream = stream
+        self._binary = _is_binary(stream)
+        self._decoders: dict[object, codecs.IncrementalDecoder] = {}
+        self._unfinished: object = None
+        self._broken = False
+
+    def write(self, data: bytes, key: object = None) -> None:
+        if self._unfinished not in (None, key):
+            data = b"\n" + data
+        self._unfinished = None if data.endswith((b"\n", b"\r")) else key
+        if self._broken:
+            return
+        try:
+            if self._binary:
+                self._stream.write(data)
+            else:
+                self._write_text(data, key)
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # a closed pipe or stream; a training does not end for that
+            self._broken = True
+            _log.warning("the workers' output cannot be shown any more: %s", error)
+
+    def _write_text(self, data: bytes, key: object) -> None:
+        buffer = getattr(self._stream, "buffer", None)
+        if isinstance(buffer, (io.RawIOBase, io.BufferedIOBase)):
+            self._stream.flush()
+            buffer.write(data)
+            return
+        if key not in self._decoders:
+            self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stream.write(self._decoders[key].decode(data))
+
+
+def _is_binary(stream: IO[Any]) -> bool:
+    if isinstance(stream, (io.RawIOBase, io.BufferedIOBase)):
+        return True
+    return "b" in str(getattr(stream, "mode", ""))
+
+
+class _File:
+    """A worker's log file. A full disk costs the rest of the log, not the job."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            _log.error(
+                "cannot write %s: %s. The rest of this output is not kept.", self._path, error.strerror
+            )
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

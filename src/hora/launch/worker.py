@@ -1,0 +1,107 @@
+"""The worker entry point: `python -m hora.launch.worker` fetches the job's function, runs it, and sends
+home the result.
+
+The function comes over the authenticated connection and from nowhere else. Whatever goes wrong is reported
+with the exception's own traceback; the process then ends with a non-zero status. Commands need no entry
+point: supervisors run them as they are. torch is imported when the function needs it, not before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from hora.control import ControlClient
+from hora.errors import HorovodInternalError
+from hora.launch.spec import FUNCTION_KEY, PATH_KEY
+from hora.world import World
+
+__all__ = ["main"]
+
+_CONNECT_LIMIT_S = 60.0
+_FETCH_LIMIT_S = 600.0
+
+
+def main() -> int:
+    world = World.from_env()
+    client = ControlClient.connect(
+        world.meeting, name=f"worker {world.worker}", worker=world.worker, timeout_s=_CONNECT_LIMIT_S
+    )
+    try:
+        return _work(client, world)
+    finally:
+        client.close()
+
+
+def _work(client: ControlClient, world: World) -> int:
+    import cloudpickle
+
+    _extend_path(json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S)))
+    try:
+        function, args, kwargs = cloudpickle.loads(client.get(FUNCTION_KEY, timeout_s=_FETCH_LIMIT_S))
+        result = function(*args, **kwargs)
+        pickled = _pickle_result(result, world)
+    except SystemExit as error:
+        return _exit_status(error)
+    except BaseException as error:  # not swallowed but reported, with its own traceback
+        _report(client, error)
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    client.send_result(pickled)
+    return 0
+
+
+def _extend_path(launcher_path: list[str]) -> None:
+    """Modules that the caller can import are importable here too, after everything that is importable
+    anyway."""
+    sys.path.extend(entry for entry in launcher_path if entry not in sys.path and os.path.exists(entry))
+
+
+def _pickle_result(result: Any, world: World) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        kind = f"{type(result).__module__}.{type(result).__qualname__}"
+        raise TypeError(
+            f"the value that the function returned on rank {world.rank}, a {kind}, cannot be pickled "
+            f"({error}); return something that can, for example numbers, arrays or a state_dict"
+        ) from error
+
+
+def _exit_status(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _report(client: ControlClient, error: BaseException) -> None:
+    import cloudpickle
+
+    # The frames above the user's function are ours and tell nothing.
+    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        pickled = bytes(cloudpickle.dumps(error.with_traceback(None)))
+    except Exception as problem:  # whatever a user's class does, the report must go out
+        pickled = b""
+        text += f"(the {type(error).__qualname__} itself could not be pickled and stays behind: {problem})\n"
+    client.send_error(
+        type_name=type(error).__qualname__,
+        message=str(error),
+        traceback=text,
+        consequence=isinstance(error, HorovodInternalError),
+        pickled=pickled,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
