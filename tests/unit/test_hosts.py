@@ -24,7 +24,7 @@ def test_hosts_are_read_in_order_with_blanks_around_commas():
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "a:", ":2", "a:b", "a:1,", "", "a:1 b:2", "a:-1", "a:1:2", "a b:1", "a:1.5"]
+    "text", ["a", "a:", ":2", "a:b", "a:1,", "", "a:1 b:2", "a:-1", "a:1:2", "a b:1", "a:1.5", "-v:1"]
 )
 def test_malformed_hosts_are_refused_with_what_to_write(text):
     with pytest.raises(ValueError, match=r"Invalid host input.*name:slots"):

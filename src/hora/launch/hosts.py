@@ -21,8 +21,9 @@ __all__ = [
     "parse_hosts_and_slots",
 ]
 
-_HOST = re.compile(r"([\w.-]+):([0-9]+)")
-_HOSTFILE_LINE = re.compile(r"([\w.-]+)(?:\s+slots\s*=\s*([0-9]+))?")
+# A leading dash would make a name look like an option to ssh.
+_HOST = re.compile(r"(?!-)([\w.-]+):([0-9]+)")
+_HOSTFILE_LINE = re.compile(r"(?!-)([\w.-]+)(?:\s+slots\s*=\s*([0-9]+))?")
 
 
 @dataclass(frozen=True)

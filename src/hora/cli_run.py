@@ -1,0 +1,93 @@
+"""The commands `horovodrun` and `hora run`: flags in, exit status out.
+
+Both run the same job; they differ in how they end. `horovodrun` fails as Horovod's does, with a traceback and
+status 1; `hora run` prints what went wrong and exits with the first failing rank's own status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from hora.errors import JobFailedError
+from hora.launch import flags
+from hora.launch.options import Options, knobs
+
+__all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run"]
+
+
+class HorovodArgs:
+    """The launch options as a plain object: every flag's dest is an attribute, None until it is set."""
+
+    def __init__(self) -> None:
+        for name in knobs():
+            setattr(self, name, None)
+        self.command: list[str] = []
+
+
+def parse_args(argv: Sequence[str] | None = None, *, prog: str = "horovodrun") -> argparse.Namespace:
+    """Reads a command line (this process's own by default). ValueError for values that cannot be meant."""
+    return flags.parse(
+        sys.argv[1:] if argv is None else argv,
+        os.environ,
+        prog=prog,
+        on_version=_version if prog == "horovodrun" else _own_version,
+        on_check_build=_check_build,
+    )
+
+
+def run(args: object) -> None:
+    """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe."""
+    from hora.launch.start import start
+
+    start(Options.from_args(args, os.environ), os.environ)
+
+
+def horovodrun() -> int:
+    """The console script. A failed job is an uncaught error, so that it shows a traceback and status 1."""
+    try:
+        run(parse_args())
+    except ValueError as error:
+        return _usage_error("horovodrun", error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """`hora run`."""
+    try:
+        run(parse_args(argv, prog="hora run"))
+    except ValueError as error:
+        return _usage_error("hora run", error)
+    except KeyboardInterrupt:
+        return 130
+    except (RuntimeError, TimeoutError, OSError) as error:
+        print(f"hora run: {error}", file=sys.stderr)
+        return error.exit_code or 1 if isinstance(error, JobFailedError) else 1
+    return 0
+
+
+def _usage_error(prog: str, error: ValueError) -> int:
+    print(f"{prog}: error: {error}", file=sys.stderr)
+    return 2
+
+
+def _version() -> str:
+    from hora.version import horovod_version
+
+    return horovod_version()
+
+
+def _own_version() -> str:
+    from hora.version import version
+
+    return version()
+
+
+def _check_build() -> str:
+    from hora.build import check_build
+
+    return check_build()

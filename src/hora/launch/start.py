@@ -1,0 +1,139 @@
+"""From options to a running job: the one way in for `horovodrun`, `hora run` and `run()`.
+
+It finds the hosts, gives ranks their places, chooses the launcher and hands the `Job` to the controller. Not
+here: reading flags (`flags`), the rules of placement (`hosts`), what a launcher does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import IO, Any
+
+from hora.launch import address
+from hora.launch.hosts import HostInfo, get_host_assignments, parse_host_files, parse_hosts
+from hora.launch.local import LocalLauncher
+from hora.launch.options import Options
+from hora.launch.spec import Job, JobResult, Launcher, OutputOptions, Slot
+from hora.launch.ssh import Ssh, SshLauncher, check_hosts, reachable_address
+
+__all__ = ["find_hosts", "make_job", "make_launcher", "make_ssh", "start"]
+
+
+def start(
+    options: Options,
+    environ: Mapping[str, str],
+    *,
+    function: bytes | None = None,
+    executable: str | None = None,
+    stdout: IO[Any] | None = None,
+    stderr: IO[Any] | None = None,
+) -> JobResult:
+    """Run the command of `options`, or the pickled `function`, to its end.
+
+    ValueError for a request that cannot be carried out, JobFailedError when a worker fails.
+    """
+    if function is None and not options.command:
+        raise ValueError("there is no command to run: put it after the options, for example: python train.py")
+    if options.elastic:
+        return _start_elastic(options, environ, function=function, executable=executable)
+    from hora.launch.controller import run_job
+
+    job = make_job(options, environ, function=function, executable=executable, stdout=stdout, stderr=stderr)
+    launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
+    return run_job(job, launcher)
+
+
+def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
+    """The hosts of a job: as given, those of the LSF job we are in, or this one."""
+    if options.hostfile is not None:
+        return parse_hosts(parse_host_files(options.hostfile))
+    if options.hosts is not None:
+        return parse_hosts(options.hosts)
+    allocated = environ.get("LSB_MCPU_HOSTS", "").split() if environ.get("LSB_JOBID") else []
+    if allocated:  # "hostA 4 hostB 4"
+        pairs = zip(allocated[::2], allocated[1::2], strict=False)
+        return [HostInfo.from_string(f"{name}:{slots}") for name, slots in pairs]
+    return [HostInfo("localhost", options.num_proc or 1)]
+
+
+def make_job(
+    options: Options,
+    environ: Mapping[str, str],
+    *,
+    function: bytes | None = None,
+    executable: str | None = None,
+    stdout: IO[Any] | None = None,
+    stderr: IO[Any] | None = None,
+) -> Job:
+    """The job that `options` ask for: exactly `-np` ranks, with our environment and what was asked for."""
+    hosts = find_hosts(options, environ)
+    num_proc = options.num_proc or sum(host.slots for host in hosts)
+    slots = tuple(Slot(**asdict(info)) for info in get_host_assignments(hosts, num_proc, num_proc))
+    env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
+    if not options.nics and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
+        env.setdefault("HOROVOD_GLOO_IFACE", "lo")
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return Job(
+        slots=slots,
+        command=options.command if function is None else (),
+        function=function,
+        env=env,
+        cwd=os.getcwd(),
+        executable=executable or sys.executable,
+        output=OutputOptions(
+            timestamp=bool(options.prefix_output_with_timestamp),
+            directory=options.output_filename,
+            stdout=stdout,
+            stderr=stderr,
+        ),
+        start_timeout_s=float(options.effective("start_timeout")),
+        verbose=bool(options.verbose),
+    )
+
+
+def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[str, str]) -> Launcher:
+    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere."""
+    remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
+    if not remote and not options.nics:
+        return LocalLauncher()
+    ssh = make_ssh(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
+    listen = address.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
+    check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
+    return SshLauncher(ssh, listen=listen, verbose=bool(options.verbose))
+
+
+def make_ssh(environ: Mapping[str, str], *, port: int | None, identity_file: str | None) -> Ssh:
+    """How to reach other hosts. `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`)."""
+    if identity_file is not None and not os.path.isfile(identity_file):
+        raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
+    return Ssh(
+        program=tuple(shlex.split(environ.get("HORA_SSH") or "ssh")),
+        port=port,
+        identity_file=identity_file,
+        python_path=environ.get("PYTHONPATH", ""),
+    )
+
+
+def _start_elastic(
+    options: Options, environ: Mapping[str, str], *, function: bytes | None, executable: str | None
+) -> JobResult:
+    if options.host_discovery_script is None:
+        hosts = find_hosts(options, environ)
+        if len({host.hostname for host in hosts}) < 2:
+            raise ValueError(
+                "an elastic job with a fixed list of hosts cannot go on with fewer than 2 hosts, but it has "
+                f"{','.join(map(str, hosts))}; add hosts to -H, or give a --host-discovery-script"
+            )
+    if importlib.util.find_spec("hora.launch.elastic") is None:
+        raise ValueError(
+            "elastic jobs (--min-np, --host-discovery-script) are not there yet; drop these flags"
+        )
+    elastic = importlib.import_module("hora.launch.elastic")
+    result: JobResult = elastic.run_elastic_job(options, environ, function=function, executable=executable)
+    return result
