@@ -242,10 +242,7 @@ class Lane:
         else:
             self._run_recorded(batch, requests, transport, timeline)
         self._executing_since = 0.0
-        if len(batch.parts) == 1 and len(requests) == 1:
-            self._finish(requests.values(), None)
-            return
-        done = []
+        done = []  # a group of several dtypes is done with the last of its batches
         for part in batch.parts:
             request = requests.get(part.key)
             if request is not None:
