@@ -259,8 +259,4 @@ def _cause(report: ErrorReport | None) -> BaseException | None:
         cause = cloudpickle.loads(report.pickled)
     except Exception as error:  # the class is the user's: its constructor may do anything
         cause = RuntimeError(f"{report.type_name}: {report.message} (it cannot be rebuilt here: {error})")
-    if not isinstance(cause, BaseException):
-        return None
-    if hasattr(cause, "add_note"):  # Python 3.11
-        cause.add_note(f"\n{report.traceback.rstrip()}")
-    return cause
+    return cause if isinstance(cause, BaseException) else None
