@@ -179,6 +179,10 @@ class DistributedTransport:
         self._group.close()
         self._buffers.clear()
 
+    def abort(self) -> None:
+        """Give up what is under way; every later call fails."""
+        self._group.discard()
+
     # Each of the following reduces one piece.
 
     def _reduce_natively(

@@ -13,6 +13,7 @@ import os
 import socket
 import stat
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ def listening() -> Iterator[set[int]]:
                     ports.add(sock.getsockname()[1])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Connections:
     """Descriptors of one group's connections."""
 
@@ -62,7 +63,9 @@ class Connections:
                 if ends is not None and (ends[0][1] in own_ports or ends[1][1] in peer_ports):
                     os.set_inheritable(descriptor, False)
                     found[descriptor] = ends
-        return cls(found)
+        connections = cls(found)
+        _live.add(connections)
+        return connections
 
     def shut_down(self) -> None:
         """Break the connections. A descriptor that gloo has closed and somebody else reuses is left alone."""
@@ -71,6 +74,22 @@ class Connections:
                 if sock is not None and _ends(sock) == ends:
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
+
+
+# A forked child (a DataLoader worker) inherits the connections: while it keeps them open, the death of its
+# parent
+# would not be seen by the peers.
+_live: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for connections in _live:
+        for descriptor in connections.descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _sockets() -> list[int]:
