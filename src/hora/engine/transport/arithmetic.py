@@ -18,14 +18,13 @@ from functools import lru_cache
 import torch
 
 from hora.engine.request import ReduceOp
+from hora.engine.transport.threads import SERIAL_ELEMENTS
 
-__all__ = ["SERIAL_ELEMENTS", "Reduction", "adasum_pair", "identity", "reduction"]
-
-# torch splits an element-wise operation among threads above this size. Ranks share the cores, so starting threads
-# costs more than it brings, and a sum must not depend on how many threads a rank has.
-SERIAL_ELEMENTS = 32768
+__all__ = ["Reduction", "adasum_pair", "identity", "reduction"]
 
 # Below this squared norm a vector counts as zero for Adasum: dividing by it would overflow.
+# A sum of this many elements is never divided among threads: it has the same bits on every rank.
+_SUM_ELEMENTS = SERIAL_ELEMENTS // 2
 _TINY_SQUARED_NORM = math.sqrt(sys.float_info.min)
 
 _COMBINE: dict[int, Callable[..., torch.Tensor]] = {
@@ -148,9 +147,7 @@ def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
     `a` belongs to the lower member; whoever computes, the result has the same bits.
     """
-    pieces = list(
-        zip(a.split(SERIAL_ELEMENTS), b.split(SERIAL_ELEMENTS), out.split(SERIAL_ELEMENTS), strict=True)
-    )
+    pieces = list(zip(a.split(_SUM_ELEMENTS), b.split(_SUM_ELEMENTS), out.split(_SUM_ELEMENTS), strict=True))
     dot = norm_a = norm_b = 0.0
     for piece_a, piece_b, _ in pieces:
         wide_a, wide_b = piece_a.double(), piece_b.double()

@@ -1,12 +1,13 @@
 """The staging area of the shared-memory transport: a few slots for each member, reused step by step.
 
-Layout of the segment: one cache line of counters for each member, `DEPTH` slots for each member, and `DEPTH` result slots
+Layout of the segment: a counter and notes for each member, `DEPTH` slots for each member, and `DEPTH` result slots
 that all members write parts of. Step numbers run on from one operation to the next; step s uses slot s modulo DEPTH.
 
-In every step each member fills its slot (or leaves it), publishes the step, waits for everybody's, and reads. A member
-may run one step ahead: it fills and publishes s + 1 before it waits for s. So whoever has published s has read all of
-s - 2, and whoever has waited for s - 1 may fill s + 1, because everybody has read s - 3, its slot's last use: DEPTH 4
-needs no second counter to say "I have read it". `steps` keeps that order for all operations.
+In every step each member fills its slot (or leaves it), publishes the step, waits for everybody's, and reads. A
+member may run AHEAD steps ahead: it fills and publishes s + AHEAD before it waits for s, so that a peer that is late
+for a moment stops nobody. Whoever has published s has then read all of s - AHEAD - 1, and whoever has waited for s - 1
+may fill s + AHEAD, because everybody has read its slot's last use: with DEPTH = 2 AHEAD + 2 slots no second counter is
+needed to say "I have read it". `steps` keeps that order for all operations.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from hora.engine.futex import LINE_BYTES, Counter
 from hora.engine.segment import PAGE_BYTES, Segment, aligned
 from hora.engine.transport.base import Guard
 
-__all__ = ["DEPTH", "Ring"]
+__all__ = ["AHEAD", "DEPTH", "Ring"]
 
-DEPTH = 4
+AHEAD = 1
+DEPTH = 2 * AHEAD + 2
+
+# A line for the counter and one for the notes. Processors fetch lines in pairs, so this keeps members apart as well.
+_MEMBER_BYTES = 2 * LINE_BYTES
 
 # Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a training.
 _KEPT_VIEWS = 4096
@@ -49,26 +54,27 @@ class Ring:
         self._guard = guard
         self._limit_s = limit_s
         self._step = 0
-        self._slots_at = aligned(num_members * LINE_BYTES)
+        self._slots_at = aligned(num_members * _MEMBER_BYTES)
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
-        counters = [Counter(segment.memory, peer * LINE_BYTES) for peer in range(num_members)]
+        counters = [Counter(segment.memory, peer * _MEMBER_BYTES) for peer in range(num_members)]
         self._own = counters[member]
         # Everybody begins with the next member, so that not all of them look at member 0 first.
         order = [(member + distance) % num_members for distance in range(1, num_members)]
         self._peers = [(counters[peer], f"member {peer} in shared memory") for peer in order]
         self._notes = [
             [
-                ctypes.c_int64.from_buffer(segment.memory, peer * LINE_BYTES + 8 * (1 + turn))
+                ctypes.c_int64.from_buffer(segment.memory, peer * _MEMBER_BYTES + LINE_BYTES + 8 * turn)
                 for turn in range(DEPTH)
             ]
             for peer in range(num_members)
         ]
+        self._scratch = torch.empty(slot_bytes, dtype=torch.uint8)
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @staticmethod
     def num_bytes(num_members: int, slot_bytes: int) -> int:
         """The size of segment that a ring needs."""
-        return aligned(num_members * LINE_BYTES) + (num_members + 1) * DEPTH * slot_bytes
+        return aligned(num_members * _MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
 
     def slot(
         self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0
@@ -81,13 +87,21 @@ class Ring:
         """Where all members together put the result of `step`."""
         return self._view(self._results_at + step % DEPTH * self.slot_bytes + offset_bytes, count, dtype)
 
+    def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Private memory for what lies between two operations, at most a slot of it; always the same."""
+        return self._view(-1, count, dtype)
+
     def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         key = (offset, count, dtype)
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
-            view = self._views[key] = self._segment.tensor(offset, count, dtype)
+            if offset < 0:
+                view = self._scratch.view(dtype)[:count]
+            else:
+                view = self._segment.tensor(offset, count, dtype)
+            self._views[key] = view
         return view
 
     def note(self, step: int, value: int) -> None:
@@ -106,15 +120,14 @@ class Ring:
             return
         first = self._step + 1
         self._step += num_steps
-        fill(0, first)
-        self._own.set(first)
+        filled = 0
         for index in range(num_steps):
-            step = first + index
-            if index + 1 < num_steps:
-                fill(index + 1, step + 1)
-                self._own.set(step + 1)
-            self._wait(step)
-            drain(index, step)
+            while filled < num_steps and filled <= index + AHEAD:
+                fill(filled, first + filled)
+                self._own.set(first + filled)
+                filled += 1
+            self._wait(first + index)
+            drain(index, first + index)
 
     def meet(self) -> None:
         """A step without data: return when everybody has come."""
