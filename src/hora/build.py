@@ -117,6 +117,8 @@ def _main() -> None:
             trial()
         except Exception as error:  # whatever goes wrong in there is the answer
             problems[name] = traceback.format_exception_only(error)[-1].strip()
+            if "--traceback" in sys.argv:
+                traceback.print_exc()
     print(json.dumps(problems), flush=True)
 
 

@@ -59,7 +59,7 @@ def _torch(facts: Facts) -> Finding:
         return Finding(
             "problem",
             f"PyTorch {version} is installed, but an allreduce failed: {build['PyTorch']}",
-            "see its traceback: python -c 'import torch, horovod.torch as h; h.init(); h.allreduce(torch.ones(1))'",
+            "see its traceback: python -m hora.build --traceback",
         )
     return Finding("ok", f"PyTorch {version}; an allreduce was tried and works")
 

@@ -1,0 +1,97 @@
+"""A real sshd for tests: its own keys, its own ports, one `sshd -i` a connection, nothing left behind.
+
+Run as a program, `ssh_server.py CONFIG ADDRESS…` listens on a free port of each address, prints the ports as JSON
+and gives every connection its own sshd, until its standard input ends. That way it also runs inside a network
+namespace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+SSHD = "/usr/sbin/sshd"
+_SEPARATION = Path("/run/sshd")  # sshd insists on it when root runs it
+
+
+class SshServer:
+    """Hosts that can be reached by ssh: `names` are aliases, known only to the ssh of this object."""
+
+    def __init__(self, folder: Path, names: dict[str, str], *, prefix: tuple[str, ...] = ()) -> None:
+        self._folder, self._names, self._prefix = folder, names, prefix
+        self.key = folder / "key"
+        self.wrong_key = folder / "wrong_key"
+
+    def __enter__(self) -> SshServer:
+        for key in (self.key, self.wrong_key, self._folder / "host_key"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
+            subprocess.run(command, check=True, timeout=30)
+        (self._folder / "authorized").write_text(self.key.with_suffix(".pub").read_text())
+        self._made_separation = os.geteuid() == 0 and not _SEPARATION.exists()
+        if self._made_separation:
+            _SEPARATION.mkdir(mode=0o755)
+        config = self._folder / "sshd_config"
+        config.write_text(
+            f"HostKey {self._folder}/host_key\nAuthorizedKeysFile {self._folder}/authorized\nStrictModes no\n"
+            "UsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin yes\n"
+        )
+        addresses = list(self._names.values())
+        self._process = subprocess.Popen(
+            [*self._prefix, sys.executable, __file__, str(config), *addresses],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self.ports = dict(zip(self._names, json.loads(self._process.stdout.readline()), strict=True))
+        self.write_client_config()
+        return self
+
+    def write_client_config(self) -> None:
+        text = "".join(
+            f"Host {name}\n  HostName {address}\n  Port {self.ports[name]}\n" for name, address in self._names.items()
+        )
+        text += (
+            f"Host *\n  UserKnownHostsFile {self._folder}/known_hosts\n  GlobalKnownHostsFile /dev/null\n"
+            f"  IdentityFile {self.key}\n  IdentitiesOnly yes\n  IdentityAgent none\n"
+        )
+        (self._folder / "ssh_config").write_text(text)
+
+    @property
+    def command(self) -> str:
+        """For HORA_SSH: an ssh that knows these hosts and nothing of this machine's own configuration."""
+        return f"ssh -F {self._folder}/ssh_config"
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        if self._made_separation:
+            shutil.rmtree(_SEPARATION, ignore_errors=True)
+
+
+def serve(config: str, addresses: list[str]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended sshds are nobody's concern
+    selector = selectors.DefaultSelector()
+    ports = []
+    for address in addresses:
+        server = socket.create_server((address, 0))
+        ports.append(server.getsockname()[1])
+        selector.register(server, selectors.EVENT_READ, server)
+    print(json.dumps(ports), flush=True)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.data is None:
+                return
+            with key.data.accept()[0] as connection:
+                subprocess.Popen([SSHD, "-i", "-f", config], stdin=connection, stdout=connection)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], sys.argv[2:])
