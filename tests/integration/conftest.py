@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import cloudpickle
 import pytest
 from spark_cluster import StandaloneCluster, spark_session
 
@@ -27,3 +28,11 @@ def spark(spark_cluster: StandaloneCluster) -> Iterator[Any]:
     """
     with spark_session(spark_cluster.url) as session:
         yield session
+
+
+@pytest.fixture
+def by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Functions and classes of the test module travel inside the pickle, as those of a notebook do."""
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)

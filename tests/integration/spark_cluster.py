@@ -15,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import pyspark
 
 _START_LIMIT_S = 90.0
@@ -35,6 +37,7 @@ class StandaloneCluster:
         self._memory = memory
         self._processes: list[subprocess.Popen[str]] = []
         self._directory = Path(tempfile.mkdtemp(prefix="spark-cluster-"))
+        self.name = self._directory.name
 
     def __enter__(self) -> StandaloneCluster:
         try:
@@ -76,12 +79,41 @@ class StandaloneCluster:
                 process.wait(timeout=20)
         shutil.rmtree(self._directory, ignore_errors=True)
 
+    def executors(self) -> list[psutil.Process]:
+        """The executors' Java processes."""
+        return [process for process in self._family() if "CoarseGrainedExecutorBackend" in _command(process)]
+
+    def leftovers(self, *, within_s: float = 20.0) -> list[str]:
+        """Hora's processes that still run on the cluster after this time; empty as soon as there are none."""
+        deadline = time.monotonic() + within_s
+        while True:
+            found = [
+                _command(process)
+                for process in self._family()
+                if "hora.launch" in _command(process).replace("/", ".")
+            ]
+            if not found or time.monotonic() > deadline:
+                return found
+            threading.Event().wait(0.05)
+
+    def _family(self) -> Iterator[psutil.Process]:
+        # By environment, not by parent: whoever was orphaned must be found too.
+        for process in psutil.process_iter():
+            try:
+                if f"SPARK_TEST_CLUSTER={self.name}".encode() in Path(
+                    f"/proc/{process.pid}/environ"
+                ).read_bytes().split(b"\0"):
+                    yield process
+            except OSError:  # it ended meanwhile
+                continue
+
     def _start(self, name: str, *arguments: str, found: str) -> str:
         """Start one daemon; wait until its log shows `found`, and give the group it matched."""
         spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
         process = subprocess.Popen(
             [str(spark_class), f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
-            env=cluster_environment() | {"SPARK_LOCAL_DIRS": str(self._directory)},
+            env=cluster_environment()
+            | {"SPARK_LOCAL_DIRS": str(self._directory), "SPARK_TEST_CLUSTER": self.name},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -100,6 +132,13 @@ class StandaloneCluster:
                 f"Spark's {name} did not start within {_START_LIMIT_S:g} s; its log:\n" + "".join(lines)
             )
         return lines[-1][1:]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it ended meanwhile
+        return ""
 
 
 def _follow(process: subprocess.Popen[str], found: str, lines: list[str], matched: threading.Event) -> None:

@@ -19,7 +19,7 @@ _OWN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HORA_SECRET_FILE", "HORA_JOB", "HORA_WO
 
 
 def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The driver's settings for the runtime (`HOROVOD_TIMELINE` and the like), which its ranks get as well."""
+    """The driver's settings for the runtime (`HOROVOD_TIMELINE` and the like), which its ranks get too."""
     env = os.environ if environ is None else environ
     return {name: value for name, value in env.items() if name.startswith(_FORWARDED) and name not in _OWN}
 

@@ -28,7 +28,7 @@ class TaskPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A rank's slot, the task that carries it, the GPUs Spark gave the task, and those the rank should see."""
+    """A rank's slot, the task that carries it, the task's GPUs, and those the rank should see."""
 
     slot: Slot
     task: int

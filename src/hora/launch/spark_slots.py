@@ -64,11 +64,12 @@ def _too_few(context: Any, wanted: int, slots: int) -> str:
     needs = f"spark.task.cpus={task_cpus}" + (f" and spark.task.resource.gpu.amount={gpus}" if gpus else "")
     if slots == 0:
         return (
-            f"no Spark executor has registered with {context.master}, so none of the {max(wanted, 1)} processes can start; "
-            f"check that the cluster has workers with free cores (each task needs {needs})"
+            f"no Spark executor has registered with {context.master}, so none of the {max(wanted, 1)} "
+            f"processes can start; check that the cluster has workers with free cores "
+            f"(each task needs {needs})"
         )
     return (
-        f"np={wanted} processes need {wanted} Spark task slots, but the cluster at {context.master} has {slots} "
-        f"(each task needs {needs}); use np={slots} or fewer, or a cluster with more executor cores"
-        + (" and GPUs" if gpus else "")
+        f"np={wanted} processes need {wanted} Spark task slots, but the cluster at {context.master} "
+        f"has {slots} (each task needs {needs}); use np={slots} or fewer, "
+        "or a cluster with more executor cores" + (" and GPUs" if gpus else "")
     )

@@ -63,7 +63,7 @@ class SparkStage:
         found = re.search(r"Job aborted.*?(?=\n\s+at |\nDriver stacktrace|\Z)", text, re.DOTALL)
         hint = ""
         if "No module named 'hora'" in text:
-            hint = "\nInstall hora on every node of the cluster, for the Python that runs Spark's workers (PYSPARK_PYTHON)."
+            hint = "\nInstall hora on every node, for the Python that runs Spark's workers (PYSPARK_PYTHON)."
         return (found.group(0) if found else text)[:4000].strip() + hint
 
     def _run(self) -> None:

@@ -1,0 +1,79 @@
+"""Start-up side by side with TorchDistributor, interleaved in one run: `python benchmarks/spark_startup.py
+[rounds]`.
+
+Each contender starts two processes that initialise, allreduce one tensor and return its value: on a
+standalone Spark cluster (a master and two workers with one core each) and as local processes. The session
+and the executors are warm: one round of everything runs before the clock does. Prints medians, the spread
+and the ratios.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
+
+from spark_cluster import StandaloneCluster, spark_session
+
+
+def hora_main() -> float:
+    import torch
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    return float(hvd.allreduce(torch.ones(1024), op=hvd.Sum)[0])
+
+
+def torch_main() -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    tensor = torch.ones(1024)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return float(tensor[0])
+
+
+def contenders() -> dict[str, Callable[[], float]]:
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    from sparkdl import HorovodRunner
+
+    def peer(local_mode: bool) -> float:
+        distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
+        return distributor.run(torch_main)
+
+    return {
+        "HorovodRunner(np=2)": lambda: HorovodRunner(np=2).run(hora_main),
+        "TorchDistributor(2, local_mode=False)": lambda: peer(False),
+        "HorovodRunner(np=-2)": lambda: HorovodRunner(np=-2).run(hora_main),
+        "TorchDistributor(2, local_mode=True)": lambda: peer(True),
+    }
+
+
+def main(rounds: int) -> None:
+    times: dict[str, list[float]] = {}
+    with StandaloneCluster() as cluster, spark_session(cluster.url):
+        for number in range(rounds + 1):
+            for name, call in contenders().items():
+                began = time.perf_counter()
+                value = call()
+                took = time.perf_counter() - began
+                assert value == 2.0, f"{name} returned {value}"
+                if number:
+                    times.setdefault(name, []).append(took)
+    for name, taken in times.items():
+        spread = f"{min(taken):.2f} … {max(taken):.2f}"
+        print(f"{name:40s} median {statistics.median(taken):6.2f} s   spread {spread}   n={len(taken)}")
+    medians = [statistics.median(taken) for taken in times.values()]
+    print(f"on Spark: {medians[0] / medians[1]:.2f} of the peer's time; local: {medians[2] / medians[3]:.2f}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)

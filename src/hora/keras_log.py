@@ -1,0 +1,48 @@
+"""The Keras callback that shows a training's progress in the driver. Keras is imported only when it is
+asked for.
+
+Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it speaks through `log_to_driver` and does
+nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from hora.launch.driver_log import log_to_driver
+
+__all__ = ["ProgressLog", "log_callback_class"]
+
+
+class ProgressLog:
+    """The callback's methods, without the Keras base class."""
+
+    def __init__(self, per_batch_log: bool = False) -> None:
+        super().__init__()
+        self.per_batch_log = per_batch_log
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        log_to_driver(f"Epoch {epoch} begins")
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self.per_batch_log:
+            log_to_driver(f"Batch {batch}: {_values(logs)}")
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        log_to_driver(f"Epoch {epoch}: {_values(logs)}")
+
+
+def _values(logs: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{name}={value:.6g}" for name, value in (logs or {}).items())
+
+
+@functools.cache
+def log_callback_class() -> type[ProgressLog]:
+    """`LogCallback(per_batch_log=False)`, a real Keras callback."""
+    try:
+        from keras.callbacks import Callback  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ImportError("LogCallback is a Keras callback and needs Keras: pip install keras") from error
+    return type("LogCallback", (ProgressLog, Callback), {})

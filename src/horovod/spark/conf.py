@@ -1,0 +1,3 @@
+"""Spark settings under Horovod's names. Re-exports only."""
+
+from hora.launch.spark_conf import *

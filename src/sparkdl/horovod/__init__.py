@@ -1,0 +1,7 @@
+"""What a training function can call to speak to the driver. Re-exports only."""
+
+from __future__ import annotations
+
+from hora.launch.driver_log import log_to_driver
+
+__all__ = ["log_to_driver"]

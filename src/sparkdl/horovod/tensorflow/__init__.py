@@ -1,0 +1,1 @@
+"""The old place of the Keras callback; see `keras`."""

@@ -1,0 +1,15 @@
+"""The old place of `LogCallback`. Importing this module imports no Keras; taking the name does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hora.keras_log import log_callback_class
+
+__all__ = ["LogCallback"]  # noqa: F822 - made by __getattr__
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LogCallback":
+        return log_callback_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,143 @@
+"""A real notebook in a real kernel: HorovodRunner from cells whose functions live in `__main__`."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.spark
+
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+
+    def forward(self, x):
+        return self.body(x)
+"""
+
+TRAIN = """
+import os
+from sparkdl import HorovodRunner
+
+def train_hvd(width, go=None):
+    import time
+    import horovod.torch as hvd
+    from sparkdl.horovod import log_to_driver
+
+    hvd.init()
+    torch.manual_seed(1)
+    net = Net(width)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for epoch in range(3):
+        x = torch.randn(16, 4, generator=generator)
+        optimizer.zero_grad()
+        loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if hvd.rank() == 0:
+            log_to_driver(f"epoch {epoch} loss {loss.item():.4f}")
+        if go and epoch == 1:
+            log_to_driver("waiting for the reader")
+            # The test makes this file when the line above has appeared in the cell.
+            limit = time.time() + 60
+            while not os.path.exists(go):
+                assert time.time() < limit, "the log line never reached the notebook"
+    return hvd.size(), net.state_dict()
+"""
+
+SPARK = """
+from pyspark.sql import SparkSession
+spark = (SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+         .config("spark.driver.host", "127.0.0.1").getOrCreate())
+"""
+
+SLEEP = """
+def sleepy():
+    import time
+    from sparkdl.horovod import log_to_driver
+    log_to_driver("sleeping now")
+    time.sleep(100)
+
+HorovodRunner(np={np}).run(sleepy)
+"""
+
+AFTER = """
+import psutil
+left = [p.cmdline() for p in psutil.Process().children(recursive=True) if "hora" in " ".join(p.cmdline())]
+assert left == [], left
+print("size after the interrupt:", HorovodRunner(np=2).run(train_hvd, width=2)[0])
+"""
+
+
+class LiveClient(NotebookClient):
+    """Runs a notebook and reacts to what its cells show, at the moment they show it."""
+
+    reactions: dict
+
+    def process_message(self, msg, cell, cell_index):
+        text = msg["content"].get("text", "") if msg["msg_type"] == "stream" else ""
+        for wanted in [wanted for wanted in self.reactions if wanted in text]:
+            self.reactions.pop(wanted)(self)
+        return super().process_message(msg, cell, cell_index)
+
+
+def interrupt(client):
+    client.interrupted = asyncio.ensure_future(client.km.interrupt_kernel())
+
+
+def run(tmp_path, *cells, reactions):
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells]
+    )
+    client = LiveClient(
+        notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.reactions = reactions
+    client.execute()
+    return notebook.cells
+
+
+def shown(cell):
+    assert all(output.output_type != "error" for output in cell.outputs), cell.outputs
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def test_a_notebook_trains_on_local_processes_and_on_spark_shows_logs_and_can_be_interrupted(tmp_path):
+    go = tmp_path / "go"
+    cells = run(
+        tmp_path,
+        MODEL,
+        TRAIN,
+        "size, local = HorovodRunner(np=-2).run(train_hvd, width=8); print('local size', size)",
+        SPARK,
+        f"size, remote = HorovodRunner(np=2).run(train_hvd, width=8, go={str(go)!r}); print('spark', size)",
+        "print('equal', all(torch.equal(local[k], remote[k]) for k in local), len(local))",
+        SLEEP.format(np=2),
+        AFTER,
+        SLEEP.replace("now", "locally").format(np=-2),
+        AFTER,
+        reactions={
+            "waiting for the reader": lambda client: go.touch(),
+            "sleeping now": interrupt,
+            "sleeping locally": interrupt,
+        },
+    )
+    assert "local size 2" in shown(cells[2])
+    assert "epoch 2 loss" in shown(cells[2])
+    assert "spark 2" in shown(cells[4])
+    assert "equal True 4" in shown(cells[5])
+    for index in (6, 8):
+        errors = [output.ename for output in cells[index].outputs if output.output_type == "error"]
+        assert errors == ["KeyboardInterrupt"], cells[index].outputs
+        assert "size after the interrupt: 2" in shown(cells[index + 1])

@@ -1,0 +1,262 @@
+"""HorovodRunner on a real standalone cluster: values, places, logs, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from hora.errors import JobFailedError
+from hora.launch.spark_slots import count_slots
+from sparkdl import HorovodRunner
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(spark, spark_cluster):
+    """After every test: no process of Hora's on the cluster, and both slots take a job at once."""
+    yield
+    assert spark_cluster.leftovers() == []
+    assert spark.sparkContext.parallelize(range(2), 2).barrier().mapPartitions(lambda it: it).collect() == [
+        0,
+        1,
+    ]
+
+
+def test_rank_0s_value_comes_back_and_ranks_know_their_place():
+    def main(greeting):
+        import os
+
+        import horovod.torch as hvd
+
+        hvd.init()
+        place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), os.environ["HOROVOD_RANK"])
+        return greeting, hvd.allgather_object(place)
+
+    greeting, places = HorovodRunner(np=2).run(main, greeting="hello")
+    assert greeting == "hello"
+    # Both executors run on this host, so the ranks are neighbours although Spark knows two workers.
+    assert places == [(0, 2, 0, 2, "0"), (1, 2, 1, 2, "1")]
+
+
+def test_all_slots_with_np_0():
+    def main():
+        import os
+
+        return os.environ["HOROVOD_SIZE"]
+
+    with pytest.warns(DeprecationWarning, match="np=0"):
+        assert HorovodRunner(np=0).run(main) == "2"
+
+
+def test_too_few_slots_is_an_error_before_anything_is_submitted(spark):
+    tracker = spark.sparkContext.statusTracker()
+    before = tracker.getJobIdsForGroup(None)
+    with pytest.raises(ValueError, match=r"np=3 .* has 2 .*use np=2"):
+        HorovodRunner(np=3).run(lambda: None)
+    assert tracker.getJobIdsForGroup(None) == before
+
+
+def test_settings_of_the_driver_reach_the_ranks(monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "17")
+    monkeypatch.setenv("UNRELATED_SETTING", "1")
+
+    def main():
+        import os
+
+        return os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS"), os.environ.get("UNRELATED_SETTING")
+
+    assert HorovodRunner(np=2).run(main) == ("17", None)
+
+
+def chatty_main():
+    import os
+    import sys
+
+    from sparkdl.horovod import log_to_driver
+
+    rank = os.environ["HOROVOD_RANK"]
+    log_to_driver(f"message of rank {rank}")
+    log_to_driver("x" * 5000)
+    print(f"printed by rank {rank}")
+    print(f"complaint of rank {rank}", file=sys.stderr)
+
+
+@pytest.mark.parametrize("verbosity", ["log_callback_only", "all"])
+def test_what_the_driver_shows(verbosity, by_value):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        HorovodRunner(np=2, driver_log_verbosity=verbosity).run(chatty_main)
+    text = shown.getvalue()
+    assert "message of rank 0" in text
+    assert "message of rank 1" in text
+    assert "x" * 4000 in text
+    assert "x" * 4001 not in text
+    for line in ("printed by rank 1", "complaint of rank 0"):
+        assert (line in text) == (verbosity == "all")
+
+
+class ModelError(Exception):
+    """An exception that only the test module knows."""
+
+    def __init__(self, epoch, loss):
+        super().__init__(epoch, loss)
+        self.epoch, self.loss = epoch, loss
+
+
+def test_a_failing_rank_is_shown_with_its_own_traceback_and_type(by_value):
+    def main():
+        import os
+        import time
+
+        if os.environ["HOROVOD_RANK"] == "1":
+            print("about to diverge")
+            raise ModelError(3, float("inf"))
+        time.sleep(100)
+
+    with pytest.raises(JobFailedError, match="ModelError") as caught:
+        HorovodRunner(np=2).run(main)
+    assert caught.value.rank == 1
+    assert "raise ModelError(3" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ModelError)
+    assert caught.value.__cause__.epoch == 3
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_a_rank_that_dies_is_named(how):
+    def main(how):
+        import os
+        import signal
+        import time
+
+        if os.environ["HOROVOD_RANK"] == "1":
+            print("last words", flush=True)
+            os._exit(7) if how == "exit" else os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+
+    with pytest.raises(JobFailedError) as caught:
+        HorovodRunner(np=2).run(main, how=how)
+    assert caught.value.rank == 1
+    assert caught.value.exit_code == (7 if how == "exit" else 137)
+    assert "last words" in str(caught.value)
+
+
+def test_a_result_that_cannot_be_pickled_is_named():
+    def main():
+        import threading
+
+        return threading.Lock()
+
+    with pytest.raises(JobFailedError, match=r"(?s)rank 0.*lock"):
+        HorovodRunner(np=2).run(main)
+
+
+def test_a_large_result_comes_home():
+    def main():
+        import os
+
+        return bytes(200 * 1024 * 1024) if os.environ["HOROVOD_RANK"] == "0" else None
+
+    assert len(HorovodRunner(np=2).run(main)) == 200 * 1024 * 1024
+
+
+def test_an_interrupt_ends_it_all(spark):
+    def main():
+        import time
+
+        from sparkdl.horovod import log_to_driver
+
+        log_to_driver("running")
+        time.sleep(100)
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        _when_shown("running", lambda: os.kill(os.getpid(), signal.SIGINT)),
+    ):
+        HorovodRunner(np=2).run(main)
+
+
+def test_a_killed_executor_is_an_error_and_the_cluster_recovers(spark, spark_cluster):
+    def main():
+        import time
+
+        from sparkdl.horovod import log_to_driver
+
+        log_to_driver("running")
+        time.sleep(100)
+
+    with pytest.raises(JobFailedError, match="executor was lost"):
+        with _when_shown("running", lambda: spark_cluster.executors()[0].kill()):
+            HorovodRunner(np=2).run(main)
+    assert spark_cluster.leftovers() == []
+    # The worker starts another executor: wait for it, as the next job would.
+    from hora.launch.spark_slots import require_slots
+
+    deadline = threading.Event()
+    for _ in range(600):
+        if count_slots(spark.sparkContext) == 2:
+            break
+        deadline.wait(0.1)
+    assert require_slots(spark.sparkContext, 2) == 2
+
+
+def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
+    """A driver with executors of its own (local mode), killed with SIGKILL while two ranks run."""
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent("""
+        from pyspark.sql import SparkSession
+        from sparkdl import HorovodRunner
+
+        def main():
+            import time
+            from sparkdl.horovod import log_to_driver
+            log_to_driver("running")
+            time.sleep(100)
+
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+        HorovodRunner(np=2).run(main)
+        """)
+    )
+    mark = {"SPARK_TEST_CLUSTER": spark_cluster.name}
+    driver = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=dict(os.environ) | mark,
+        cwd=tmp_path,
+    )
+    try:
+        assert any("running" in line for line in driver.stdout)
+        assert spark_cluster.leftovers(within_s=0) != [], "the check below would find nothing"
+    finally:
+        driver.kill()
+        driver.wait()
+        driver.stdout.close()
+    assert spark_cluster.leftovers() == []
+
+
+@contextlib.contextmanager
+def _when_shown(text, act):
+    """Call `act` once, as soon as the text is printed."""
+
+    class Watch(io.StringIO):
+        def write(self, data):
+            if text in data and not done.is_set():
+                done.set()
+                threading.Thread(target=act).start()
+            return len(data)
+
+    done = threading.Event()
+    with contextlib.redirect_stdout(Watch()):
+        yield
+    assert done.is_set()
