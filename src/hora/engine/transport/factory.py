@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from hora.engine.segment import Segment
 from hora.engine.transport.base import Guard, Transport
+from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
 
 __all__ = ["Neighbourhood", "make_transport"]
 
-# Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped; that is the
+# Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped;
+# that is the
 # stall report's business. A dead member is noticed through the guard at once.
 _COLLECTIVE_LIMIT_S = 24 * 3600.0
 
@@ -24,15 +27,16 @@ _COLLECTIVE_LIMIT_S = 24 * 3600.0
 class Neighbourhood:
     """Where the members of a set are, and how they can be reached.
 
-    `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment (collective);
-    `store` makes a torch store with a name of its own; `address` is this host's address towards the others.
+    `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
+    (collective); `store` makes a torch store with a name of its own; `address` is this host's address towards
+    the others.
     """
 
     ranks: Sequence[int]
     member: int
     hosts: Sequence[Sequence[int]]
     share: Callable[[Sequence[int], int], Segment]
-    store: Callable[[str], dist.Store | None]
+    store: Callable[[str], Store | None]
     address: str
     guard: Guard
 
@@ -44,16 +48,35 @@ class Neighbourhood:
 
 
 def make_transport(near: Neighbourhood, device: str, transport_for: Callable[[str], Transport]) -> Transport:
-    """The transport for tensors on `device`; `transport_for` gives the set's transport of another device type."""
+    """The transport for tensors on `device`; `transport_for` gives the set's one for another device type."""
     if len(near.ranks) == 1:
         return LocalTransport()
     groups = near.members_by_host()
     if device == "cpu" and len(groups) == 1:
-        return ShmTransport(
-            lambda num_bytes: near.share(near.ranks, num_bytes), near.member, len(near.ranks), near.guard, _COLLECTIVE_LIMIT_S
+        return _memory(near, groups[0])
+    member, num_members, limit_s = near.member, len(near.ranks), _COLLECTIVE_LIMIT_S
+    if device == "cpu" and len(groups) < num_members:
+        (here,) = (group for group in groups if member in group)
+        local = _memory(near, here) if len(here) > 1 else LocalTransport()
+        return HierarchicalTransport(
+            local, groups, member, _store(near, "hosts"), near.guard, limit_s, near.address
         )
-    store = near.store("flat")
-    assert store is not None
-    return DistributedTransport(
-        store, near.member, len(near.ranks), near.guard, _COLLECTIVE_LIMIT_S, device=device, address=near.address
+    store = _store(near, "flat")
+    if device == "cpu":
+        return DistributedTransport(store, member, num_members, near.guard, limit_s, address=near.address)
+    return CudaTransport(store, member, num_members, near.guard, limit_s, lambda: transport_for("cpu"))
+
+
+def _memory(near: Neighbourhood, members: Sequence[int]) -> Transport:
+    """Shared memory among members of one host."""
+    ranks = [near.ranks[member] for member in members]
+    index = list(members).index(near.member)
+    return ShmTransport(
+        lambda num_bytes: near.share(ranks, num_bytes), index, len(ranks), near.guard, _COLLECTIVE_LIMIT_S
     )
+
+
+def _store(near: Neighbourhood, name: str) -> Store:
+    store = near.store(name)
+    assert store is not None, "a set of several members always has a meeting place"
+    return store
