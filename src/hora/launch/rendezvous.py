@@ -197,8 +197,14 @@ class Rendezvous:
         key, rank, size = str(header["key"]), int(header["rank"]), int(header["size"])
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
-            message = f"all-gather {key!r}: rank {rank} of {size} does not fit ({gather.size} ranks expected)"
-            peer.send({"re": header["id"], "error": "mismatch", "message": message})
+            # Whoever waits already would wait in vain: everybody hears of the disagreement.
+            why = (
+                f"rank {rank} of {size} does not fit: it meets ranks {sorted(gather.parked)} of {gather.size}"
+            )
+            self._park(peer, header, str).answer(
+                {"error": "mismatch", "message": f"all-gather {key!r}: {why}"}
+            )
+            self._fail_gather(key, why)
             return
         self._ranks[peer] = rank
         gather.parked[rank] = self._park(

@@ -1,0 +1,279 @@
+"""Rendezvous and client in one process, over real loopback connections."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hora.control import ControlClient
+from hora.errors import AuthenticationError, HorovodInternalError
+from hora.launch.rendezvous import Rendezvous
+from hora.wire import new_secret
+from hora.world import Meeting, World
+
+LIMIT_S = 20.0
+
+
+class Events:
+    """Remembers what the rendezvous reported."""
+
+    def __init__(self) -> None:
+        self.seen: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+
+    def __getattr__(self, name: str):
+        return lambda *args: self.seen.put((name, *args))
+
+    def next(self) -> tuple:
+        return self.seen.get(timeout=LIMIT_S)
+
+
+class Place:
+    """A rendezvous and the means to connect to it."""
+
+    def __init__(self) -> None:
+        self.secret = new_secret()
+        self.secret_fd = os.memfd_create("test-secret")
+        os.write(self.secret_fd, self.secret)
+        self.events = Events()
+        self.server = Rendezvous("127.0.0.1", secret=self.secret, job="job", events=self.events)
+        self.meeting = Meeting(
+            kind="hora",
+            address="127.0.0.1",
+            port=self.server.port,
+            secret_file=f"/proc/self/fd/{self.secret_fd}",
+            job="job",
+        )
+        self.clients: list[ControlClient] = []
+
+    def connect(self, rank: int, *, worker: int = -1) -> ControlClient:
+        client = ControlClient.connect(self.meeting, name=f"rank {rank}", timeout_s=LIMIT_S, worker=worker)
+        self.clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close()
+        os.close(self.secret_fd)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    place = Place()
+    yield place
+    place.close()
+
+
+def gather(
+    client: ControlClient, rank: int, size: int, key: str = "k", limit_s: float = LIMIT_S
+) -> list[bytes]:
+    return client.allgather(key, b"from %d" % rank, rank=rank, size=size, timeout_s=limit_s)
+
+
+def test_allgather_again_and_again_under_one_key(place: Place):
+    clients = [place.connect(rank) for rank in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            got = list(pool.map(lambda rank: gather(clients[rank], rank, 4), range(4)))
+            assert got == [[b"from 0", b"from 1", b"from 2", b"from 3"]] * 4
+
+
+def test_one_client_serves_many_threads(place: Place):
+    client = place.connect(0)
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(client.get, f"key {i}", timeout_s=LIMIT_S) for i in range(4)]
+        totals = list(pool.map(lambda _: client.add("counter", 1), range(50)))
+        for i in range(4):
+            client.set(f"key {i}", b"value %d" % i)
+        assert [future.result() for future in waiting] == [b"value %d" % i for i in range(4)]
+    assert sorted(totals) == list(range(1, 51))
+
+
+def test_key_value_operations(place: Place):
+    client = place.connect(0)
+    client.set("a", b"\x00\xff")
+    assert client.get("a", timeout_s=1) == b"\x00\xff"
+    assert client.check(["a"])
+    assert not client.check(["a", "b"])
+    assert client.delete("a")
+    assert not client.delete("a")
+    assert client.add("n", 5) == 5
+    assert client.add("n", -2) == 3
+
+
+def test_a_payload_of_many_frames_comes_back_whole(place: Place):
+    client, value = place.connect(0), os.urandom(5_000_001)
+    client.set("big", value)
+    assert client.get("big", timeout_s=LIMIT_S) == value
+
+
+def test_get_in_vain_names_the_key(place: Place):
+    with pytest.raises(TimeoutError, match=r"Timed out waiting for key 'never'.*Timeout after 0\.2 seconds"):
+        place.connect(0).get("never", timeout_s=0.2)
+
+
+def test_allgather_in_vain_names_the_missing_ranks(place: Place):
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 2\] are missing"):
+        gather(place.connect(1), 1, 3, limit_s=0.2)
+
+
+def test_a_failed_allgather_leaves_its_key_usable(place: Place):
+    one, two = place.connect(0), place.connect(1)
+    with pytest.raises(TimeoutError):
+        gather(one, 0, 2, limit_s=0.1)
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(lambda pair: gather(pair[1], pair[0], 2), enumerate((one, two))))
+    assert got == [[b"from 0", b"from 1"]] * 2
+
+
+def test_ranks_that_disagree_about_the_size_are_told(place: Place):
+    one, two = place.connect(0), place.connect(1)
+    with ThreadPoolExecutor(2) as pool:
+        for waiting in [pool.submit(gather, one, 0, 3), pool.submit(gather, two, 1, 2)]:
+            with pytest.raises(HorovodInternalError, match="does not fit"):
+                waiting.result(LIMIT_S)
+
+
+def test_the_death_of_a_rank_ends_the_wait_for_it(place: Place):
+    survivor = place.connect(0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(gather, survivor, 0, 2)
+        survivor.set("I have", b"begun")
+        place.server.worker_exited(1, "was killed by signal 9", failed=True)
+        with pytest.raises(HorovodInternalError, match="rank 1 was killed by signal 9"):
+            waiting.result(LIMIT_S)
+    with pytest.raises(HorovodInternalError, match="rank 1 was killed"):
+        gather(survivor, 0, 2)
+    with pytest.raises(HorovodInternalError, match="rank 1 was killed"):
+        survivor.get("what it would have set", timeout_s=LIMIT_S)
+
+
+def test_a_broken_connection_ends_the_wait_for_its_rank(place: Place):
+    survivor, victim = place.connect(0), place.connect(1)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(gather, survivor, 0, 2), pool.submit(gather, victim, 1, 2)]:
+            future.result(LIMIT_S)
+        waiting = pool.submit(gather, survivor, 0, 2)
+        survivor.set("it waits", b"")
+        victim._connection.shutdown()
+        with pytest.raises(HorovodInternalError, match="rank 1 closed its connection"):
+            waiting.result(LIMIT_S)
+
+
+def test_notices_reach_listeners_late_and_early(place: Place):
+    client, early = place.connect(0), queue.SimpleQueue()
+    client.on_notice(early.put)
+    place.server.worker_exited(1, "ended with exit code 3", failed=True)
+    expected = {"notice": "lost", "rank": 1, "how": "ended with exit code 3"}
+    assert early.get(timeout=LIMIT_S) == expected
+    late = queue.SimpleQueue()
+    client.on_notice(late.put)
+    assert late.get(timeout=LIMIT_S) == expected
+    client.close()
+    assert late.get(timeout=LIMIT_S)["notice"] == "closed"
+
+
+def test_results_errors_and_lines_reach_the_controller(place: Place):
+    client = place.connect(3, worker=3)
+    assert place.events.next() == ("joined", 3)
+    client.send_result(b"42")
+    assert place.events.next() == ("returned", 3, b"42")
+    client.say("hello")
+    assert place.events.next() == ("said", 3, "hello")
+    client.send_error(
+        type_name="E", message="m" * 10**6, traceback="t" * 10**6, consequence=True, pickled=b"p"
+    )
+    name, worker, report = place.events.next()
+    assert (name, worker, report.type_name, report.consequence, report.pickled) == (
+        "raised",
+        3,
+        "E",
+        True,
+        b"p",
+    )
+    client._connection.shutdown()
+    assert place.events.next() == ("lost", 3)
+
+
+def test_a_polite_leaver_is_not_lost(place: Place):
+    place.connect(0, worker=0).close()
+    place.connect(1, worker=1).close()
+    assert [place.events.next(), place.events.next()] == [("joined", 0), ("joined", 1)]
+    assert place.events.seen.empty()
+
+
+def test_survivors_get_the_next_world_and_others_are_told_to_leave(place: Place):
+    clients = {worker: place.connect(worker, worker=worker) for worker in (0, 1)}
+    worlds = {
+        w: World(rank=w, size=2, local_rank=w, local_size=2, worker=w, hostname=f"h{w}") for w in (0, 1)
+    }
+    with ThreadPoolExecutor(2) as pool:
+        waiting = {w: pool.submit(clients[w].next_world, worlds[w], timeout_s=LIMIT_S) for w in (0, 1)}
+        heard = {place.events.next() for _ in range(4)}
+        assert heard >= {("waiting", 0, 0), ("waiting", 1, 0)}
+        place.server.publish(1, {1: World(rank=0, size=1, generation=1, meeting=place.meeting)})
+        assert waiting[0].result(LIMIT_S) is None
+        world = waiting[1].result(LIMIT_S)
+    assert (world.rank, world.size, world.generation, world.worker, world.hostname) == (0, 1, 1, 1, "h1")
+    assert world.meeting == place.meeting
+
+
+def test_a_wrong_secret_is_a_clear_error(place: Place):
+    os.pwrite(place.secret_fd, new_secret(), 0)
+    with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1:\d+, the rendezvous of job job"):
+        place.connect(0)
+
+
+def test_an_unreadable_secret_is_a_clear_error(place: Place):
+    meeting = Meeting(kind="hora", address="127.0.0.1", port=1, secret_file="/proc/self/fd/99999", job="job")
+    with pytest.raises(AuthenticationError, match="HORA_SECRET_FILE=/proc/self/fd/99999"):
+        ControlClient.connect(meeting, name="rank 0", timeout_s=1)
+
+
+def test_a_closed_port_is_a_clear_error(place: Place):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    meeting = Meeting(
+        kind="hora", address="127.0.0.1", port=port, secret_file=place.meeting.secret_file, job="job"
+    )
+    with pytest.raises(ConnectionError, match="cannot reach the rendezvous of job job"):
+        ControlClient.connect(meeting, name="rank 0", timeout_s=1)
+
+
+def test_a_server_that_says_nothing_is_a_timeout(place: Place):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        meeting = Meeting(
+            kind="hora",
+            address="127.0.0.1",
+            port=mute.getsockname()[1],
+            secret_file=place.meeting.secret_file,
+            job="job",
+        )
+        with pytest.raises(TimeoutError, match=r"Timed out waiting for the rendezvous.*after 0\.2 seconds"):
+            ControlClient.connect(meeting, name="rank 0", timeout_s=0.2)
+
+
+def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
+    client = place.connect(0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.get, "never", timeout_s=LIMIT_S)
+        client.set("it waits", b"")
+        place.server.close()
+        with pytest.raises(ConnectionError, match="has ended"):
+            waiting.result(LIMIT_S)
+    with pytest.raises(ConnectionError, match="has ended"):
+        client.set("a", b"")
+
+
+def test_no_thread_is_left():
+    before = set(threading.enumerate())
+    place = Place()
+    place.connect(0)
+    place.close()
+    assert set(threading.enumerate()) <= before

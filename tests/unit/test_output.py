@@ -1,0 +1,142 @@
+"""The workers' output: prefixes, line ends, encodings, files, limits."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from hora.launch.output import MAX_LINE_BYTES, Output
+from hora.launch.spec import OutputOptions
+
+
+def collect(chunks: list[tuple[int, str, bytes]], **options) -> bytes:
+    sink = io.BytesIO()
+    output = Output(OutputOptions(stdout=sink, stderr=sink, **options), {0: 0, 1: 1})
+    for worker, stream, data in chunks:
+        output.feed(worker, stream, data)
+    for worker in (0, 1):
+        output.end(worker)
+    output.close()
+    return sink.getvalue()
+
+
+def test_every_line_gets_its_rank_and_stream():
+    got = collect([(0, "stdout", b"a\nb\n"), (1, "stderr", b"c\n")])
+    assert got == b"[0]<stdout>:a\n[0]<stdout>:b\n[1]<stderr>:c\n"
+
+
+def test_lines_of_different_ranks_are_not_mixed():
+    got = collect([(0, "stdout", b"half "), (1, "stdout", b"other\n"), (0, "stdout", b"line\n")])
+    assert got == b"[1]<stdout>:other\n[0]<stdout>:half line\n"
+
+
+def test_a_last_line_without_newline_is_shown_and_ended():
+    assert collect([(0, "stdout", b"end"), (1, "stdout", b"too")]) == b"[0]<stdout>:end\n[1]<stdout>:too\n"
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_carriage_returns_end_lines_too(cut: int):
+    data = b"1%\r2%\r\nx\n"
+    got = collect([(0, "stdout", data[:cut]), (0, "stdout", data[cut:])])
+    assert got == b"[0]<stdout>:1%\r[0]<stdout>:2%\r\n[0]<stdout>:x\n"
+
+
+def test_a_progress_bar_is_shown_before_its_line_ends():
+    sink = io.BytesIO()
+    output = Output(OutputOptions(stdout=sink), {0: 0})
+    output.feed(0, "stdout", b"10%\r")
+    assert sink.getvalue() == b"[0]<stdout>:10%\r"
+
+
+@pytest.mark.parametrize("cut", range(1, 9))
+def test_split_utf8_survives_on_text_streams(cut: int):
+    data, sink = "grüße €\n".encode(), io.StringIO()
+    output = Output(OutputOptions(stdout=sink), {0: 0})
+    output.feed(0, "stdout", data[:cut])
+    output.feed(0, "stdout", data[cut:])
+    assert sink.getvalue() == "[0]<stdout>:grüße €\n"
+
+
+def test_bytes_that_are_no_utf8_pass_unchanged_or_replaced():
+    assert collect([(0, "stdout", b"\xff\xfe\n")]) == b"[0]<stdout>:\xff\xfe\n"
+    sink = io.StringIO()
+    Output(OutputOptions(stdout=sink), {0: 0}).feed(0, "stdout", b"\xff!\n")
+    assert sink.getvalue() == "[0]<stdout>:\N{REPLACEMENT CHARACTER}!\n"
+
+
+def test_timestamps_come_before_the_rank():
+    got = collect([(1, "stdout", b"x\n")], timestamp=True).decode()
+    assert re.fullmatch(r"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[1\]<stdout>:x\n", got)
+
+
+def test_without_prefix_the_bytes_are_the_workers_own():
+    assert collect([(0, "stdout", b"a\nb")], prefix=False) == b"a\nb\n"
+
+
+def test_a_very_long_line_leaves_in_pieces_with_one_prefix():
+    long = b"x" * (3 * MAX_LINE_BYTES)
+    chunks = [(0, "stdout", long[i : i + 65536]) for i in range(0, len(long), 65536)]
+    assert collect([*chunks, (0, "stdout", b"\n")]) == b"[0]<stdout>:" + long + b"\n"
+
+
+def test_a_line_in_pieces_is_closed_before_another_rank_speaks():
+    long = b"x" * MAX_LINE_BYTES
+    got = collect([(0, "stdout", long), (1, "stdout", b"me\n"), (0, "stdout", b"y\n")])
+    assert got == b"[0]<stdout>:" + long + b"\n[1]<stdout>:me\ny\n"
+
+
+def test_files_hold_the_same_lines(tmp_path: Path):
+    got = collect([(0, "stdout", b"a\n"), (1, "stderr", b"b")], directory=str(tmp_path / "logs"))
+    assert (tmp_path / "logs/rank.0/stdout").read_bytes() == b"[0]<stdout>:a\n"
+    assert (tmp_path / "logs/rank.1/stderr").read_bytes() == b"[1]<stderr>:b\n"
+    assert (tmp_path / "logs/rank.0/stderr").read_bytes() == b""
+    assert got == b"[0]<stdout>:a\n[1]<stderr>:b\n"
+
+
+@pytest.mark.parametrize(
+    ("num_proc", "name"), [(1, "rank.0"), (10, "rank.9"), (11, "rank.05"), (101, "rank.005")]
+)
+def test_directories_are_padded_to_the_digits_of_the_last_rank(tmp_path: Path, num_proc: int, name: str):
+    Output(OutputOptions(directory=str(tmp_path)), {rank: rank for rank in range(num_proc)}).close()
+    assert (tmp_path / name / "stdout").exists()
+
+
+def test_old_files_are_truncated(tmp_path: Path):
+    for text in (b"a long first run\n", b"b\n"):
+        collect([(0, "stdout", text)], directory=str(tmp_path))
+    assert (tmp_path / "rank.0/stdout").read_bytes() == b"[0]<stdout>:b\n"
+
+
+def test_a_full_disk_costs_the_log_but_not_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0/stdout").symlink_to("/dev/full")
+    got = collect([(0, "stdout", b"a\n"), (0, "stdout", b"b\n")], directory=str(tmp_path))
+    assert got == b"[0]<stdout>:a\n[0]<stdout>:b\n"
+    assert [r.getMessage() for r in caplog.records] == [
+        f"cannot write {tmp_path}/rank.0/stdout: No space left on device. "
+        "The rest of this output is not kept."
+    ]
+
+
+def test_a_closed_console_does_not_stop_the_job(caplog: pytest.LogCaptureFixture):
+    sink = io.BytesIO()
+    output = Output(OutputOptions(stdout=sink), {0: 0})
+    sink.close()
+    output.feed(0, "stdout", b"a\n")
+    output.feed(0, "stdout", b"b\n")
+    assert "b\n" in output.tail(0)
+    assert len(caplog.records) == 1
+
+
+def test_the_tail_is_the_end_of_both_streams_and_stays_small():
+    output = Output(OutputOptions(console=False), {0: 0})
+    for number in range(20000):
+        output.feed(0, "stdout", b"line %d\n" % number)
+    output.feed(0, "stderr", b"Traceback\n")
+    tail = output.tail(0)
+    assert tail.endswith("line 19999\nTraceback\n")
+    assert len(tail) <= 16 * 1024
+    assert tail.startswith("line ")
