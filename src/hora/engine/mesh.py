@@ -90,7 +90,7 @@ class Mesh:
         self._secret = b""
         self._links: dict[int, _Link] = {}
         self._strangers: list[_Link] = []
-        self._segments: dict[str, tuple[Segment, int]] = {}
+        self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
         self._waiting_for_segment: list[tuple[str, _Link]] = []
         self._changed = threading.Condition()
         self._stopping = False
@@ -116,11 +116,12 @@ class Mesh:
     def offer(self, key: str, num_bytes: int, num_readers: int) -> Segment:
         """Make a segment that `num_readers` other ranks of this host will fetch."""
         segment = Segment.create(num_bytes)
+        descriptor = segment.take_descriptor()
         with self._changed:
             if num_readers:
-                self._segments[key] = (segment, num_readers)
+                self._segments[key] = (descriptor, num_readers)  # ours until the last reader has it
             else:
-                _close_descriptor(segment)
+                os.close(descriptor)
         self._wake()
         return segment
 
@@ -205,8 +206,8 @@ class Mesh:
         for sock in self._sockets():
             sock.close()
         self._selector.close()
-        for segment, _ in self._segments.values():
-            _close_descriptor(segment)
+        for descriptor, _ in self._segments.values():
+            os.close(descriptor)
         self._segments.clear()
 
     # Inside.
@@ -244,6 +245,14 @@ class Mesh:
             self._wake_out.send(b"w")
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:
+            if not self._stopping:
+                self._events.fault(self.rank, f"the mesh of rank {self.rank} failed: {error!r}; Horovod has been shut down")
+                raise
+
+    def _loop(self) -> None:
         tick_at = time.monotonic() + 1.0
         while not self._stopping:
             for key, _ in self._selector.select(max(tick_at - time.monotonic(), 0.0)):
@@ -348,15 +357,14 @@ class Mesh:
                 if found is None:
                     self._waiting_for_segment.append((key, link))
                     continue
-                segment, num_readers = found
-                assert segment.descriptor is not None
+                descriptor, num_readers = found
                 with contextlib.suppress(OSError):
-                    socket.send_fds(link.sock, [b"F"], [segment.descriptor])
+                    socket.send_fds(link.sock, [b"F"], [descriptor])
                 if num_readers == 1:
                     del self._segments[key]
-                    _close_descriptor(segment)
+                    os.close(descriptor)
                 else:
-                    self._segments[key] = (segment, num_readers - 1)
+                    self._segments[key] = (descriptor, num_readers - 1)
             self._drop(link)
 
     def _relay(self, process_set: int, member: int, data: bytes) -> None:
@@ -392,12 +400,6 @@ def _cut(payload: bytes, parts: list[list[int]]) -> list[tuple[int, bytes]]:
         pieces.append((member, payload[at : at + length]))
         at += length
     return pieces
-
-
-def _close_descriptor(segment: Segment) -> None:
-    if segment.descriptor is not None:
-        os.close(segment.descriptor)
-        object.__setattr__(segment, "descriptor", None)
 
 
 def same_host_groups(fingerprints: Sequence[object]) -> list[list[int]]:

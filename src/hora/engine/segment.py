@@ -61,6 +61,13 @@ class Segment:
         finally:
             os.close(descriptor)
 
+    def take_descriptor(self) -> int:
+        """Hand the descriptor over to the caller, who closes it."""
+        assert self.descriptor is not None
+        descriptor = self.descriptor
+        object.__setattr__(self, "descriptor", None)
+        return descriptor
+
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat view of `count` elements at `offset`. It keeps the mapping alive."""
         if count == 0:
