@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": Command(
         "hora.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
     ),
+    "demo": Command("hora.demo.command:main", "a lab from raw data to a prediction: hora demo penguins"),
 }
 
 

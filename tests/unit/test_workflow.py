@@ -339,13 +339,14 @@ def test_a_log_shows_one_line_an_epoch(capsys):
 
 def test_a_terminal_shows_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    progress = Progress(1, visible=True)
-    progress.start_epoch(0, 4, done=1)
+    progress = Progress(3, 4, visible=True)
+    progress.start(1, 1)
     progress.step()
-    progress.finish_epoch(0, {"train_loss": 0.5, "lr": 0.1, "seconds": 1.0})
+    progress.finish_epoch(1, {"train_loss": 0.5, "lr": 0.1, "seconds": 1.0})
+    progress.close()
     shown = capsys.readouterr().err
-    assert "epoch 1/1" in shown
-    assert "2/4" in shown
+    assert "epoch 2/3" in shown
+    assert "6/12" in shown
     assert describe({"train_loss": 0.5, "lr": 0.1, "seconds": 1.0}) in shown
 
 

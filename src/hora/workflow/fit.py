@@ -72,7 +72,7 @@ def fit(
     )
     folder = Checkpoints(checkpoints) if isinstance(checkpoints, (str, Path)) else checkpoints
     run = _Run(stepper, Loaders(*loaders), plain, epochs, folder, early_stopping)
-    run.progress = Progress(epochs, visible=progress and peers.is_chief())
+    run.progress = Progress(epochs, run.num_steps, visible=progress and peers.is_chief())
     try:
         return run.train(resume=resume, loggers=loggers if peers.is_chief() else ())
     finally:
@@ -119,6 +119,7 @@ class _Run:
         peers.broadcast_start(self.model, self.stepper.optimizer)
         if resume:
             self._resume()
+        self.progress.start(self.first_epoch, self.steps_done)
         for epoch in range(self.first_epoch, self.epochs):
             if self.stopped:
                 break
@@ -158,7 +159,6 @@ class _Run:
     def _train_epoch(self, epoch: int, began: float) -> Tally:
         tally = Tally(["loss", *self.stepper.metrics], self.stepper.device)
         _set_epoch(self.loaders.train, epoch)
-        self.progress.start_epoch(epoch, self.num_steps, self.steps_done)
         chunks, rng_at_start = self._chunks(tally)
         self.stepper.model.train()
         for step, chunk in enumerate(chunks, start=self.steps_done):

@@ -1,6 +1,4 @@
-"""What a person sees while training.
-
-A bar in a terminal or notebook, one line per epoch in a log. Rank 0 only.
+"""What a person sees while training: a bar in a terminal or notebook, lines in a log. Rank 0 only.
 
 Uses tqdm where it is installed and somebody is watching. `fit` drives it.
 """
@@ -8,11 +6,14 @@ Uses tqdm where it is installed and somebody is watching. `fit` drives it.
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["Progress", "describe"]
+
+_LINE_EVERY_S = 0.5
 
 
 def describe(record: Mapping[str, float]) -> str:
@@ -22,19 +23,25 @@ def describe(record: Mapping[str, float]) -> str:
 
 
 class Progress:
-    """Shows nothing unless `visible`; a bar where a person is watching; else one printed line per epoch."""
+    """Shows nothing unless `visible`; one bar over all epochs where a person is watching; else printed lines.
 
-    def __init__(self, epochs: int, *, visible: bool) -> None:
+    Epochs shorter than half a second share a line: the first and the last epoch always have one.
+    """
+
+    def __init__(self, epochs: int, num_steps: int, *, visible: bool) -> None:
         self._epochs = epochs
+        self._num_steps = num_steps
         self._visible = visible
-        self._tqdm = _bar_class() if visible else None
         self._bar: Any = None
+        self._last_line_s = float("-inf")
 
-    def start_epoch(self, epoch: int, num_steps: int, done: int) -> None:
-        """An epoch (from 0) begins, `done` of its steps having been taken before a resume."""
-        if self._tqdm is not None:
-            title = f"epoch {epoch + 1}/{self._epochs}"
-            self._bar = self._tqdm(total=num_steps, initial=done, desc=title, leave=True, unit="step")
+    def start(self, epoch: int, step: int) -> None:
+        """Training begins at this place: (0, 0), or later after a resume."""
+        bar_class = _bar_class() if self._visible else None
+        if bar_class is not None:
+            done, total = epoch * self._num_steps + step, self._epochs * self._num_steps
+            self._bar = bar_class(total=total, initial=done, unit="step", dynamic_ncols=True)
+            self._bar.set_description(f"epoch {epoch + 1}/{self._epochs}")
 
     def step(self) -> None:
         """A step has been taken."""
@@ -44,14 +51,16 @@ class Progress:
     def finish_epoch(self, epoch: int, record: Mapping[str, float]) -> None:
         """The epoch is over and this is what it gave."""
         if self._bar is not None:
+            self._bar.set_description(f"epoch {epoch + 1}/{self._epochs}", refresh=False)
             self._bar.set_postfix_str(describe(record))
-            self._bar.close()
-            self._bar = None
         elif self._visible:
-            print(f"epoch {epoch + 1:>3}/{self._epochs}  {describe(record)}", flush=True)
+            now = time.monotonic()
+            if now - self._last_line_s >= _LINE_EVERY_S or epoch + 1 == self._epochs:
+                self._last_line_s = now
+                print(f"epoch {epoch + 1:>3}/{self._epochs}  {describe(record)}", flush=True)
 
     def say(self, text: str) -> None:
-        """A line between epochs."""
+        """A line of its own."""
         if self._visible:
             print(text, flush=True)
 

@@ -1,0 +1,1 @@
+"""The labs as commands: `hora demo penguins`, `hora demo images`."""
