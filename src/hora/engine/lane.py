@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from hora.engine.agreement import Agreement
+from hora.engine.binding import Binding, reduce_bound
 from hora.engine.execution import carry_out
 from hora.engine.fate import Fate
 from hora.engine.plan import Batch, Planner
@@ -77,6 +78,7 @@ class Lane:
         self._host = host
         self._transports: dict[str, Transport] = {}
         self._in_flight: dict[Key, Request] = {}
+        self.bindings: dict[str, Binding] = {}
         self._unnamed: dict[str, int] = {}
         self._lock = threading.Lock()  # submission: in-flight table, numbering, announcements
         self._progress = threading.Lock()  # held by whoever drives
@@ -154,7 +156,12 @@ class Lane:
             self._hand_over()
         elif self._executing_since and self._stall.due(time.monotonic()):
             waited = time.monotonic() - self._executing_since
-            log.warning("rank(s) %s: still in %s after %.0f s; a member is slow or stopped", list(self.ranks), self._executing, waited)
+            log.warning(
+                "rank(s) %s: still in %s after %.0f s; a member is slow or stopped",
+                list(self.ranks),
+                self._executing,
+                waited,
+            )
 
     def drain(self) -> None:
         """Carry out what was agreed before this rank began to leave; what was not agreed fails."""
@@ -198,11 +205,15 @@ class Lane:
             self._fail(error)
         except Exception as error:
             log.exception("rank(s) %s: a collective failed", list(self.ranks))
-            self._fail(HorovodInternalError(f"a collective failed on this rank: {type(error).__name__}: {error}"))
+            self._fail(
+                HorovodInternalError(f"a collective failed on this rank: {type(error).__name__}: {error}")
+            )
 
     def _step(self) -> bool:
         """Carry out one round. False when there was none."""
-        closing = self._fate.closing  # before polling: what was agreed before the goodbye is then seen by poll
+        closing = (
+            self._fate.closing
+        )  # before polling: what was agreed before the goodbye is then seen by poll
         if self.agreement.holds_back:
             with self._lock:
                 self.agreement.flush()
@@ -220,7 +231,9 @@ class Lane:
         return True
 
     def _carry_out(self, batch: Batch) -> None:
-        requests = {part.key: self._in_flight[part.key] for part in batch.parts if part.key in self._in_flight}
+        requests = {
+            part.key: self._in_flight[part.key] for part in batch.parts if part.key in self._in_flight
+        }
         if batch.kind is Kind.JOIN:
             self._end_join(batch)
         elif batch.error is not None:
@@ -254,6 +267,10 @@ class Lane:
     def _run(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
         if batch.signature.device == "cuda":
             self._run_on_device(batch, requests, transport)
+        elif batch.signature.extra and batch.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+            (part,) = batch.parts
+            binding = self.bindings[str(part.key[1])]
+            reduce_bound(batch, requests.get(part.key), binding, transport, self.member)
         else:
             carry_out(batch, requests, transport, self.member, self.ranks)
 
@@ -287,7 +304,9 @@ class Lane:
             self._run(batch, requests, transport)
             return
         timeline.begin(names, operation)
-        timeline.begin(names, f"{transport.name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}")
+        timeline.begin(
+            names, f"{transport.name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}"
+        )
         self._run(batch, requests, transport)
         timeline.end(names)
         timeline.end(names, facts)

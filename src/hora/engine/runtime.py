@@ -22,12 +22,13 @@ import torch
 from hora.config import EngineConfig
 from hora.engine import futex
 from hora.engine.agreement import Agreement, LocalAgreement, MeshAgreement, ShmAgreement
+from hora.engine.binding import Binding
 from hora.engine.bootstrap import Gathering, host_fingerprint, local_address, open_gathering
 from hora.engine.fate import Fate
 from hora.engine.lane import Lane
 from hora.engine.mesh import Mesh, MeshEvents, same_host_groups
 from hora.engine.plan import Batch, Planner
-from hora.engine.request import Kind, ReduceOp, Request, Signature
+from hora.engine.request import Kind, ReduceOp, Request, Signature, dtype_name
 from hora.engine.segment import Segment
 from hora.engine.stall import StallInspector
 from hora.engine.transport.base import Transport
@@ -155,6 +156,67 @@ class Runtime:
             raise
         return handle
 
+    # Reductions of shared memory.
+
+    def shared_memory(self, process_set_id: int, num_bytes: int) -> Segment | None:
+        """The same zeroed memory for all members (collective); None where they share no host, or there is too little."""
+        lane = self._lane(process_set_id)
+        if len(lane.ranks) == 1 or not self._shares_memory(lane.ranks):
+            return None
+        signature = Signature(int(Kind.REGION), "region", None, extra=(process_set_id, num_bytes))
+        request = Request(signature, (), None)
+        lane.submit(request, background=False)
+        lane.wait(request)
+        if request.error is not None:
+            raise HorovodInternalError(*request.error.args)
+        segment: Segment | None = request.result
+        return segment
+
+    def bind(
+        self,
+        kind: Kind,
+        views: Sequence[torch.Tensor],
+        *,
+        name: str,
+        out: torch.Tensor | None = None,
+        op: int = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        process_set_id: int = 0,
+    ) -> Binding:
+        """Prepare a reduction of shared memory for `submit_bound`. All members must have bound it before one submits."""
+        mine = views[0]
+        signature = Signature(
+            int(kind),
+            kind.name.lower(),
+            name,
+            (dtype_name(mine.dtype),),
+            ((mine.numel(),),),
+            int(op),
+            float(prescale),
+            float(postscale),
+            extra=(1,),
+        )
+        binding = Binding(process_set_id, signature, views, out)
+        self._lane(process_set_id).bindings[name] = binding
+        return binding
+
+    def submit_bound(self, binding: Binding, *, background: bool = True) -> int:
+        """Put a bound reduction in flight; returns its handle."""
+        lane = self._lane(binding.process_set_id)
+        mine = binding.views[lane.member]
+        request = Request(binding.signature, (mine,), (mine if binding.out is None else binding.out,))
+        handle = next(self._next_handle)
+        lane.submit(request, background=background)
+        self._handles[handle] = (lane, request)
+        return handle
+
+    def unbind(self, binding: Binding) -> None:
+        """Forget a bound reduction; its memory goes with the last view of it."""
+        lane = self._lanes.get(binding.process_set_id)
+        if lane is not None and binding.signature.name is not None:
+            lane.bindings.pop(binding.signature.name, None)
+
     def poll(self, handle: int) -> bool:
         """Whether the operation is done. ValueError for an unknown handle."""
         entry = self._handles.get(handle)
@@ -210,7 +272,9 @@ class Runtime:
         wanted = check_ranks(ranks, self.world.size)
         for number, known in self._sets.items():
             if known == wanted:
-                raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
+                raise ValueError(
+                    f"a process set with the ranks {list(wanted)} exists already: number {number}"
+                )
         return int(self._control(Kind.ADD_PROCESS_SET, wanted))
 
     def remove_process_set(self, process_set_id: int) -> bool:
@@ -227,6 +291,8 @@ class Runtime:
             number = next(candidate for candidate in itertools.count(1) if candidate not in self._sets)
             self._register(number, tuple(values))
             return number
+        if batch.kind is Kind.REGION:
+            return self._share_or_none(*values)
         (number,) = values
         self._sets.pop(number, None)
         lane = self._lanes.pop(number, None)
@@ -253,7 +319,9 @@ class Runtime:
 
     def _check_adasum(self, process_set_id: int) -> None:
         if process_set_id != 0:
-            raise NotImplementedError("Adasum does not support non-global process sets yet; reduce with Average or Sum there")
+            raise NotImplementedError(
+                "Adasum does not support non-global process sets yet; reduce with Average or Sum there"
+            )
         if self.world.size & (self.world.size - 1):
             raise NotImplementedError(
                 f"Adasum needs a number of ranks that is a power of 2; running with non-power of 2 ranks ({self.world.size}) is not supported"
@@ -303,7 +371,11 @@ class Runtime:
     def settled(self) -> None:
         """Tell the rank that leaves that nothing more is needed of it."""
         mesh = self._mesh
-        if mesh is not None and self.world.rank not in mesh.goodbyes and not any(lane.num_in_flight for lane in self._lanes.values()):
+        if (
+            mesh is not None
+            and self.world.rank not in mesh.goodbyes
+            and not any(lane.num_in_flight for lane in self._lanes.values())
+        ):
             mesh.leave(self.fate.reason)
 
     def stalled(self, ranks: Sequence[int], text: str) -> None:
@@ -326,7 +398,10 @@ class Runtime:
         self._gathering = open_gathering(world, limit_s=self.config.init_timeout_s)
         self._mesh = mesh = Mesh(world.rank, world.size, self._mesh_events())
         secret = secrets.token_hex(32) if world.rank == 0 else ""
-        shared = {name: getattr(self.config, name) for name in ("fusion_threshold_bytes", "disable_group_fusion", "transport")}
+        shared = {
+            name: getattr(self.config, name)
+            for name in ("fusion_threshold_bytes", "disable_group_fusion", "transport")
+        }
         mine = _Facts(
             world.rank, mesh.name, host_fingerprint(), self.pid, world.hostname, process_sets, secret, shared
         )
@@ -349,7 +424,11 @@ class Runtime:
         assert self._gathering is not None
         world = self.world
         return self._gathering.allgather(
-            f"{self._epoch}/{what}", value, rank=world.rank, size=world.size, limit_s=self.config.init_timeout_s
+            f"{self._epoch}/{what}",
+            value,
+            rank=world.rank,
+            size=world.size,
+            limit_s=self.config.init_timeout_s,
         )
 
     def _prove_hosts(self) -> list[list[int]]:
@@ -386,7 +465,13 @@ class Runtime:
             mesh.join_hub((str(where[0]), int(where[1])), limit_s=self.config.init_timeout_s)
 
     def _mesh_events(self) -> MeshEvents:
-        return MeshEvents(lost=self._on_lost, leaving=self._on_leaving, fault=self._on_fault, announced=self._on_round, tick=self._on_tick)
+        return MeshEvents(
+            lost=self._on_lost,
+            leaving=self._on_leaving,
+            fault=self._on_fault,
+            announced=self._on_round,
+            tick=self._on_tick,
+        )
 
     def _on_lost(self, rank: int) -> None:
         peer = self._peers[rank]
@@ -419,7 +504,9 @@ class Runtime:
         lane = self._lanes.get(process_set_id)
         if lane is None:
             ranks = self.process_set_ranks(process_set_id)
-            raise ValueError(f"Rank {self.world.rank} is not a member of the provided process set {process_set_id}, which has the ranks {ranks}")
+            raise ValueError(
+                f"Rank {self.world.rank} is not a member of the provided process set {process_set_id}, which has the ranks {ranks}"
+            )
         return lane
 
     def _register(self, number: int, ranks: tuple[int, ...]) -> None:
@@ -440,7 +527,9 @@ class Runtime:
         )
         stall = None
         if member == 0 and len(ranks) > 1 and not self.config.stall_check_disable:
-            stall = StallInspector(ranks, warning_s=self.config.stall_warning_s, shutdown_s=self.config.stall_shutdown_s)
+            stall = StallInspector(
+                ranks, warning_s=self.config.stall_warning_s, shutdown_s=self.config.stall_shutdown_s
+            )
             if stall.refused_shutdown_s and number == 0:
                 log.warning(
                     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g and is ignored",
@@ -467,7 +556,9 @@ class Runtime:
             segment = self._share(f"set{number}/control", ranks, ShmAgreement.num_bytes(len(ranks)))
             return ShmAgreement(segment, member, len(ranks), cache_capacity=self.config.cache_capacity)
         return MeshAgreement(
-            lambda data: mesh.announce(number, member, data), len(ranks), cache_capacity=self.config.cache_capacity
+            lambda data: mesh.announce(number, member, data),
+            len(ranks),
+            cache_capacity=self.config.cache_capacity,
         )
 
     def _shares_memory(self, ranks: Sequence[int]) -> bool:
@@ -483,6 +574,16 @@ class Runtime:
             return self._mesh.offer(key, num_bytes, len(ranks) - 1)
         return self._mesh.fetch(self._peers[ranks[0]].mesh_name, key, limit_s=self.config.init_timeout_s)
 
+    def _share_or_none(self, process_set_id: int, num_bytes: int) -> Segment | None:
+        key, ranks = f"set{process_set_id}/region", self._sets[process_set_id]
+        try:
+            segment = self._share(key, ranks, num_bytes)
+        except MemoryError as error:
+            log.warning("%s; going on without sharing it", error)
+            self._num_segments[key] -= 1
+            segment = self._share(key, ranks, 1)  # the others wait for a segment: its size tells them
+        return segment if segment.num_bytes >= num_bytes else None
+
     def transport(self, lane: Lane, device: str) -> Transport:
         """Make the transport of a lane for a device type (collective among its members)."""
         gathering = self._gathering
@@ -490,10 +591,20 @@ class Runtime:
         neighbourhood = Neighbourhood(
             ranks=lane.ranks,
             member=lane.member,
-            hosts=self.hosts if self._peers and self._peers[0].config["transport"] != "gloo" and futex.supported() else [[r] for r in lane.ranks],
-            share=lambda ranks, num_bytes: self._share(f"set{lane.process_set_id}/{device}", ranks, num_bytes),
-            store=lambda name: gathering.store(f"{prefix}/{name}", limit_s=self.config.init_timeout_s, guard=self.fate.guard) if gathering else None,
-            address=local_address(self.world.meeting.address, self.config.interface) if len(lane.ranks) > 1 else "",
+            hosts=self.hosts
+            if self._peers and self._peers[0].config["transport"] != "gloo" and futex.supported()
+            else [[r] for r in lane.ranks],
+            share=lambda ranks, num_bytes: self._share(
+                f"set{lane.process_set_id}/{device}", ranks, num_bytes
+            ),
+            store=lambda name: (
+                gathering.store(f"{prefix}/{name}", limit_s=self.config.init_timeout_s, guard=self.fate.guard)
+                if gathering
+                else None
+            ),
+            address=local_address(self.world.meeting.address, self.config.interface)
+            if len(lane.ranks) > 1
+            else "",
             guard=self.fate.guard,
         )
         return make_transport(neighbourhood, device, lane.transport)
@@ -507,5 +618,7 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
     if len(set(values)) != len(values):
         raise ValueError(f"a process set must not name a rank twice: {values}")
     if values[0] < 0 or values[-1] >= size:
-        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
+        raise ValueError(
+            f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}"
+        )
     return tuple(values)

@@ -22,6 +22,7 @@ from hora.torch.buckets import Buckets
 from hora.torch.compression import NoneCompressor
 from hora.torch.error_feedback import wire_dtype
 from hora.torch.reduction import EachAlone, Recipe, Reducer
+from hora.torch.shared_memory import SharedMemory
 
 __all__ = ["Adaptation", "Order", "agree_on_order"]
 
@@ -38,7 +39,7 @@ class Order:
     def __init__(
         self, number: int, parameters: list[torch.Tensor], num_everywhere: int, sparse: list[torch.Tensor]
     ) -> None:
-        self.number = number
+        self.label = f"optimizer.{number}"  # one in every agreement of the set
         self.parameters = parameters
         self.num_everywhere = num_everywhere
         self.sparse = sparse
@@ -91,7 +92,8 @@ class Adaptation:
             order.parameters,
             self._names,
             breaks=frozenset((order.num_everywhere,)),
-            wire_dtype=lambda parameter: wire_dtype(self._recipe.compression) or parameter.dtype,
+            wire_dtype=wire_dtype(self._recipe.compression),
+            label=order.label,
         )
         if not specs or (isinstance(current, Buckets) and list(current.specs) == specs):
             return current
@@ -99,16 +101,33 @@ class Adaptation:
         if alone is not None:
             alone.sparse |= set(order.sparse)
         runtime = engine.current()
-        memory, regions = bucket_memory(runtime, self._recipe, specs, f"optimizer.{order.number}")
-        return Buckets(runtime, self._recipe, specs, memory, regions, alone)
+        if isinstance(current, Buckets):
+            current.release()
+        return Buckets(runtime, self._recipe, specs, bucket_memory(runtime, self._recipe, specs), alone)
 
 
 def bucket_memory(
-    runtime: Any, recipe: Recipe, specs: Sequence[BucketSpec], name: str
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """A zeroed buffer for every bucket, in memory shared by the members where that is possible."""
-    memory = [torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device) for spec in specs]
-    return memory, [None] * len(specs)
+    runtime: Any, recipe: Recipe, specs: Sequence[BucketSpec]
+) -> list[tuple[torch.Tensor, Any]]:
+    """For every bucket this rank's zeroed buffer and, where the members share memory, its bound reduction."""
+    size, member = recipe.process_set.size() or 1, recipe.process_set.rank()
+    memory = None
+    if all(spec.device.type == "cpu" for spec in specs):
+        num_bytes = sum(size * SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
+        memory = SharedMemory.allocate(runtime, recipe.process_set.process_set_id, num_bytes)
+    if memory is None:
+        return [
+            (torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device), None) for spec in specs
+        ]
+    result = []
+    for spec in specs:
+        views = [memory.take(spec.num_elements, spec.dtype) for _ in range(size)]
+        binding = runtime.bind(Kind.ALLREDUCE, views, name=spec.name, **recipe.arguments())
+        result.append((views[member], binding))
+    runtime.barrier(
+        recipe.process_set.process_set_id
+    )  # a reduction may start only when everybody has bound it
+    return result
 
 
 def agree_on_order(

@@ -18,6 +18,8 @@ BUCKET_BYTES = 4 * 2**20
 # Slots start on cache lines: vector loads are aligned.
 _ALIGNMENT = 16
 
+_Kind = tuple[torch.dtype, torch.dtype, torch.device]  # on the wire, of the parameter, where
+
 
 @dataclass(frozen=True)
 class BucketSpec:
@@ -33,12 +35,10 @@ class BucketSpec:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BucketSpec):
             return NotImplemented
-        return self.name == other.name and [id(p) for p in self.parameters] == [
-            id(p) for p in other.parameters
-        ]
+        return [id(p) for p in self.parameters] == [id(p) for p in other.parameters]
 
     def __hash__(self) -> int:
-        return hash(self.name)
+        return hash(self.num_elements)
 
 
 def plan_buckets(
@@ -46,43 +46,47 @@ def plan_buckets(
     names: dict[torch.Tensor, str],
     *,
     breaks: frozenset[int] = frozenset(),
-    wire_dtype: Callable[[torch.Tensor], torch.dtype],
+    wire_dtype: torch.dtype | None = None,
+    group_of: Callable[[torch.Tensor], int] | None = None,
+    granularity: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
+    label: str = "optimizer",
 ) -> list[BucketSpec]:
-    """Fill buckets in the given order, one per dtype and device at a time. A new one starts at each index in `breaks`."""
-    specs: list[BucketSpec] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    """Fill buckets in the given order, one per dtype and device at a time; a new one starts at indices in `breaks`.
 
-    def close(key: tuple[torch.dtype, torch.device]) -> None:
-        members = filling.pop(key, [])
-        if members:
-            specs.append(_spec(len(specs), members, names, *key))
+    Inside a bucket parameters of one group (`group_of`) lie together. Lengths are multiples of `granularity`.
+    """
+    specs: list[BucketSpec] = []
+    filling: dict[_Kind, list[torch.Tensor]] = {}
+
+    def close(kind: _Kind) -> None:
+        members = filling.pop(kind)
+        if group_of is not None:
+            members.sort(key=group_of)
+        specs.append(_spec(f"{label}.bucket.{len(specs)}", members, names, kind, granularity))
 
     for index, parameter in enumerate(parameters):
         if index in breaks:
-            for open_key in list(filling):
-                close(open_key)
-        key = (wire_dtype(parameter), parameter.device)
-        members = filling.setdefault(key, [])
+            for kind in list(filling):
+                close(kind)
+        kind = (wire_dtype or parameter.dtype, parameter.dtype, parameter.device)
+        members = filling.setdefault(kind, [])
         members.append(parameter)
-        if sum(p.numel() for p in members) * key[0].itemsize >= bucket_bytes:
-            close(key)
-    for open_key in list(filling):
-        close(open_key)
+        if sum(p.numel() for p in members) * kind[0].itemsize >= bucket_bytes:
+            close(kind)
+    for kind in list(filling):
+        close(kind)
     return specs
 
 
 def _spec(
-    index: int,
-    members: list[torch.Tensor],
-    names: dict[torch.Tensor, str],
-    dtype: torch.dtype,
-    device: torch.device,
+    label: str, members: list[torch.Tensor], names: dict[torch.Tensor, str], kind: _Kind, granularity: int
 ) -> BucketSpec:
     offsets, position = [], 0
     for parameter in members:
         offsets.append(position)
         position += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
     what = names[members[0]] if len(members) == 1 else f"{names[members[0]]} .. {names[members[-1]]}"
-    name = f"bucket.{index} ({what}, {len(members)} gradients)"
-    return BucketSpec(name, tuple(members), tuple(offsets), position + _ALIGNMENT, dtype, device)
+    name = f"{label} ({what}: {len(members)})"
+    num_elements = -(-(position + _ALIGNMENT) // granularity) * granularity
+    return BucketSpec(name, tuple(members), tuple(offsets), num_elements, kind[0], kind[2])

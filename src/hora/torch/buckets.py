@@ -41,6 +41,7 @@ class Bucket:
     """One flat buffer and the gradients in it. One more element than they need tells the peers about a changed order."""
 
     __slots__ = (
+        "binding",
         "control",
         "expected",
         "flat",
@@ -55,13 +56,16 @@ class Bucket:
         "views",
     )
 
-    def __init__(self, spec: BucketSpec, index: int, flat: torch.Tensor, *, error_feedback: bool) -> None:
+    def __init__(
+        self, spec: BucketSpec, index: int, flat: torch.Tensor, binding: Any, *, error_feedback: bool
+    ) -> None:
         self.index = index
         self.name = spec.name
         self.parameters = spec.parameters
         self.offsets = spec.offsets
         self.expected = len(spec.parameters)
         self.flat = flat
+        self.binding = binding  # the prepared reduction, where the members share memory
         self.control = flat[-1:]
         self.views = [
             view_like(flat, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)
@@ -80,19 +84,17 @@ class Buckets:
         runtime: Any,
         recipe: Recipe,
         specs: Sequence[BucketSpec],
-        memory: Sequence[torch.Tensor],
-        regions: Sequence[Any],
+        memory: Sequence[tuple[torch.Tensor, Any]],
         alone: EachAlone | None,
     ) -> None:
         self._runtime = runtime
         self._arguments = recipe.arguments()
         self._alone = alone
         self._error_feedback = isinstance(recipe.compression, ErrorFeedback)
-        self._regions = regions
         self.specs = tuple(specs)
         self.buckets = [
-            Bucket(spec, index, flat, error_feedback=self._error_feedback)
-            for index, (spec, flat) in enumerate(zip(specs, memory, strict=True))
+            Bucket(spec, index, flat, binding, error_feedback=self._error_feedback)
+            for index, (spec, (flat, binding)) in enumerate(zip(specs, memory, strict=True))
         ]
         self._slots: dict[torch.Tensor, tuple[Bucket, int, bool]] = {}
         for bucket in self.buckets:
@@ -187,16 +189,25 @@ class Buckets:
         if bucket.small:
             self._fill(bucket, bucket.small)
             bucket.small = []
-        region = self._regions[bucket.index]
-        bucket.handle = self._runtime.submit(
-            Kind.ALLREDUCE,
-            [bucket.flat],
-            outputs=[bucket.flat],
-            name=bucket.name,
-            region=region,
-            **self._arguments,
-        )
+        background = bucket is not self._last
+        if bucket.binding is not None:
+            bucket.handle = self._runtime.submit_bound(bucket.binding, background=background)
+        else:
+            bucket.handle = self._runtime.submit(
+                Kind.ALLREDUCE,
+                [bucket.flat],
+                outputs=[bucket.flat],
+                name=bucket.name,
+                background=background,
+                **self._arguments,
+            )
         self._submitted.append(bucket)
+
+    def release(self) -> None:
+        """Forget the prepared reductions; gradients that look into the buckets keep the memory."""
+        for bucket in self.buckets:
+            if bucket.binding is not None:
+                self._runtime.unbind(bucket.binding)
 
     def _give_back(self, bucket: Bucket) -> None:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -26,7 +26,7 @@ from hora.torch.parameters import parameter_groups, parameter_names, unnamed
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduction import EachAlone, Recipe, Reducer
 
-__all__ = ["DistributedOptimizer", "optimizers_of"]
+__all__ = ["DistributedOptimizer", "bare_copy", "optimizers_of"]
 
 _live: weakref.WeakSet[_DistributedOptimizer] = weakref.WeakSet()
 
@@ -38,6 +38,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _active = False
     _synchronized = False
     _should_synchronize = True
+    _base_class: type
     _clipped = False  # clip_grad_norm_ has reduced already
 
     def _distribute(
@@ -56,6 +57,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._handles: dict[torch.Tensor, Reducer] = {}
         self._allreduce_delay: dict[torch.Tensor, int] = {}
         self._arrivals: list[torch.Tensor] = []
+        self._last_arrivals: list[torch.Tensor] = []
         self._backward_seen = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.backward_passes_per_step = backward_passes_per_step
@@ -149,6 +151,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                     if parameter not in handed_over:
                         reducer.ready(parameter)
             reducer.finish()
+            self._last_arrivals = list(self._arrivals)
             self._reducer = self._adaptation.next_reducer(reducer, self._arrivals)
         finally:
             self._reset_budgets()
@@ -325,16 +328,22 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
     )
-    result = _of_class(optimizer, _kind_of_optimizer(recipe, optimizer, sharded=sharded))
+    result = _of_class(optimizer, _kind_of_optimizer(recipe, optimizer, grouped, sharded=sharded))
     result._distribute(recipe, names=names, groups=grouped, backward_passes_per_step=backward_passes_per_step)
     return result
 
 
-def _kind_of_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer, *, sharded: bool) -> type:
+def _kind_of_optimizer(
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[torch.Tensor]],
+    *,
+    sharded: bool,
+) -> type:
     if sharded:
         from hora.torch.sharded import ShardedOptimizer, check_shardable
 
-        check_shardable(recipe, optimizer)
+        check_shardable(recipe, optimizer, groups)
         return ShardedOptimizer
     if recipe.op == ReduceOp.ADASUM:
         if recipe.process_set is not global_process_set:
@@ -349,12 +358,13 @@ def _kind_of_optimizer(recipe: Recipe, optimizer: torch.optim.Optimizer, *, shar
 def _of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     """A new object of a class made for it, sharing groups and state with `optimizer`, whatever its constructor needs."""
     base = type(optimizer)
-    made = type(
-        base.__name__,
-        (mixin, base),
-        {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__},
-    )
-    result = object.__new__(made)
+    names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}
+    return bare_copy(optimizer, type(base.__name__, (mixin, base), names))
+
+
+def bare_copy(optimizer: torch.optim.Optimizer, wanted: type) -> Any:
+    """An object of class `wanted` with the attributes of `optimizer`, made without a constructor."""
+    result: Any = object.__new__(wanted)
     # A scheduler that was made first has put its own `step` into the old object; that one belongs to it.
     result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return result

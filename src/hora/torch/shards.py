@@ -1,0 +1,345 @@
+"""Shards: the parameters, gradients and optimizer state of a sharded optimizer, and this rank's slice of them.
+
+Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. Where all members share memory (`shared`),
+parameters lie in it once, every member's gradients beside them, and so does the optimizer state: each member reduces
+and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered.
+Called by `sharded.ShardedOptimizer`.
+
+A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. Nobody may look at the parameters between the last
+`ready` and the end of `step`, which is why the last bucket is submitted by `finish` and `step` ends with a barrier.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hora.engine.request import Kind, ReduceOp
+from hora.torch.bucket_plan import BucketSpec
+from hora.torch.buckets import view_like
+from hora.torch.reduction import Recipe
+from hora.torch.shared_memory import SharedMemory
+
+__all__ = ["Piece", "Shards"]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A run of elements of one bucket that this rank owns, all of one parameter group, as a parameter to step."""
+
+    parameter: torch.nn.Parameter
+    group: int
+    bucket: int
+    begin: int
+    end: int
+
+
+class _Bucket:
+    """One bucket on this rank."""
+
+    __slots__ = ("begin", "binding", "end", "gradients", "handle", "num_ready", "spec", "values", "views")
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        values: torch.Tensor,
+        gradients: torch.Tensor,
+        binding: Any,
+        begin: int,
+        end: int,
+    ) -> None:
+        self.spec = spec
+        self.values = values  # parameters: the same memory on all members when shared
+        self.gradients = gradients  # this rank's
+        self.binding = binding  # the prepared reduction of everybody's gradients when shared
+        self.begin, self.end = begin, end
+        self.views = [
+            view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)
+        ]
+        self.num_ready = 0
+        self.handle: int | None = None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return self.spec.parameters[0].dtype
+
+
+class Shards:
+    """What one rank holds of a sharded optimizer."""
+
+    def __init__(
+        self,
+        runtime: Any,
+        recipe: Recipe,
+        specs: Sequence[BucketSpec],
+        group_of: Callable[[torch.Tensor], int],
+        memory: SharedMemory | None,
+    ) -> None:
+        self.runtime = runtime
+        self.shared = memory is not None
+        self._set_id = recipe.process_set.process_set_id
+        self._arguments = recipe.arguments()
+        self._member: int = recipe.process_set.rank()
+        self._size: int = recipe.process_set.size()
+        self.buckets = [self._make_bucket(spec, memory) for spec in specs]
+        self.pieces = [piece for index in range(len(specs)) for piece in self._cut(index, group_of)]
+        self.slots = {
+            parameter: (bucket, index)
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.spec.parameters)
+        }
+        self._submitted: list[_Bucket] = []
+        self._move_parameters()
+
+    def _make_bucket(self, spec: BucketSpec, memory: SharedMemory | None) -> _Bucket:
+        count, dtype = spec.num_elements, spec.parameters[0].dtype
+        share = count // self._size
+        begin, end = self._member * share, (self._member + 1) * share
+        if memory is not None:
+            values = memory.take(count, dtype)
+            peers = [memory.take(count, spec.dtype) for _ in range(self._size)]
+            mine = peers[self._member]
+            # Nobody else reads the own slice of the own gradients: the reduced slice can lie there.
+            binding = self.runtime.bind(
+                Kind.REDUCESCATTER, peers, name=spec.name, out=mine[begin:end], **self._arguments
+            )
+            return _Bucket(spec, values, mine, binding, begin, end)
+        values = torch.zeros(count, dtype=dtype, device=spec.device)
+        gradients = torch.zeros(count, dtype=spec.dtype, device=spec.device)
+        return _Bucket(spec, values, gradients, None, begin, end)
+
+    @staticmethod
+    def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
+        """What the parameters and everybody's gradients need."""
+        return sum(
+            SharedMemory.space(spec.num_elements, spec.parameters[0].dtype)
+            + num_members * SharedMemory.space(spec.num_elements, spec.dtype)
+            for spec in specs
+        )
+
+    def _cut(self, index: int, group_of: Callable[[torch.Tensor], int]) -> list[Piece]:
+        """This rank's slice of a bucket, divided where the parameter group changes."""
+        bucket = self.buckets[index]
+        starts = [
+            (offset, group_of(p))
+            for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)
+        ]
+        edges = [start for k, start in enumerate(starts) if k == 0 or start[1] != starts[k - 1][1]]
+        pieces = []
+        for k, (offset, group) in enumerate(edges):
+            stop = edges[k + 1][0] if k + 1 < len(edges) else bucket.spec.num_elements
+            begin, end = max(offset, bucket.begin), min(stop, bucket.end)
+            if begin < end:
+                parameter = torch.nn.Parameter(bucket.values[begin:end], requires_grad=False)
+                if bucket.gradients.dtype is bucket.values.dtype and self.shared:
+                    parameter.grad = bucket.gradients[begin:end]
+                else:
+                    parameter.grad = torch.zeros_like(parameter)
+                pieces.append(Piece(parameter, group, index, begin, end))
+        return pieces
+
+    def _move_parameters(self) -> None:
+        """Parameters become views of the buckets. Shared: the first member's values are everybody's."""
+        for bucket in self.buckets:
+            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
+                view = view_like(bucket.values, offset, parameter)
+                if not self.shared or self._member == 0:
+                    view.copy_(parameter.detach())
+        if self.shared:
+            self.runtime.barrier(self._set_id)
+        for parameter, view in self.values():
+            parameter.data = view
+
+    def values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every parameter and the view of its bucket that holds it."""
+        return [
+            (parameter, view_like(bucket.values, offset, parameter))
+            for bucket in self.buckets
+            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)
+        ]
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of `parameter`, which is None afterwards: whole gradients exist after `materialise` only."""
+        bucket, index = self.slots[parameter]
+        gradient, view = parameter.grad, bucket.views[index]
+        if gradient is None:
+            view.zero_()
+        elif gradient.is_sparse:
+            raise ValueError(
+                "sharded=True does not support sparse gradients; use sparse=False, or sharded=False"
+            )
+        elif gradient is not view:
+            view.copy_(gradient.detach())
+        parameter.grad = None
+        bucket.num_ready += 1
+        if bucket.num_ready == len(bucket.views) and bucket is not self.buckets[-1]:
+            self._submit(bucket, background=True)
+
+    def note_missing(self) -> None:
+        """The layout is fixed: a late gradient costs overlap, nothing else."""
+
+    def finish(self) -> None:
+        """Reduce what is left and wait: every piece has its reduced gradient then."""
+        self._submit(self.buckets[-1], background=False)
+        submitted, self._submitted = self._submitted, []
+        first_error: Exception | None = None
+        results: dict[int, torch.Tensor] = {}
+        for bucket in submitted:
+            handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
+            try:
+                reduced = self.runtime.synchronize(handle)
+            except Exception as error:  # every handle must be collected, whatever becomes of the others
+                first_error = first_error or error
+            else:
+                results[id(bucket)] = reduced[0]
+        if first_error is not None:
+            raise first_error
+        for piece in self.pieces:
+            bucket, gradient = self.buckets[piece.bucket], piece.parameter.grad
+            assert gradient is not None
+            reduced = results[id(bucket)][piece.begin - bucket.begin : piece.end - bucket.begin]
+            if reduced.data_ptr() != gradient.data_ptr():
+                gradient.copy_(reduced)
+
+    def _submit(self, bucket: _Bucket, *, background: bool) -> None:
+        if bucket.binding is not None:
+            bucket.handle = self.runtime.submit_bound(bucket.binding, background=background)
+        else:
+            bucket.handle = self.runtime.submit(
+                Kind.REDUCESCATTER,
+                [bucket.gradients],
+                name=bucket.spec.name,
+                background=background,
+                **self._arguments,
+            )
+        self._submitted.append(bucket)
+
+    def materialise(self) -> None:
+        """Give every parameter its whole reduced gradient, on all ranks (collective)."""
+        handles = []
+        for index, bucket in enumerate(self.buckets):
+            mine = torch.zeros(
+                bucket.end - bucket.begin, dtype=bucket.parameter_dtype, device=bucket.values.device
+            )
+            for piece in self.pieces:
+                if piece.bucket == index:
+                    assert piece.parameter.grad is not None
+                    mine[piece.begin - bucket.begin : piece.end - bucket.begin] = piece.parameter.grad
+            handles.append(
+                self.runtime.submit(
+                    Kind.ALLGATHER, [mine], name=bucket.spec.name, process_set_id=self._set_id
+                )
+            )
+        for bucket, handle in zip(self.buckets, handles, strict=True):
+            (whole,) = self.runtime.synchronize(handle)
+            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
+                parameter.grad = view_like(whole, offset, parameter)
+
+    def take_whole(self) -> None:
+        """Take this rank's slices of the parameters' whole gradients, which the user may have changed."""
+        for piece in self.pieces:
+            bucket = self.buckets[piece.bucket]
+            assert piece.parameter.grad is not None
+            piece.parameter.grad.zero_()
+            for parameter, source, target in self.overlaps(bucket, piece):
+                if parameter.grad is not None:
+                    piece.parameter.grad[target] = _in_memory_order(parameter.grad, parameter)[source].to(
+                        piece.parameter.dtype
+                    )
+        for parameter in self.slots:
+            parameter.grad = None
+
+    @staticmethod
+    def overlaps(bucket: _Bucket, piece: Piece) -> list[tuple[torch.Tensor, slice, slice]]:
+        """Parameters that lie in a piece: (parameter, which of its elements, where in the piece)."""
+        found = []
+        for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
+            begin, end = max(offset, piece.begin), min(offset + parameter.numel(), piece.end)
+            if begin < end:
+                where = slice(begin - piece.begin, end - piece.begin)
+                found.append((parameter, slice(begin - offset, end - offset), where))
+        return found
+
+    # --- after the step -------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Make the stepped slices everybody's: a barrier where memory is shared, otherwise all-gather them."""
+        if self.shared:
+            self.runtime.barrier(self._set_id)
+            return
+        handles = [
+            self.runtime.submit(
+                Kind.ALLGATHER,
+                [bucket.values[bucket.begin : bucket.end]],
+                name=f"parameters.{bucket.spec.name}",
+                process_set_id=self._set_id,
+            )
+            for bucket in self.buckets
+        ]
+        for bucket, handle in zip(self.buckets, handles, strict=True):
+            (whole,) = self.runtime.synchronize(handle)
+            bucket.values.copy_(whole)
+
+    def meet(self) -> None:
+        """Return when every member is here: needed before stepping when gradients were reduced earlier."""
+        if self.shared:
+            self.runtime.barrier(self._set_id)
+
+    def release(self) -> None:
+        """Forget the prepared reductions."""
+        for bucket in self.buckets:
+            if bucket.binding is not None:
+                self.runtime.unbind(bucket.binding)
+
+    def gradient_norm(self, norm_type: float) -> torch.Tensor:
+        """The norm of all members' slices together (collective)."""
+        gradients = [piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).double().reshape(1)
+        infinite = norm_type == float("inf")
+        value = norm if infinite else norm**norm_type
+        handle = self.runtime.submit(
+            Kind.ALLREDUCE,
+            [value],
+            outputs=[value],
+            name="gradient norm",
+            op=ReduceOp.MAX if infinite else ReduceOp.SUM,
+            process_set_id=self._set_id,
+        )
+        self.runtime.synchronize(handle)
+        total = value if infinite else value ** (1.0 / norm_type)
+        return total.float().squeeze(0)
+
+    def inner_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The user's parameter groups with this rank's pieces in place of the parameters.
+
+        A rank without a piece of some group steps one idle element instead, to know the scalars of its state.
+        """
+        members: dict[int, list[torch.nn.Parameter]] = defaultdict(list)
+        for piece in self.pieces:
+            members[piece.group].append(piece.parameter)
+        result = []
+        for index, group in enumerate(groups):
+            if not members[index]:
+                like = group["params"][0] if group["params"] else torch.zeros(())
+                idle = torch.nn.Parameter(
+                    torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False
+                )
+                idle.grad = torch.zeros_like(idle)
+                members[index].append(idle)
+            result.append({**group, "params": members[index]})
+        return result
+
+
+def _in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in the order in which `like` lies in its bucket."""
+    if like.is_contiguous():
+        return tensor.reshape(-1)
+    flat = torch.empty(like.numel(), dtype=tensor.dtype, device=tensor.device)
+    view_like(flat, 0, like).copy_(tensor)
+    return flat
