@@ -17,7 +17,7 @@ from torch import Tensor
 from hora.engine.request import Kind, ReduceOp
 from hora.torch.process_sets import ProcessSet
 from hora.torch.reduce_op import handle_average_backwards_compatibility
-from hora.torch.submission import start, synchronize
+from hora.torch.submission import run
 
 __all__ = [
     "HorovodAllgather",
@@ -72,16 +72,14 @@ def allreduce(
     """Reduce; the gradient is the same collective."""
     if _wants_grad([tensor]):
         return HorovodAllreduce.apply(tensor, None, name, op, prescale, postscale, process_set)
-    return synchronize(
-        start(
-            Kind.ALLREDUCE,
-            [tensor],
-            name=name,
-            op=op,
-            prescale=prescale,
-            postscale=postscale,
-            process_set=process_set,
-        )
+    return run(
+        Kind.ALLREDUCE,
+        [tensor],
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
     )
 
 
@@ -120,17 +118,15 @@ def grouped_allreduce(
     """Reduce several tensors together."""
     if _wants_grad(tensors):
         return HorovodGroupedAllreduce.apply(None, name, op, prescale, postscale, process_set, *tensors)
-    return synchronize(
-        start(
-            Kind.ALLREDUCE,
-            tensors,
-            grouped=True,
-            name=name,
-            op=op,
-            prescale=prescale,
-            postscale=postscale,
-            process_set=process_set,
-        )
+    return run(
+        Kind.ALLREDUCE,
+        tensors,
+        grouped=True,
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
     )
 
 
@@ -152,7 +148,7 @@ def allgather(tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tens
     """Concatenate; the gradient is the average of everybody's, cut to the own rows."""
     if _wants_grad([tensor]):
         return HorovodAllgather.apply(tensor, name, process_set)
-    return synchronize(start(Kind.ALLGATHER, [tensor], name=name, process_set=process_set))
+    return run(Kind.ALLGATHER, [tensor], name=name, process_set=process_set)
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
@@ -173,7 +169,7 @@ def grouped_allgather(tensors: Sequence[Tensor], name: str | None, process_set: 
     """Concatenate several tensors together."""
     if _wants_grad(tensors):
         return HorovodGroupedAllgather.apply(name, process_set, *tensors)
-    return synchronize(start(Kind.ALLGATHER, tensors, grouped=True, name=name, process_set=process_set))
+    return run(Kind.ALLGATHER, tensors, grouped=True, name=name, process_set=process_set)
 
 
 def _my_rows(gathered: Sequence[Tensor], num_rows: list[int], process_set: ProcessSet) -> list[Tensor]:
@@ -207,9 +203,7 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Pro
     """Root's tensor on all; the gradient is the average of everybody's, on root only."""
     if _wants_grad([tensor]):
         return HorovodBroadcast.apply(tensor, root_rank, name, process_set)
-    return synchronize(
-        start(Kind.BROADCAST, [tensor], name=name, root_rank=root_rank, process_set=process_set)
-    )
+    return run(Kind.BROADCAST, [tensor], name=name, root_rank=root_rank, process_set=process_set)
 
 
 class HorovodAlltoall(torch.autograd.Function):
@@ -234,7 +228,7 @@ def alltoall(tensor: Tensor, splits: Any, name: str | None, process_set: Process
     """Exchange rows; the gradient travels back the way the rows came. `splits` is a list of ints or None."""
     if _wants_grad([tensor]):
         return HorovodAlltoall.apply(tensor, splits, name, process_set)
-    return synchronize(start(Kind.ALLTOALL, [tensor], name=name, splits=splits, process_set=process_set))
+    return run(Kind.ALLTOALL, [tensor], name=name, splits=splits, process_set=process_set)
 
 
 class HorovodReducescatter(torch.autograd.Function):
@@ -264,16 +258,14 @@ def reducescatter(
     """Reduce and keep the own rows; the gradient is everybody's, gathered and scaled."""
     if _wants_grad([tensor]):
         return HorovodReducescatter.apply(tensor, name, op, process_set, prescale, postscale)
-    return synchronize(
-        start(
-            Kind.REDUCESCATTER,
-            [tensor],
-            name=name,
-            op=op,
-            prescale=prescale,
-            postscale=postscale,
-            process_set=process_set,
-        )
+    return run(
+        Kind.REDUCESCATTER,
+        [tensor],
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
     )
 
 
@@ -311,17 +303,15 @@ def grouped_reducescatter(
     """Reduce several tensors together and keep the own rows of each."""
     if _wants_grad(tensors):
         return HorovodGroupedReducescatter.apply(name, op, process_set, prescale, postscale, *tensors)
-    return synchronize(
-        start(
-            Kind.REDUCESCATTER,
-            tensors,
-            grouped=True,
-            name=name,
-            op=op,
-            prescale=prescale,
-            postscale=postscale,
-            process_set=process_set,
-        )
+    return run(
+        Kind.REDUCESCATTER,
+        tensors,
+        grouped=True,
+        name=name,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        process_set=process_set,
     )
 
 

@@ -6,7 +6,6 @@ The engine does the work. This module is also what old code reaches as `mpi_ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -104,12 +103,17 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Whether all hosts run equally many processes."""
-    return bool(_runtime().is_homogeneous())
+    return len({len(ranks) for ranks in _runtime().hosts}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write a Chrome trace on rank 0 from now on; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init."""
-    _runtime().start_timeline(str(file_path), bool(mark_cycles))
+    runtime = _runtime()
+    if not runtime.config.timeline:
+        raise ValueError(
+            "start_timeline() needs the environment variable HOROVOD_TIMELINE=DYNAMIC (or a path) at init"
+        )
+    runtime.start_timeline(str(file_path), bool(mark_cycles))
 
 
 def stop_timeline() -> None:
@@ -174,15 +178,14 @@ def _check_has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _runtime() -> Any:
+def _runtime() -> engine.Runtime:
     if not engine.is_initialized():
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return engine.current()
 
 
 def _world() -> World:
-    world: World = _runtime().world
-    return world
+    return _runtime().world
 
 
 def _check_comm(comm: object) -> None:

@@ -105,7 +105,16 @@ def allreduce_(
     """Reduce a tensor in place."""
     op = handle_average_backwards_compatibility(op, average)
     return synchronize(
-        _reduce([tensor], name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+        _reduce(
+            [tensor],
+            name,
+            op,
+            prescale_factor,
+            postscale_factor,
+            process_set,
+            in_place=True,
+            background=False,
+        )
     )
 
 
@@ -337,6 +346,7 @@ def _reduce(
     kind: Kind = Kind.ALLREDUCE,
     in_place: bool = False,
     grouped: bool = False,
+    background: bool = True,
 ) -> int:
     return start(
         kind,
@@ -348,6 +358,7 @@ def _reduce(
         prescale=prescale,
         postscale=postscale,
         process_set=process_set,
+        background=background,
     )
 
 

@@ -168,7 +168,7 @@ def _registered_ranks(process_set: ProcessSet) -> list[int]:
     return list(ranks)
 
 
-def _current_or_value_error() -> Any:
+def _current_or_value_error() -> engine.Runtime:
     if not engine.is_initialized():
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return engine.current()

@@ -15,7 +15,7 @@ from hora import engine
 from hora.engine.request import Kind, ReduceOp
 from hora.torch.process_sets import ProcessSet, global_process_set
 
-__all__ = ["clear", "poll", "registered_id", "start", "synchronize"]
+__all__ = ["clear", "poll", "registered_id", "run", "start", "synchronize"]
 
 # How to make the result from the engine's outputs, for handles that need more than the one tensor.
 _finish: dict[int, Callable[[list[torch.Tensor]], Any]] = {}
@@ -34,8 +34,9 @@ def start(
     root_rank: int = -1,
     splits: torch.Tensor | Sequence[int] | None = None,
     process_set: ProcessSet = global_process_set,
+    background: bool = True,
 ) -> int:
-    """Submit one collective; returns its handle."""
+    """Submit one collective; returns its handle. Without `background` only `synchronize` drives it."""
     runtime = engine.current()
     if name is not None and not isinstance(name, str):
         raise ValueError(
@@ -53,6 +54,7 @@ def start(
         splits=splits,
         process_set_id=registered_id(process_set),
         grouped=grouped,
+        background=background,
     )
     if grouped:
         _finish[handle] = tuple
@@ -60,6 +62,11 @@ def start(
         device = splits.device
         _finish[handle] = lambda outputs: (outputs[0], outputs[1].to(device))
     return handle
+
+
+def run(kind: Kind, tensors: Sequence[torch.Tensor], **arguments: Any) -> Any:
+    """`start` and `synchronize` in one: the calling thread does the work, which saves a change of threads."""
+    return synchronize(start(kind, tensors, background=False, **arguments))
 
 
 def synchronize(handle: int) -> Any:
