@@ -47,32 +47,31 @@ def run(args: object) -> None:
 
 def horovodrun() -> int:
     """The console script. A failed job is an uncaught error, so that it shows a traceback and status 1."""
-    try:
-        run(parse_args())
-    except ValueError as error:
-        return _usage_error("horovodrun", error)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return _status("horovodrun", sys.argv[1:], traceback=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """`hora run`."""
+    return _status("hora run", argv, traceback=False)
+
+
+def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
     try:
-        run(parse_args(argv, prog="hora run"))
+        run(parse_args(argv, prog=prog))
     except ValueError as error:
-        return _usage_error("hora run", error)
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    except JobFailedError as error:
+        if traceback:
+            raise
+        print(f"{prog}: {error}", file=sys.stderr)
+        return error.exit_code or 1
+    except (RuntimeError, OSError) as error:  # hosts out of reach, a start that took too long, a full disk
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
-    except (RuntimeError, TimeoutError, OSError) as error:
-        print(f"hora run: {error}", file=sys.stderr)
-        return error.exit_code or 1 if isinstance(error, JobFailedError) else 1
     return 0
-
-
-def _usage_error(prog: str, error: ValueError) -> int:
-    print(f"{prog}: error: {error}", file=sys.stderr)
-    return 2
 
 
 def _version() -> str:

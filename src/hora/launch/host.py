@@ -14,6 +14,7 @@ import selectors
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from hora.launch import supervisor
@@ -34,7 +35,10 @@ def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...
 
 
 class Host:
-    """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own."""
+    """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
+
+    `heartbeat_s`: how often to send a sign of life, which a supervisor beyond a network waits for.
+    """
 
     def __init__(
         self,
@@ -44,9 +48,10 @@ class Host:
         *,
         inherit_env: bool = False,
         env: Mapping[str, str] | None = None,
+        heartbeat_s: float | None = None,
     ) -> None:
         self.name = name
-        self._events, self._inherit_env = events, inherit_env
+        self._events, self._inherit_env, self._heartbeat_s = events, inherit_env, heartbeat_s
         # Its own session: Ctrl-C in a terminal reaches the launcher only, which ends the workers in order.
         self._process = subprocess.Popen(
             list(command),
@@ -59,6 +64,7 @@ class Host:
         )
         self._lock = threading.Lock()
         self._running: set[int] = set()
+        self._next_heartbeat = 0.0
         self._ended: str | None = None  # why nothing can be started here any more
         self._complaints = b""
         with contextlib.suppress(OSError):  # a small pipe works too, with more turns
@@ -139,7 +145,7 @@ class Host:
             selector.register(self._stdout, selectors.EVENT_READ)
             selector.register(self._process.stderr.fileno(), selectors.EVENT_READ)
             while self._stdout in selector.get_map():
-                for key, _ in selector.select():
+                for key, _ in selector.select(self._until_heartbeat_s()):
                     data = os.read(key.fd, _READ_BYTES)
                     if not data:
                         selector.unregister(key.fd)
@@ -155,6 +161,16 @@ class Host:
                 with contextlib.suppress(BlockingIOError):
                     self._complaints = (self._complaints + os.read(key.fd, _TAIL_BYTES))[-_TAIL_BYTES:]
         self._over(marked)
+
+    def _until_heartbeat_s(self) -> float | None:
+        """Send a sign of life if it is time for one, and say when the next is due."""
+        if self._heartbeat_s is None:
+            return None
+        now = time.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._heartbeat_s
+            self._command(op="alive")
+        return self._next_heartbeat - now
 
     def _take_frames(self, buffer: bytearray) -> None:
         size = supervisor.FRAME.size

@@ -26,6 +26,9 @@ __all__ = ["Ssh", "SshLauncher", "check_hosts", "reachable_address"]
 _CONNECT_ATTEMPTS = 5
 _CONNECT_LIMIT_S = 10
 _SILENCE_S, _SILENCES = 5, 3  # ssh gives a host up after this many unanswered questions, this far apart
+# A launcher that says nothing for so long is gone, or cut off: its remote workers end. Longer than it takes a
+# user who suspended it by accident to notice.
+_HEARTBEAT_S, _HEARTBEAT_LIMIT_S = 10.0, 60.0
 _CLOSE_SLACK_S = 15.0
 _OPTIONS = {
     "PasswordAuthentication": "no",
@@ -185,10 +188,11 @@ class SshLauncher:
     def _connect(self, name: str, remote: bool, events: LaunchEvents) -> Host:
         if not remote:
             return Host(name, local_supervisor_command(), events)
-        command = self._ssh.python(name, "hora.launch.supervisor", attempts=_CONNECT_ATTEMPTS)
+        limit = str(_HEARTBEAT_LIMIT_S)
+        command = self._ssh.python(name, "hora.launch.supervisor", limit, attempts=_CONNECT_ATTEMPTS)
         if self._verbose:
             print(shlex.join(command), file=sys.stderr, flush=True)
-        return Host(name, command, events, inherit_env=True)
+        return Host(name, command, events, inherit_env=True, heartbeat_s=_HEARTBEAT_S)
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         chosen = list(workers)

@@ -13,6 +13,9 @@ Both are subreapers, so double-forked grandchildren stay in sight; workers die w
 in a memfd, which workers read through /proc. This file imports nothing but the light part of the standard
 library: it must start fast.
 
+Where a network lies between, the launcher sends {"op": "alive"} now and then, and the supervisor's only
+argument says after how many seconds of silence it takes the launcher for gone.
+
 Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "secret"}, {"op": "terminate",
 "workers", "grace_s"}, {"op": "finish", "grace_s"}. Frames: kind, worker, length, body; kinds are the
 constants below.
@@ -100,7 +103,7 @@ def _exit_code(status: int) -> int:
 class _Supervisor:
     """Started -> running -> (input ended, finish, SIGTERM, guardian or launcher dead) -> ending -> out."""
 
-    def __init__(self, launcher_pid: int, guardian_pid: int) -> None:
+    def __init__(self, launcher_pid: int, guardian_pid: int, silence_limit_s: float | None) -> None:
         self._selector = selectors.DefaultSelector()
         self._pids: dict[int, int] = {}  # worker -> pid of its first process, while that runs
         self._pipes: dict[int, tuple[int, bytes]] = {}  # descriptor -> worker, kind
@@ -113,6 +116,7 @@ class _Supervisor:
         self._deaf = False  # nobody listens to us any more
         self._secrets: dict[str, str] = {}  # secret -> path
         self._guardian_pid = guardian_pid
+        self._silence_limit_s, self._heard = silence_limit_s, time.monotonic()
         self._watch(launcher_pid)
 
     def _watch(self, launcher_pid: int) -> None:
@@ -155,13 +159,16 @@ class _Supervisor:
         if self._told_to_end or os.getppid() != self._guardian_pid:
             self._told_to_end = False
             self._end(_DEFAULT_GRACE_S)
+        if self._silence_limit_s is not None and time.monotonic() > self._heard + self._silence_limit_s:
+            self._end(_DEFAULT_GRACE_S)
         self._reap()
         self._kill_overdue()
 
     def _wait_s(self) -> float | None:
-        if not self._killing:
-            return None
-        return max(min(self._killing.values()) - time.monotonic(), _SWEEP_S)
+        times = list(self._killing.values())
+        if self._silence_limit_s is not None:
+            times.append(self._heard + self._silence_limit_s)
+        return max(min(times) - time.monotonic(), _SWEEP_S) if times else None
 
     def _drain_wake(self) -> None:
         os.read(self._wake_in, 4096)
@@ -178,6 +185,7 @@ class _Supervisor:
             self._selector.unregister(0)
             self._end(_DEFAULT_GRACE_S)
             return
+        self._heard = time.monotonic()
         self._input += data
         *lines, rest = self._input.split(b"\n")
         self._input = bytearray(rest)
@@ -411,7 +419,7 @@ def main() -> int:
     if os.getppid() != guardian_pid:
         return 1
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _Supervisor(launcher_pid, guardian_pid).run()
+    _Supervisor(launcher_pid, guardian_pid, float(sys.argv[1]) if len(sys.argv) > 1 else None).run()
     return 0
 
 
