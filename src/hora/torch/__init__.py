@@ -54,6 +54,7 @@ from hora.torch.ops import (
     reducescatter,
     reducescatter_async,
 )
+from hora.torch.optimizer import DistributedOptimizer
 from hora.torch.optimizer_state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
@@ -61,6 +62,7 @@ from hora.torch.sparse import sparse_allreduce_async
 from hora.torch.submission import poll, synchronize
 
 __all__ = [
+    "DistributedOptimizer",
     "Adasum",
     "Average",
     "Compression",
