@@ -1,0 +1,285 @@
+"""Things that go wrong in a local job: who is named, what is raised, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from job_process import HOROVODRUN, JobProcess, wait_until
+
+import horovod
+from hora.errors import JobFailedError
+
+pytestmark = pytest.mark.usefixtures("by_value")
+
+BEGINNING = "Horovod detected that one or more processes exited with non-zero status"
+
+
+class UnpicklableError(Exception):
+    """Holds something that cannot travel."""
+
+    def __init__(self, message: str) -> None:
+        import threading
+
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class AwkwardError(Exception):
+    """Pickles, but cannot be rebuilt."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+def rank() -> int:
+    return int(os.environ["HOROVOD_RANK"])
+
+
+def wait_for_the_end() -> None:
+    """What a surviving rank does: it would go on for minutes."""
+    time.sleep(120)
+
+
+def fail_with(action: Callable[[], object], *, failing: int = 1, num_proc: int = 3) -> JobFailedError:
+    """Run a job in which one rank does something bad while the others would go on for minutes."""
+
+    def work() -> object:
+        return action() if rank() == failing else wait_for_the_end()
+
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(RuntimeError, match=BEGINNING) as caught:
+        horovod.run(work, num_proc=num_proc)
+    assert set(psutil.Process().children(recursive=True)) <= before
+    error = caught.value
+    assert isinstance(error, JobFailedError)
+    assert error.rank == failing
+    assert f"\nProcess name: {failing}\nExit code: {error.exit_code}\n" in str(error)
+    return error
+
+
+def test_a_rank_raises():
+    def work() -> None:
+        raise KeyError("the missing thing")
+
+    error = fail_with(work)
+    assert error.exit_code == 1
+    assert isinstance(error.__cause__, KeyError)
+    assert error.__cause__.args == ("the missing thing",)
+    assert "in work\n    raise KeyError" in error.remote_traceback
+    assert error.remote_traceback.strip() in str(error)
+    assert "KeyError: 'the missing thing'" in error.log_tail
+
+
+def test_rank_0_raises():
+    error = fail_with(lambda: 1 / 0, failing=0, num_proc=2)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+
+
+def test_a_rank_exits():
+    def work() -> None:
+        print("going down", file=sys.stderr)
+        sys.exit(3)
+
+    error = fail_with(work)
+    assert error.exit_code == 3
+    assert "going down" in str(error)
+
+
+def test_a_rank_exits_with_status_0_but_without_a_result():
+    error = fail_with(lambda: os._exit(0))
+    assert error.exit_code == 1
+    assert "did not return" in str(error)
+
+
+def test_a_rank_is_killed():
+    assert fail_with(lambda: os.kill(os.getpid(), signal.SIGKILL)).exit_code == 128 + signal.SIGKILL
+
+
+def test_a_rank_segfaults():
+    import ctypes
+
+    assert fail_with(lambda: ctypes.string_at(0)).exit_code == 128 + signal.SIGSEGV
+
+
+def test_an_unpicklable_result_is_named():
+    def work() -> object:
+        import threading
+
+        return threading.Lock()
+
+    error = fail_with(work)
+    assert "the value that the function returned on rank 1, a _thread.lock, cannot be pickled" in str(error)
+    assert isinstance(error.__cause__, TypeError)
+
+
+def test_an_unpicklable_exception_is_named():
+    def work() -> None:
+        raise UnpicklableError("with a lock inside")
+
+    error = fail_with(work)
+    assert "UnpicklableError: with a lock inside" in str(error)
+    assert "the UnpicklableError itself could not be pickled" in str(error)
+
+
+def test_an_exception_that_cannot_be_rebuilt_is_named():
+    def work() -> None:
+        raise AwkwardError(code=7)
+
+    error = fail_with(work)
+    assert "AwkwardError: code 7" in str(error)
+    assert "AwkwardError: code 7 (it cannot be rebuilt here" in str(error.__cause__)
+
+
+def test_a_function_that_cannot_be_rebuilt_is_a_clear_error():
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return __import__, ("there_is_no_such_module",)
+
+    trap = Trap()
+    with pytest.raises(JobFailedError, match="No module named 'there_is_no_such_module'"):
+        horovod.run(lambda: trap)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_first_failing_rank_is_named_not_those_that_lost_it(failing: int):
+    def work() -> None:
+        from hora.control import ControlClient
+        from hora.world import World
+
+        world = World.from_env()
+        client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=30)
+        for step in range(3):
+            if world.rank == failing and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            client.allgather("step", b"", rank=world.rank, size=world.size, timeout_s=60)
+
+    with pytest.raises(JobFailedError) as caught:
+        horovod.run(work, num_proc=3)
+    assert (caught.value.rank, caught.value.exit_code) == (failing, 137)
+
+
+def test_a_command_that_complains_about_a_lost_peer_is_not_the_root_cause(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "from hora.errors import HorovodInternalError\n"
+        "if os.environ['HOROVOD_RANK'] == '0':\n"
+        "    raise HorovodInternalError('a peer is lost')\n"
+        "time.sleep(0.5)\n"  # the bad news comes later than the complaint
+        "raise SystemExit(9)\n"
+    )
+    job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, str(script)], tmp_path)
+    assert job.wait() == 1
+    assert "Process name: 1\nExit code: 9\n" in job.text()
+    job.assert_nothing_left()
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path):
+    job = JobProcess([*HOROVODRUN, "-np", "2", "no-such-command"], tmp_path)
+    assert job.wait() == 1
+    assert "cannot run 'no-such-command': No such file or directory" in job.text()
+    job.assert_nothing_left()
+
+
+# A worker that makes everything difficult: it ignores SIGTERM (rank 0), runs under a wrapper shell, and has a
+# grandchild that left its session and its parent.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+if os.environ["HOROVOD_RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(300)
+    os._exit(0)
+os.wait()
+subprocess.Popen(["sleep", "300"])
+print("ready", os.environ["HOROVOD_RANK"], flush=True)
+time.sleep(300)
+"""
+
+
+def stubborn_job(work: Path) -> JobProcess:
+    (work / "stubborn.py").write_text(STUBBORN)
+    wrapped = ["sh", "-c", f"{sys.executable} stubborn.py; true"]
+    job = JobProcess([*HOROVODRUN, "-np", "2", *wrapped], work)
+    job.wait_for_text("ready 0")
+    job.wait_for_text("ready 1")
+    # launcher, guardian, supervisor; for each rank a shell, Python, sleep and the stray grandchild
+    wait_until("all processes run", lambda: len(job.processes()) == 3 + 2 * 4)
+    return job
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_the_launcher_gets_a_signal(tmp_path: Path, number: signal.Signals):
+    job = stubborn_job(tmp_path)
+    job.process.send_signal(number)
+    status = job.wait()
+    if number != signal.SIGKILL:
+        assert status == 128 + number
+        # It waited for its workers: nothing of them is left once it has ended.
+        assert job.processes() == []
+    job.assert_nothing_left()
+
+
+@pytest.mark.parametrize("which", ["guardian", "supervisor"])
+def test_a_middleman_is_killed(tmp_path: Path, which: str):
+    job = stubborn_job(tmp_path)
+    guardian, supervisor = job.supervisors()
+    (guardian if which == "guardian" else supervisor).kill()
+    assert job.wait() == 1
+    assert BEGINNING in job.text()
+    job.assert_nothing_left()
+
+
+def test_a_worker_that_ignores_sigterm_does_not_keep_a_failed_job(tmp_path: Path):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    command = f'[ $HOROVOD_RANK = 1 ] && sleep 1 && exit 4; exec "{sys.executable}" stubborn.py'
+    job = JobProcess([*HOROVODRUN, "-np", "2", "sh", "-c", command], tmp_path)
+    assert job.wait() == 1
+    assert "Process name: 1\nExit code: 4\n" in job.text()
+    job.assert_nothing_left()
+
+
+def test_daemons_that_a_finished_job_leaves_are_ended(tmp_path: Path):
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(300)\n"
+    job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, "-c", daemon], tmp_path)
+    assert job.wait() == 0, job.text()
+    job.assert_nothing_left()
+
+
+def test_a_stopped_worker_is_ended_with_its_job(tmp_path: Path):
+    command = "[ $HOROVOD_RANK = 1 ] && sleep 1 && exit 4; kill -STOP $$"
+    job = JobProcess([*HOROVODRUN, "-np", "2", "sh", "-c", command], tmp_path)
+    assert job.wait() == 1
+    assert "Process name: 1\nExit code: 4\n" in job.text()
+    job.assert_nothing_left()
+
+
+def test_an_interrupted_run_leaves_the_callers_process_clean():
+    import threading
+
+    before = set(psutil.Process().children(recursive=True))
+
+    def interrupt() -> None:
+        wait_until(
+            "the workers run", lambda: len(psutil.Process().children(recursive=True)) >= len(before) + 4
+        )
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        horovod.run(wait_for_the_end, num_proc=2)
+    thread.join()
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert not [t for t in threading.enumerate() if t.name.startswith("hora-")]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
