@@ -258,7 +258,8 @@ class Mesh:
             for key, _ in self._selector.select(max(tick_at - time.monotonic(), 0.0)):
                 self._on_readable(key.fileobj, key.data)
             self._serve_segments()
-            if self._announcements:
+            if self._announcements and len(self._links) == self.size - 1:
+                # Not before all have connected: a rank that comes last must not miss a round.
                 self._send_rounds()
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + 1.0

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -85,6 +86,7 @@ class Runtime:
         self._gathering: Gathering | None = None
         self._peers: list[_Facts] = []
         self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
+        self._rounds_lock = threading.Lock()
         self._num_segments: dict[str, int] = {}
         self.pid = os.getpid()
 
@@ -490,6 +492,10 @@ class Runtime:
         self._broken(text)
 
     def _on_round(self, process_set_id: int, parts: list[tuple[int, bytes]]) -> None:
+        with self._rounds_lock:
+            self._deliver(process_set_id, parts)
+
+    def _deliver(self, process_set_id: int, parts: list[tuple[int, bytes]]) -> None:
         lane = self._lanes.get(process_set_id)
         if lane is not None and isinstance(lane.agreement, MeshAgreement):
             lane.agreement.deliver(parts)
@@ -510,12 +516,13 @@ class Runtime:
         return lane
 
     def _register(self, number: int, ranks: tuple[int, ...]) -> None:
-        if self.world.rank in ranks:
-            lane = self._make_lane(number, ranks)
-            self._lanes[number] = lane
-        self._sets[number] = ranks
-        for parts in self._early_rounds.pop(number, []):
-            self._on_round(number, parts)
+        lane = self._make_lane(number, ranks) if self.world.rank in ranks else None
+        with self._rounds_lock:  # the mesh thread must neither drop a round now nor deliver one before the early ones
+            if lane is not None:
+                self._lanes[number] = lane
+            self._sets[number] = ranks
+            for parts in self._early_rounds.pop(number, []):
+                self._deliver(number, parts)
 
     def _make_lane(self, number: int, ranks: tuple[int, ...]) -> Lane:
         member = ranks.index(self.world.rank)
