@@ -1,0 +1,259 @@
+"""Attacks on every port of a running local job: nothing is executed, it finishes, its memory stays bounded."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from job_process import JobProcess, wait_until
+
+from hora.wire import ClientHandshake, Connection, new_secret
+
+# The ranks meet again and again while the attack goes on, and return what they got once the file is there.
+JOB = """
+import horovod, os, pathlib, sys
+
+def work(flag):
+    from hora.control import ControlClient
+    from hora.world import World
+    world = World.from_env()
+    client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=60)
+    rounds, over = 0, False
+    while not over:
+        said = b"1" if pathlib.Path(flag).exists() else b"0"
+        got = client.allgather("round", said, rank=world.rank, size=world.size, timeout_s=60)
+        assert len(got) == world.size
+        over = b"1" in got
+        rounds += 1
+        if rounds == 1:
+            print("meeting", world.rank, flush=True)
+    late = ControlClient.connect(world.meeting, name=f"late {world.rank}", timeout_s=60)
+    late.close()
+    client.close()
+    return world.rank * 10
+
+if __name__ == "__main__":
+    print("RESULT", horovod.run(work, (sys.argv[1],), num_proc=2), flush=True)
+"""
+
+
+class Victim:
+    """A running job and its ports."""
+
+    def __init__(self, work: Path) -> None:
+        (work / "job.py").write_text(JOB)
+        self.flag = work / "finish"
+        self.trap = work / "executed"
+        self.job = JobProcess([sys.executable, "job.py", str(self.flag)], work)
+        self.job.wait_for_text("meeting 0")
+        self.job.wait_for_text("meeting 1")
+        self.ports = sorted({c.laddr.port for c in self.listening()})
+        assert self.ports, "a job without any port cannot be attacked"
+
+    def listening(self) -> list:
+        found = []
+        for process in self.job.processes():
+            found += [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        return found
+
+    def resident_mib(self) -> float:
+        return psutil.Process(self.job.process.pid).memory_info().rss / 2**20
+
+    def descriptors(self) -> int:
+        return psutil.Process(self.job.process.pid).num_fds()
+
+    def finish(self) -> None:
+        """Let the ranks finish: they must still agree, and return the right values."""
+        self.flag.touch()
+        assert self.job.wait() == 0, self.job.text()
+        assert "RESULT [0, 10]" in self.job.text()
+        assert not self.trap.exists(), "a stranger's code was executed"
+        self.job.assert_nothing_left()
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Victim]:
+    victim = Victim(tmp_path)
+    yield victim
+    victim.job.process.kill()
+
+
+def reaction(port: int, data: bytes, *, half_close: bool = True) -> bytes:
+    """Say something to the port and return all that it answers before it hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        try:
+            sock.sendall(data)
+            if half_close:
+                sock.shutdown(socket.SHUT_WR)
+            answer = b""
+            while data := sock.recv(4096):
+                answer += data
+        except ConnectionError:
+            return b""
+        return answer
+
+
+class Exploit:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.trap}",)
+
+
+def test_a_local_job_listens_on_loopback_only(victim: Victim):
+    assert {c.laddr.ip for c in victim.listening()} == {"127.0.0.1"}
+    victim.finish()
+
+
+def test_garbage_half_messages_huge_lengths_and_pickles(victim: Victim):
+    hello = ClientHandshake(new_secret(), "job").hello
+    pickled = [
+        pickle.dumps(Exploit(victim.trap), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+    ]
+    lengths = [struct.pack(code, 2**31 - 1) for code in ("<I", ">I", "<Q", ">Q")]
+    attacks = [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PUT /scope/key HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n",
+        os.urandom(100_000),
+        b"\0" * 100_000,
+        hello[:5],
+        hello,
+        hello + b"\xff" * 32,
+        hello + b"\xff" * 100_000,
+        *lengths,
+        *(hello + length for length in lengths),
+        *pickled,
+        *(struct.pack(">I", len(p)) + p for p in pickled),
+        *(struct.pack("<I", len(p)) + p for p in pickled),
+        *(hello + p for p in pickled),
+        *(hello + b"\0" * 32 + struct.pack(">I", len(p)) + b"\0" * 32 + p for p in pickled),
+    ]
+    for port in victim.ports:
+        for attack in attacks:
+            # At most the server's nonce and proof come back, and those only for a proper hello.
+            assert len(reaction(port, attack)) in ((0, 64) if attack.startswith(hello) else (0,))
+    # One line tells of the first stranger; the others are counted, not printed one by one.
+    assert 1 <= victim.job.text().count("closed a connection from") <= 5
+    victim.finish()
+
+
+def test_another_jobs_secret_is_worth_nothing(victim: Victim):
+    from hora.errors import AuthenticationError
+
+    for port in victim.ports:
+        with pytest.raises(AuthenticationError):
+            Connection.connect("127.0.0.1", port, secret=new_secret(), job="job", timeout_s=30)
+    victim.finish()
+
+
+def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Path):
+    """Record a genuine client's bytes on their way through a proxy, then say them all again."""
+    secret_file, job_id = next(
+        (env["HORA_SECRET_FILE"], env["HORA_JOB"])
+        for env in (process.environ() for process in victim.job.processes())
+        if "HORA_SECRET_FILE" in env
+    )
+    secret = Path(secret_file).read_bytes()
+    for port in victim.ports:
+        with Tap(port) as tap:
+            genuine = Connection.connect("127.0.0.1", tap.port, secret=secret, job=job_id, timeout_s=30)
+            genuine.send({"op": "hello", "id": 1, "name": "me", "worker": -1})
+            genuine.receive()
+            genuine.send({"op": "add", "id": 2, "key": "counted", "amount": 1})
+            assert genuine.receive()[1] == b"1"
+            recorded = bytes(tap.recorded)
+            # Once more on a connection of its own: the server hangs up after its challenge (which is lost
+            # where the hang-up comes as a reset).
+            assert len(reaction(port, recorded)) in (0, 64)
+            # Once more on the live connection: it ends there, unheard.
+            tap.inject(recorded[-150:])
+            with pytest.raises((EOFError, ConnectionError)):
+                genuine.receive()
+            genuine.close()
+        checker = Connection.connect("127.0.0.1", port, secret=secret, job=job_id, timeout_s=30)
+        checker.send({"op": "add", "id": 1, "key": "counted", "amount": 0})
+        assert checker.receive()[1] == b"1"
+        checker.close()
+    victim.finish()
+
+
+def test_1000_open_connections(victim: Victim):
+    before_mib, before_fds = victim.resident_mib(), victim.descriptors()
+    hello = ClientHandshake(new_secret(), "job").hello
+    with ExitStack() as stack:
+        strangers = []
+        for number in range(1000):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", victim.ports[0]), timeout=30))
+            if number % 2:
+                sock.sendall(hello)
+            strangers.append(sock)
+        assert victim.descriptors() <= before_fds + 150
+        assert victim.resident_mib() < before_mib + 30
+        # The job goes on, and newcomers with the secret get in although strangers crowd the door.
+        victim.flag.touch()
+        assert victim.job.wait() == 0, victim.job.text()
+    assert "RESULT [0, 10]" in victim.job.text()
+    victim.job.assert_nothing_left()
+
+
+def test_idle_strangers_are_shown_out(victim: Victim, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_connection(("127.0.0.1", victim.ports[0]), timeout=30) as sock:
+        assert sock.recv(1) == b""  # after the handshake's time limit, not ours
+    wait_until("the log tells why", lambda: "did not identify itself within" in victim.job.text())
+    victim.finish()
+
+
+class Tap:
+    """A proxy in front of a port that remembers what clients say and can say more in their name."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.recorded = bytearray()
+
+    def __enter__(self) -> Tap:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+        return self
+
+    def _serve(self) -> None:
+        self._client, _ = self._server.accept()
+        self._upstream = socket.create_connection(("127.0.0.1", self._port))
+        back = threading.Thread(target=self._copy, args=(self._upstream, self._client, bytearray()))
+        self._threads.append(back)
+        back.start()
+        self._copy(self._client, self._upstream, self.recorded)
+
+    def _copy(self, source: socket.socket, target: socket.socket, record: bytearray) -> None:
+        try:
+            while data := source.recv(65536):
+                record += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            target.close()
+
+    def inject(self, data: bytes) -> None:
+        self._upstream.sendall(data)
+
+    def __exit__(self, *_: object) -> None:
+        for sock in (self._client, self._upstream, self._server):
+            with suppress(OSError):  # it may be closed already
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self._threads:
+            thread.join(30)
