@@ -1,4 +1,4 @@
-"""Attacks on every port of a running local job: nothing is executed, it finishes, its memory stays bounded."""
+"""Attacks on every port of a running local job: nothing is executed, it finishes, memory stays bounded."""
 
 from __future__ import annotations
 
