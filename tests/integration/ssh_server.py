@@ -1,8 +1,8 @@
 """A real sshd for tests: its own keys, its own ports, one `sshd -i` a connection, nothing left behind.
 
-Run as a program, `ssh_server.py CONFIG ADDRESS…` listens on a free port of each address, prints the ports as JSON
-and gives every connection its own sshd, until its standard input ends. That way it also runs inside a network
-namespace.
+Run as a program, `ssh_server.py CONFIG ADDRESS…` listens on a free port of each address, prints the ports as
+JSON and gives every connection its own sshd, until its standard input ends. That way it also runs inside a
+network namespace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _SEPARATION = Path("/run/sshd")  # sshd insists on it when root runs it
 
 
 class SshServer:
-    """Hosts that can be reached by ssh: `names` are aliases, known only to the ssh of this object."""
+    """Hosts that can be reached by ssh: `names` are aliases, known only to the ssh of this object.
+
+    Two more cannot be reached: `locked` has another key than ours, `down` is not listening.
+    """
 
     def __init__(self, folder: Path, names: dict[str, str], *, prefix: tuple[str, ...] = ()) -> None:
         self._folder, self._names, self._prefix = folder, names, prefix
@@ -49,18 +52,22 @@ class SshServer:
         )  # fmt: skip
         assert self._process.stdout is not None
         self.ports = dict(zip(self._names, json.loads(self._process.stdout.readline()), strict=True))
-        self.write_client_config()
+        self._write_client_config()
         return self
 
-    def write_client_config(self) -> None:
+    def _write_client_config(self) -> None:
+        first = next(iter(self._names))
+        hosts = [(name, address, self.ports[name], self.key) for name, address in self._names.items()]
+        hosts.append(("locked", self._names[first], self.ports[first], self.wrong_key))
+        hosts.append(("down", "127.0.0.3", 1, self.key))
         text = "".join(
-            f"Host {name}\n  HostName {address}\n  Port {self.ports[name]}\n" for name, address in self._names.items()
+            f"Host {name}\n  HostName {address}\n  Port {port}\n  IdentityFile {key}\n"
+            for name, address, port, key in hosts
         )
-        text += (
-            f"Host *\n  UserKnownHostsFile {self._folder}/known_hosts\n  GlobalKnownHostsFile /dev/null\n"
-            f"  IdentityFile {self.key}\n  IdentitiesOnly yes\n  IdentityAgent none\n"
+        (self._folder / "ssh_config").write_text(
+            f"{text}Host *\n  UserKnownHostsFile {self._folder}/known_hosts\n"
+            "  GlobalKnownHostsFile /dev/null\n  IdentitiesOnly yes\n  IdentityAgent none\n"
         )
-        (self._folder / "ssh_config").write_text(text)
 
     @property
     def command(self) -> str:

@@ -1,0 +1,292 @@
+"""Jobs on other hosts: a real sshd on loopback with keys of its own, and two network namespaces."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from command_process import lines_of, run_command, running
+from ssh_server import SSHD, SshServer
+
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.skipif(
+        not (os.path.exists(SSHD) and shutil.which("ssh") and shutil.which("ssh-keygen")),
+        reason="needs ssh, ssh-keygen and sshd (apt install openssh-server)",
+    ),
+]
+
+SLEEPER = (
+    "import os, pathlib, time;"
+    "pathlib.Path(os.environ['READY'], os.environ['HOROVOD_RANK']).touch();"
+    "time.sleep(300)"
+)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """nodea and nodeb: two hosts, as far as the launcher can tell."""
+    with SshServer(tmp_path_factory.mktemp("ssh"), {"nodea": "127.0.0.1", "nodeb": "127.0.0.2"}) as server:
+        yield server
+
+
+@pytest.fixture
+def ready(tmp_path):
+    folder = tmp_path / "ready"
+    folder.mkdir()
+    return folder
+
+
+REPORT = """
+import json, os
+names = ["HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK",
+         "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "ODD", "CUDA_VISIBLE_DEVICES", "_HOROVOD_SECRET_KEY",
+         "OLDPWD", "HOROVOD_CYCLE_TIME", "HOROVOD_CONTROLLER"]
+print(json.dumps([os.getcwd()] + [os.environ.get(name) for name in names]))
+"""
+
+
+def test_ranks_places_directory_and_environment_reach_the_hosts(hosts, tmp_path):
+    odd = "two\nlines, 'quotes', \"more\", $HOME, `id`, ü"
+    folder = tmp_path / "it's a $directory"
+    folder.mkdir()
+    env = {
+        "HORA_SSH": hosts.command,
+        "ODD": odd,
+        "CUDA_VISIBLE_DEVICES": "3",
+        "_HOROVOD_SECRET_KEY": "x",
+        "OLDPWD": "/x",
+    }
+    code, out, err = run_command(
+        "horovodrun", "-np", "3", "-H", "nodea:1,nodeb:2", "--cycle-time-ms", "2", "python", "-c", REPORT,
+        cwd=folder, env=env,
+    )  # fmt: skip
+    assert code == 0, err
+    private = [None, None, None]
+    expected = {
+        0: ["0", "3", "0", "1", "0", "2", "nodea"],
+        1: ["1", "3", "0", "2", "1", "2", "nodeb"],
+        2: ["2", "3", "1", "2", "0", "1", "nodeb"],
+    }
+    for rank, place in expected.items():
+        assert json.loads(lines_of(out, rank)[0]) == [str(folder), *place, odd, *private, "2.0", "gloo"]
+
+
+def test_an_allreduce_across_two_hosts_and_this_one(hosts, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, horovod.torch as hvd\nhvd.init()\n"
+        "print(hvd.allreduce(torch.arange(3.) + hvd.rank(), op=hvd.Sum).tolist())\n"
+    )
+    code, out, err = run_command(
+        "hora", "run", "-np", "3", "-H", "nodea:1,localhost:1,nodeb:1", "python", str(script),
+        env={"HORA_SSH": hosts.command},
+    )  # fmt: skip
+    assert code == 0, err
+    assert [lines_of(out, rank) for rank in range(3)] == [["[3.0, 6.0, 9.0]"]] * 3
+
+
+SPY = """
+import os, pathlib, sys
+secret = pathlib.Path(os.environ["HORA_SECRET_FILE"]).read_bytes()
+seen = []
+for process in pathlib.Path("/proc").iterdir():
+    for name in ("cmdline", "environ"):
+        try:
+            content = (process / name).read_bytes()
+        except OSError:
+            continue
+        if secret in content or secret.hex().encode() in content:
+            seen.append(f"{process}/{name}")
+print(len(secret) >= 16, seen)
+"""
+
+
+def test_the_secret_is_in_no_process_list_and_no_environment(hosts):
+    code, out, err = run_command(
+        "hora",
+        "run",
+        "-np",
+        "2",
+        "-H",
+        "nodea:1,nodeb:1",
+        "python",
+        "-c",
+        SPY,
+        env={"HORA_SSH": hosts.command},
+    )
+    assert code == 0, err
+    assert lines_of(out, 0) == lines_of(out, 1) == ["True []"]
+
+
+def test_fail_rank_1_on_another_host(hosts):
+    """The first failure is named, its output is shown, its status is ours, and nobody is left."""
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['HOROVOD_RANK'] == '1': sys.exit('the disk is on fire')\n"
+        "time.sleep(300)"
+    )
+    job = ["-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", script]
+    code, _, err = run_command("horovodrun", *job, env={"HORA_SSH": hosts.command})
+    assert code == 1
+    assert "Traceback" in err
+    assert "Horovod detected that one or more processes exited with non-zero status" in err
+    assert "Process name: 1\nExit code: 1\n" in err
+    assert "the disk is on fire" in err.partition("Process name: 1")[2]
+    assert "process 1 on host nodeb failed" in err
+
+
+def test_a_program_that_the_host_does_not_have(hosts):
+    code, _, err = run_command(
+        "hora", "run", "-np", "1", "-H", "nodeb:1", "no-such-program", "x", env={"HORA_SSH": hosts.command}
+    )
+    assert code == 127
+    assert "cannot run 'no-such-program': No such file or directory" in err
+
+
+def test_wrong_key_and_host_down_are_told_for_each_host(hosts, ready):
+    """nodea is fine, but with two hosts out of reach nothing is started there either."""
+    env = {"HORA_SSH": hosts.command, "READY": str(ready)}
+    code, _, err = run_command(
+        "horovodrun", "-np", "3", "-H", "nodea:1,locked:1,down:1", "python", "-c", SLEEPER, env=env
+    )
+    assert code == 1
+    assert "could not connect to some hosts via ssh" in err
+    assert "Traceback" not in err
+    listed = {line.split(":")[0].strip(): line for line in err.splitlines() if line.startswith("  ")}
+    assert set(listed) == {"locked", "down"}
+    assert "Permission denied" in listed["locked"]
+    assert "Connection refused" in listed["down"]
+    assert list(ready.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_the_end_of_the_launcher_ends_the_remote_workers(hosts, ready, number):
+    env = {"HORA_SSH": hosts.command, "READY": str(ready)}
+    job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "sh", "-c", f'python -c "{SLEEPER}"; true']
+    with running(*job, env=env, ready=ready, count=2) as launcher:
+        launcher.process.send_signal(number)
+        code, _, _ = launcher.finish()
+        assert code == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
+
+
+def test_a_cut_ssh_connection_ends_the_job_and_the_remote_workers(hosts, ready):
+    env = {"HORA_SSH": hosts.command, "READY": str(ready)}
+    job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", SLEEPER]
+    with running(*job, env=env, ready=ready, count=2) as launcher:
+        os.kill(_ssh_client(launcher, "nodeb"), signal.SIGKILL)
+        code, _, err = launcher.finish()
+    assert code == 255
+    assert "process 1 on host nodeb failed" in err
+    assert "the supervisor on host nodeb ended unexpectedly" in err
+
+
+def _ssh_client(job, hostname):
+    for pid in job.leftovers():
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+        if words[0] == b"ssh" and hostname.encode() in words:
+            return pid
+    raise AssertionError(f"no ssh to {hostname} is running")
+
+
+def test_doctor_examines_hosts_and_names_the_one_that_is_locked(hosts):
+    code, out, err = run_command(
+        "hora", "doctor", "-H", "nodeb:2,locked,localhost", env={"HORA_SSH": hosts.command}
+    )
+    assert (code, err) == (1, "")
+    nodeb, locked, localhost, between, end = out.split("\n\n")
+    assert "an allreduce was tried and works" in nodeb
+    assert "Permission denied" in locked
+    assert "an allreduce was tried and works" in localhost
+    assert "agree on all hosts" in between
+    assert "every host can open connections to every other" in between
+    assert end == "1 problem found.\n"
+
+
+@pytest.fixture(scope="module")
+def namespaces(tmp_path_factory):
+    """Two machines with one cable: the launcher runs in the first, sshd in the second."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("needs root and ip (iproute2)")
+    here, there = f"hora-h{os.getpid()}", f"hora-t{os.getpid()}"
+    inside = ("ip", "netns", "exec")
+    try:
+        for command in (
+            f"netns add {here}", f"netns add {there}",
+            f"link add cable0 netns {here} type veth peer name cable1 netns {there}",
+            f"-n {here} addr add 10.77.0.1/24 dev cable0", f"-n {there} addr add 10.77.0.2/24 dev cable1",
+            f"-n {here} link set lo up", f"-n {there} link set lo up",
+            f"-n {here} link set cable0 up", f"-n {there} link set cable1 up",
+        ):  # fmt: skip
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"cannot make network namespaces: {done.stderr.strip()}")
+        folder = tmp_path_factory.mktemp("netns")
+        with SshServer(folder, {"there": "10.77.0.2"}, prefix=(*inside, there)) as server:
+            yield here, there, server
+    finally:
+        for name in (here, there):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+NETWORK = """
+import json, torch, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.ones(4) * (hvd.rank() + 1), op=hvd.Sum).tolist()
+rows = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
+listening = sorted({row[1].split(":")[0] for row in rows if row[3] == "0A"})
+hvd.barrier()
+print(json.dumps([total, hvd.local_size(), hvd.cross_size(), listening]), flush=True)
+"""
+
+
+@pytest.mark.netns
+def test_two_network_namespaces_are_two_hosts(namespaces):
+    """One rank here, one there; whatever listens, listens on the cable's own address or on loopback."""
+    here, _, server = namespaces
+    code, out, err = run_command(
+        "horovodrun", "-np", "2", "-H", "10.77.0.1:1,10.77.0.2:1",
+        "-p", str(server.ports["there"]), "-i", str(server.key), "python", "-c", NETWORK,
+        env={"HORA_SSH": server.command}, prefix=("ip", "netns", "exec", here),
+    )  # fmt: skip
+    assert code == 0, err
+    for rank, address in enumerate(("10.77.0.1", "10.77.0.2")):
+        total, local_size, cross_size, listening = json.loads(lines_of(out, rank)[0])
+        assert (total, local_size, cross_size) == ([3.0] * 4, 1, 2)
+        assert set(listening) <= {_proc_address(address), _proc_address("127.0.0.1")}
+
+
+def _proc_address(address):
+    return "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+
+
+# The launcher with less patience, so that the test need not have so much.
+IMPATIENT = """
+import sys
+from hora import cli
+from hora.launch import ssh
+ssh._HEARTBEAT_S, ssh._HEARTBEAT_LIMIT_S = 0.5, 3.0
+ssh._OPTIONS["ServerAliveInterval"] = "1"
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.netns
+def test_a_cut_cable_ends_the_job_here_and_the_workers_there(namespaces, ready):
+    here, there, server = namespaces
+    job = ["run", "-np", "2", "-H", "10.77.0.1:1,there:1", "--network-interface", "cable0"]
+    command = ["python", "-c", IMPATIENT, *job, "python", "-c", SLEEPER]
+    env = {"HORA_SSH": server.command, "READY": str(ready)}
+    try:
+        with running(
+            *command, env=env, prefix=("ip", "netns", "exec", here), ready=ready, count=2
+        ) as launcher:
+            subprocess.run(["ip", "-n", there, "link", "set", "cable1", "down"], check=True)
+            code, _, err = launcher.finish()
+    finally:
+        subprocess.run(["ip", "-n", there, "link", "set", "cable1", "up"], check=True)
+    assert code == 255
+    assert "process 1 on host there failed" in err
