@@ -1,0 +1,150 @@
+"""Two hosts, played by two network namespaces joined by a cable, two ranks each: the engine across them.
+
+The namespaces have no names: each lives as long as a process that holds it, which ends with this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import two_hosts_rank
+
+pytestmark = pytest.mark.netns
+
+LIMIT_S = 90
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+class Host:
+    """A network namespace."""
+
+    def __init__(self) -> None:
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo ready; exec cat >/dev/null"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == b"ready\n"
+        self.pid = self._holder.pid
+        self.namespace = f"/proc/{self.pid}/ns/net"
+        self.run("ip", "link", "set", "lo", "up")
+
+    def run(self, *command: str) -> None:
+        inside = ["nsenter", "--target", str(self.pid), "--net", *command]
+        subprocess.run(inside, check=True, capture_output=True, text=True, timeout=30)
+
+    def close(self) -> None:
+        assert self._holder.stdin is not None
+        self._holder.stdin.close()
+        self._holder.wait(10)
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter")):
+        pytest.skip("needs root, ip, unshare and nsenter")
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in ADDRESSES:
+            try:
+                made.append(Host())
+            except (AssertionError, subprocess.CalledProcessError):
+                pytest.skip("this machine does not let us make network namespaces")
+            stack.callback(made[-1].close)
+        first, second = made
+        first.run(
+            "ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second.pid)
+        )
+        for host, address in zip(made, ADDRESSES, strict=True):
+            host.run("ip", "address", "add", f"{address}/24", "dev", "cable")
+            host.run("ip", "link", "set", "cable", "up")
+        yield made
+
+
+def run_ranks(hosts: list[Host], mode: str, *, lost: tuple[int, ...] = ()) -> list[dict]:
+    """Four ranks, two on each host, meeting at the first host's end of the cable."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+    started, answers = [], []
+    for rank in range(4):
+        host, local_rank = divmod(rank, 2)
+        place = {
+            "HOROVOD_RANK": rank,
+            "HOROVOD_SIZE": 4,
+            "HOROVOD_LOCAL_RANK": local_rank,
+            "HOROVOD_LOCAL_SIZE": 2,
+            "HOROVOD_CROSS_RANK": host,
+            "HOROVOD_CROSS_SIZE": 2,
+            "HOROVOD_HOSTNAME": f"host{host}",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": 60,
+            "HOROVOD_DYNAMIC_PROCESS_SETS": 1,
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": 29400,
+        }
+        here, there = context.Pipe(duplex=False)
+        env = {name: str(value) for name, value in place.items()}
+        process = context.Process(target=two_hosts_rank.run, args=(hosts[host].namespace, env, mode, there))
+        process.start()
+        there.close()
+        started.append(process)
+        answers.append(here)
+    try:
+        return [{} if rank in lost else _answer(rank, answer) for rank, answer in enumerate(answers)]
+    finally:
+        for process in started:
+            process.join(10)
+            process.kill()
+
+
+def _answer(rank: int, answer: Any) -> dict:
+    assert answer.poll(LIMIT_S), f"rank {rank} gave no answer within {LIMIT_S} s"
+    try:
+        return answer.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} ended without an answer; see its output") from None
+
+
+@pytest.fixture(scope="module")
+def seen(hosts):
+    return run_ranks(hosts, "operations")
+
+
+def test_every_operation_goes_through_memory_inside_and_gloo_between(seen):
+    for rank, results in enumerate(seen):
+        assert results["large"] == [10.0, 2_999_990.0]
+        assert results["average"] == [1, -7]
+        assert results["grouped"] == [[4.0, 4.0], [4.0]]
+        assert results["allgather"] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+        assert results["broadcast"] == [3.0, 3.0, 3.0]
+        assert results["alltoall"] == [rank + 10 * sender for sender in range(4)]
+        assert results["reducescatter"] == [[0.0, 10.0], [20.0, 30.0], [40.0], [50.0]][rank]
+        assert results["adasum"] == [3.0, 3.0]
+        assert results["object"] == {"from": 2}
+        assert results["hosts"] == [[0, 1], [2, 3]]
+        assert results["place"] == [rank % 2, 2, rank // 2, 2]
+        assert results["transport"] == "shm+gloo"
+    assert seen[0]["across"] == seen[2]["across"] == [2]
+    assert seen[1]["three"] == seen[2]["three"] == seen[3]["three"] == [1, 2, 3]
+
+
+def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
+    memory = [set(results["memory"]) for results in seen]
+    assert memory[0] & memory[1]
+    assert memory[2] & memory[3]
+    for here in (0, 1):
+        for there in (2, 3):
+            assert not memory[here] & memory[there]
+
+
+def test_a_killed_rank_is_named_on_both_hosts(hosts):
+    seen = run_ranks(hosts, "lose", lost=(3,))
+    for rank in (0, 1, 2):
+        assert "rank 3" in seen[rank]["error"]
+        assert seen[rank]["seconds"] < 5
