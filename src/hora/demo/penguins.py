@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,6 +82,7 @@ def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
         builder = builder.config(key, value)
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
+    session.sparkContext.pythonExec = sys.executable  # not whichever python3 comes first in PATH
     try:
         yield session
     finally:
@@ -177,7 +179,8 @@ def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: Model
     report = Report("Which penguin is it?")
     report.text(
         f"Prepared by {data.prepared_by}: incomplete rows dropped, island indexed, flipper / 10, mass / 100, "
-        f"split 70/30, training rows oversampled: {len(data.train)} rows to learn from, {len(data.test)} to be tested on."
+        f"split 70/30, training rows oversampled: {len(data.train)} rows to learn from, "
+        f"{len(data.test)} to be tested on."
     )
     report.table(("run", "training time", "test accuracy"), rows)
     report.picture(folder / "penguins.png", "loss, accuracy, time and decision regions of all runs")

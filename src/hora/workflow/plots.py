@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "draw_curves", "plot_history", "plot_weights", "polish"]
+__all__ = ["COLOURS", "DOTTED", "INK", "QUIET", "draw_curves", "plot_history", "plot_weights", "polish"]
 
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+DOTTED = (0, (1, 1.5))
 # Distinguishable with every common kind of colour blindness, and in grey.
 COLOURS = ("#1b6ca8", "#e07a1f", "#3a9a5b", "#8e4585", "#b8a200", "#5f6b7a")
 
@@ -38,13 +39,16 @@ def polish(axes: Axes, title: str, x: str = "", y: str = "") -> None:
 
 def draw_curves(axes: Axes, histories: Mapping[str, History], name: str, *, train: bool = True) -> None:
     """A value over the epochs for several runs: validation solid, training dotted."""
-    for (label, history), colour in zip(histories.items(), COLOURS, strict=False):
+    from matplotlib.ticker import MaxNLocator
+
+    for place, ((label, history), colour) in enumerate(zip(histories.items(), COLOURS, strict=False)):
         epochs = history.column("epoch")
         if train:
-            axes.plot(
-                epochs, history.column(f"train_{name}"), color=colour, linewidth=1.3, linestyle=(0, (1, 1.5))
-            )
-        axes.plot(epochs, history.column(f"valid_{name}"), color=colour, linewidth=2.2, label=label)
+            axes.plot(epochs, history.column(f"train_{name}"), color=colour, linewidth=1.3, linestyle=DOTTED)
+        # Broad below, narrow on top: runs that agree to the last bit are all seen.
+        width = 2.0 + 3.0 * (len(histories) - 1 - place) / max(len(histories) - 1, 1)
+        axes.plot(epochs, history.column(f"valid_{name}"), color=colour, linewidth=width, label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def plot_history(history: History | Mapping[str, History], *, title: str = "Training") -> Figure:
@@ -62,7 +66,7 @@ def plot_history(history: History | Mapping[str, History], *, title: str = "Trai
     for axes, name in zip(panels[0], names, strict=True):
         draw_curves(axes, histories, name)
         polish(axes, f"{title}: {name}", x="epoch")
-        axes.plot([], [], color=QUIET, linestyle=(0, (1, 1.5)), label="on the training rows")
+        axes.plot([], [], color=QUIET, linestyle=DOTTED, label="on the training rows")
         axes.legend(frameon=False, labelcolor=INK)
     return figure
 
