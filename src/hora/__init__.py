@@ -1,1 +1,23 @@
+"""Hora: Horovod code, alive and faster. Import `horovod.torch` as ever; `hora.run` starts a function on ranks."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hora.runner import run
+
+__all__ = ["run"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: `import hora` must cost nothing, since every worker process pays for it.
+    if name == "run":
+        from hora.runner import run
+
+        return run
+    if name == "__version__":
+        from hora.version import version
+
+        return version()
+    raise AttributeError(f"module 'hora' has no attribute {name!r}")
