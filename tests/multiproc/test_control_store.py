@@ -1,0 +1,96 @@
+"""gloo meets through the authenticated control connection instead of an open TCPStore."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import ranks
+
+from hora.control import ControlClient
+from hora.engine.store import ControlStore
+from hora.engine.transport.distributed import DistributedTransport
+from hora.errors import HorovodInternalError
+from hora.launch.rendezvous import Rendezvous
+from hora.wire import new_secret
+from hora.world import Meeting
+
+BINARY = bytes(range(256)) * 3
+
+
+class Events:
+    """The launcher's side has nothing to do here."""
+
+    def __getattr__(self, name):
+        return lambda *arguments: None
+
+
+@pytest.fixture
+def meeting():
+    secret = new_secret()
+    descriptor = os.memfd_create("secret")
+    os.write(descriptor, secret)
+    server = Rendezvous("127.0.0.1", secret=secret, job="job", events=Events())
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    try:
+        yield Meeting(kind="hora", address="127.0.0.1", port=server.port, secret_file=path, job="job")
+    finally:
+        server.close()
+        os.close(descriptor)
+
+
+@pytest.fixture
+def client(meeting):
+    made = ControlClient.connect(meeting, name="test", timeout_s=10)
+    yield made
+    made.close()
+
+
+def test_the_store_behaves_as_torch_expects(client):
+    store = ControlStore(client, prefix="a", timeout_s=10)
+    assert isinstance(store, dist.Store)
+    store.set("key", BINARY)
+    assert store.get("key") == BINARY
+    assert ControlStore(client, prefix="b", timeout_s=10).check(["key"]) is False
+    assert store.check(["key"]) is True
+    assert store.check(["key", "other"]) is False
+    assert [store.add("count", 3), store.add("count", -1)] == [3, 2]
+    store.wait(["key", "count"], timedelta(seconds=1))
+    assert store.compare_set("turn", "", "first") == b"first"
+    assert store.compare_set("turn", "nobody", "second") == b"first"
+    assert store.compare_set("turn", b"first", "second") == b"second"
+    assert store.delete_key("key") is True
+    assert store.delete_key("key") is False
+    store.multi_set(["x", "y"], ["1", b"\x00"])
+    assert store.multi_get(["x", "y"]) == [b"1", b"\x00"]
+    assert dist.PrefixStore("deep", store).has_extended_api() is False
+
+
+def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
+    def guard():
+        raise HorovodInternalError("rank 1 is dead")
+
+    with pytest.raises(TimeoutError, match=r"waited 0\.2 s for the key 'a/missing'"):
+        ControlStore(client, prefix="a", timeout_s=0.2).get("missing")
+    with pytest.raises(HorovodInternalError, match="rank 1 is dead"):
+        ControlStore(client, prefix="a", timeout_s=60, guard=guard).get("missing")
+
+
+def meet(rank, size, _, meeting):
+    client = ControlClient.connect(meeting, name=f"rank {rank}", timeout_s=30)
+    store = ControlStore(client, prefix="gloo", timeout_s=30)
+    transport = DistributedTransport(store, rank, size, lambda: None, 30.0, address="127.0.0.1")
+    tensor = torch.arange(1000.0) * (rank + 1)
+    transport.allreduce([tensor], [tensor], op=1, prescale=1.0, postscale=1.0)
+    transport.close()
+    client.close()
+    return tensor
+
+
+def test_gloo_meets_through_it(meeting):
+    with ranks(3) as pool:
+        for result in pool.run(meet, 3, meeting):
+            assert torch.equal(result, torch.arange(1000.0) * 6)
