@@ -55,7 +55,7 @@ class Pool:
 
     def __init__(self, size: int, env: dict[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "horovod.torch"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes, self._connections = [], []
         for rank in range(size):

@@ -1,0 +1,101 @@
+"""Fail rank r in mid-collective by SIGKILL, exit or an exception: the others hear of it at once, and which rank it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+
+GLOO = {"HORA_TRANSPORT": "gloo"}
+LIMIT_S = 5
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave():
+    os._exit(3)
+
+
+def _raise():
+    # What an uncaught exception does to the runtime: the interpreter ends and its exit handler shuts down.
+    hvd.shutdown()
+    os._exit(1)
+
+
+DEATHS = {"sigkill": _kill, "exit": _leave, "raise": _raise}
+
+
+def _survive(victim: int, death: str) -> None:
+    """Every rank but the victim waits in an allreduce that can't complete."""
+    hvd.init()
+    hvd.allreduce(torch.ones(4), name="warm")
+    started = time.monotonic()
+    if hvd.rank() == victim:
+        time.sleep(0.3)  # the others are inside by then; were they not, they would fail when they submit
+        DEATHS[death]()
+    with pytest.raises(hvd.HorovodInternalError) as caught:
+        hvd.allreduce(torch.ones(1000), name="never")
+    waited = time.monotonic() - started
+    assert waited < LIMIT_S, f"noticed after {waited:.1f} s"
+    assert f"rank {victim}" in str(caught.value)
+    assert "shut down" in str(caught.value)
+    with pytest.raises(hvd.HorovodInternalError, match=f"rank {victim}"):
+        hvd.allreduce(torch.ones(2), name="later")
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("death", list(DEATHS))
+@pytest.mark.ranks(3, lost=(1,))
+def test_rank_1_dies(death):
+    _survive(1, death)
+
+
+@pytest.mark.parametrize("death", list(DEATHS))
+@pytest.mark.ranks(3, lost=(0,))
+def test_rank_0_dies(death):
+    _survive(0, death)
+
+
+@pytest.mark.parametrize("death", list(DEATHS))
+@pytest.mark.ranks(3, lost=(2,), env=GLOO)
+def test_rank_2_dies_without_shared_memory(death):
+    _survive(2, death)
+
+
+@pytest.mark.ranks(3, lost=(0,), env=GLOO)
+def test_rank_0_dies_without_shared_memory():
+    _survive(0, "sigkill")
+
+
+def _die_inside_a_large_reduction(victim: int) -> None:
+    hvd.init()
+    big = torch.ones(16_000_000)
+    hvd.allreduce_(big, name="warm")
+    started = None
+    if hvd.rank() == victim:
+        hvd.allreduce_async_(big, name="big")
+        time.sleep(0.02)
+        _kill()
+    with pytest.raises(hvd.HorovodInternalError, match=f"rank {victim}"):
+        for step in range(1000):
+            started = time.monotonic()
+            hvd.allreduce_(big, name="big" if step == 0 else f"big{step}")
+    assert time.monotonic() - started < LIMIT_S
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(3, lost=(1,))
+def test_rank_1_dies_inside_a_large_reduction():
+    _die_inside_a_large_reduction(1)
+
+
+@pytest.mark.ranks(3, lost=(1,), env=GLOO)
+def test_rank_1_dies_inside_a_large_reduction_without_shared_memory():
+    _die_inside_a_large_reduction(1)

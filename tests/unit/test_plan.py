@@ -1,0 +1,216 @@
+"""The plan: whatever the interleaving of announcements, every member derives the same batches, nothing is lost, nothing
+runs twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hora.engine.plan import Planner
+from hora.engine.request import Kind, ReduceOp, Signature
+
+
+def allreduce(name, *, dtype="float32", shape=(4,), op=ReduceOp.SUM, operation="allreduce", **more):
+    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    return Signature(Kind.ALLREDUCE, operation, name, dtypes, (tuple(shape),) * len(dtypes), int(op), **more)
+
+
+JOIN = Signature(Kind.JOIN, "join", None)
+
+
+def planner(size, threshold=1 << 20, **more):
+    return Planner(range(size), fusion_threshold_bytes=threshold, **more)
+
+
+def shape_of(batches):
+    """What a member would carry out, comparable between members."""
+    return [(b.kind, b.error, b.last_joined, [(p.key, p.index) for p in b.parts]) for b in batches]
+
+
+@st.composite
+def histories(draw):
+    """Members' announcement lists, divided into rounds; the members of a round come in any order on each observer."""
+    size = draw(st.integers(1, 4))
+    names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8))
+    repeats = {name: draw(st.integers(1, 3)) for name in names}
+    logs = []
+    for _ in range(size):
+        order = [(n, k) for n in names for k in range(repeats[n])]
+        order = draw(st.permutations(order))
+        # A name may be announced again only after the round in which it ran, so occurrences stay in order.
+        seen = Counter()
+        log = []
+        for name, _ in order:
+            log.append((name, seen[name]))
+            seen[name] += 1
+        logs.append(log)
+    signatures = {
+        name: allreduce(
+            name, dtype=draw(st.sampled_from(["float32", "float64"])), shape=(draw(st.integers(0, 5)),)
+        )
+        for name in names
+    }
+    return size, logs, signatures, draw(st.integers(0, 2**32)), draw(st.integers(0, 64))
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories())
+def test_every_member_derives_the_same_batches(history):
+    size, logs, signatures, seed, threshold = history
+    random = Random(seed)
+    planners = [planner(size, threshold) for _ in range(size)]
+    position = [0] * size
+    in_flight = [set() for _ in range(size)]
+    ran = Counter()
+    submitted = Counter()
+    for _ in range(200):
+        arrivals = []
+        for member in range(size):
+            for _ in range(random.randint(0, 4)):
+                if position[member] < len(logs[member]):
+                    name, _ = logs[member][position[member]]
+                    if name in in_flight[member]:
+                        break  # the engine refuses a name that is still in flight
+                    in_flight[member].add(name)
+                    submitted[member, name] += 1
+                    arrivals.append((member, name))
+                    position[member] += 1
+        plans = []
+        for observer in planners:
+            queues = {m: [name for member, name in arrivals if member == m] for m in range(size)}
+            while any(queues.values()):
+                member = random.choice([m for m in queues if queues[m]])
+                observer.feed(member, signatures[queues[member].pop(0)], 0)
+            plans.append(shape_of(observer.close_round()))
+        assert all(plan == plans[0] for plan in plans)
+        for _, error, _, parts in plans[0]:
+            assert error is None
+            for (_, name), _ in parts:
+                ran[name] += 1
+                for member in range(size):
+                    in_flight[member].remove(name)  # KeyError: it ran without being asked for, or twice
+    for name, signature in signatures.items():
+        times = {submitted[member, name] for member in range(size)}
+        assert ran[name] == min(times), (name, signature, times)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 4), st.data())
+def test_join_completes_what_the_joined_never_announce(size, data):
+    """Members announce different numbers of steps and then join; all observers agree, and every step runs once."""
+    steps = [data.draw(st.integers(0, 5)) for _ in range(size)]
+    random = Random(data.draw(st.integers(0, 2**32)))
+    planners = [planner(size) for _ in range(size)]
+    logs = [[*(allreduce(f"s{i}") for i in range(n)), JOIN] for n in steps]
+    ran, last = Counter(), []
+    while any(logs):
+        arrivals = [(m, logs[m].pop(0)) for m in range(size) for _ in range(random.randint(0, 2)) if logs[m]]
+        plans = []
+        for observer in planners:
+            queues = {m: [s for member, s in arrivals if member == m] for m in range(size)}
+            while any(queues.values()):
+                member = random.choice([m for m in queues if queues[m]])
+                observer.feed(member, queues[member].pop(0), 0)
+            plans.append(shape_of(observer.close_round()))
+        assert all(plan == plans[0] for plan in plans)
+        for kind, error, last_joined, parts in plans[0]:
+            assert error is None
+            if kind is Kind.JOIN:
+                last.append(last_joined)
+            ran.update(name for (_, name), _ in parts)
+    assert last and len(last) == 1
+    assert ran == Counter({f"s{i}": 1 for i in range(max(steps))})
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "words"),
+    [
+        (allreduce("x"), allreduce("x", dtype="float64"), ["Mismatched data types", "float32", "float64"]),
+        (allreduce("x"), allreduce("x", shape=(5,)), ["Mismatched ALLREDUCE tensor shapes", "[4]", "[5]"]),
+        (allreduce("x"), allreduce("x", op=ReduceOp.MAX), ["Mismatched reduction operation", "SUM", "MAX"]),
+        (
+            allreduce("x"),
+            allreduce("x", op=ReduceOp.ADASUM),
+            ["Mismatched operations", "ALLREDUCE", "ADASUM"],
+        ),
+        (allreduce("x"), allreduce("x", prescale=2.0), ["Mismatched prescale", "1.0/1.0", "2.0/1.0"]),
+        (allreduce("x"), allreduce("x", device="cuda"), ["CPU/GPU device selection", "cpu", "cuda"]),
+    ],
+)
+def test_disagreement_is_an_error_with_both_values(left, right, words):
+    p = planner(3)
+    p.feed(0, left, 0)
+    p.feed(1, left, 0)
+    p.feed(2, right, 0)
+    (batch,) = p.close_round()
+    for word in [*words, "rank 0", "rank 2", "allreduce.x"]:
+        assert word in batch.error
+    for member in range(3):  # the name is free again
+        p.feed(member, left, 0)
+    (batch,) = p.close_round()
+    assert batch.error is None
+
+
+def test_fusion_respects_the_threshold_and_the_order():
+    p = planner(2, threshold=40)
+    for member in range(2):
+        for name in "abcde":
+            p.feed(member, allreduce(name), 0)
+    batches = p.close_round()
+    assert [[part.key[1] for part in b.parts] for b in batches] == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_a_threshold_of_zero_disables_fusion():
+    p = planner(1, threshold=0)
+    for name in "abc":
+        p.feed(0, allreduce(name), 0)
+    assert [len(b.parts) for b in p.close_round()] == [1, 1, 1]
+
+
+def test_groups_of_mixed_dtypes_run_together_and_stay_apart_when_asked():
+    group = allreduce("g", dtype=("float32", "float64", "float32"), operation="grouped_allreduce")
+    for fusion, expected in ((True, [3, 1]), (False, [1, 2, 1])):
+        p = planner(1, group_fusion=fusion)
+        p.feed(0, allreduce("single"), 0)
+        p.feed(0, group, 0)
+        assert [len(b.parts) for b in p.close_round()] == expected
+
+
+def test_a_group_is_all_or_nothing():
+    group = allreduce("g", dtype=("float32",) * 4, operation="grouped_allreduce")
+    p = planner(2)
+    p.feed(0, group, 0)
+    assert p.close_round() == []
+    p.feed(1, group, 0)
+    (batch,) = p.close_round()
+    assert [part.index for part in batch.parts] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.BARRIER]
+)
+def test_what_join_does_not_support_is_an_error_and_life_goes_on(kind):
+    p = planner(2)
+    p.feed(1, JOIN, 0)
+    p.feed(0, Signature(kind, kind.name.lower(), "x", ("float32",), ((4,),), extra=(2, 2)), 0)
+    (batch,) = p.close_round()
+    assert "not supported with Join" in batch.error
+    p.feed(0, JOIN, 0)
+    (batch,) = p.close_round()
+    assert (batch.kind, batch.last_joined) == (Kind.JOIN, 0)
+
+
+def test_a_completed_join_knows_the_highest_unnamed_number():
+    p = planner(2)
+    unnamed = allreduce(None)
+    for instance in range(5):
+        p.feed(0, unnamed, instance)
+    p.feed(1, unnamed, 0)
+    p.feed(1, JOIN, 0)
+    p.feed(0, JOIN, 0)
+    p.close_round()
+    assert p.unnamed["allreduce"] == 5
