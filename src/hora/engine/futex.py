@@ -1,10 +1,10 @@
 """Counters in shared memory that one process writes and others wait for.
 
-A `Counter` is a 64-bit number on a cache line of its own with a single writer. An aligned 8-byte store publishes it; on
-x86-64 stores become visible in order, so whatever was written to shared memory before `set` is visible to whoever has
-seen the new value. Waiting spins briefly, then sleeps in `futex` on the low 32 bits; `ctypes` releases the GIL there.
-Other processors order stores differently, and plain Python has no fence: `supported()` is False there and the engine
-uses torch.distributed instead.
+A `Counter` is a 64-bit number on a cache line of its own with a single writer. An aligned 8-byte store
+publishes it; on x86-64 stores become visible in order, so whatever was written to shared memory before `set`
+is visible to whoever has seen the new value. Waiting spins briefly, then sleeps in `futex` on the low 32
+bits; `ctypes` releases the GIL there. Other processors order stores differently, and plain Python has no
+fence: `supported()` is False there and the engine uses torch.distributed instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _slice = _Timespec(int(_SLICE_S), int(_SLICE_S % 1 * 1e9))
 _slice_pointer = ctypes.byref(_slice)
 _none = ctypes.c_void_p(None)
 _wait_call = ctypes.CDLL(None, use_errno=True).syscall  # releases the GIL: the wait may be long
-_wake_call = ctypes.PyDLL(None).syscall  # keeps the GIL: the call is short, and handing the GIL over costs more
+_wake_call = ctypes.PyDLL(None).syscall  # keeps the GIL: handing it over costs more than the call
 
 
 @lru_cache(maxsize=1)
@@ -78,13 +78,13 @@ class Counter:
         for _ in range(_SPINS):
             if word.value != seen:
                 return
-        _wait_call(_SYS_FUTEX, self._address, _FUTEX_WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), _slice_pointer, _none, 0)
+        self._sleep(seen)
 
     def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
         """Wait until the value is at least `target`.
 
-        `guard` is called while waiting and raises when waiting has become pointless (a peer died, a shutdown);
-        after `limit_s` seconds TimeoutError names `what`.
+        `guard` is called while waiting and raises when waiting has become pointless (a peer died, a
+        shutdown); after `limit_s` seconds TimeoutError names `what`.
         """
         word = self._word
         for _ in range(_SPINS):
@@ -98,8 +98,9 @@ class Counter:
             guard()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
-            _wait_call(
-                _SYS_FUTEX, self._address, _FUTEX_WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), _slice_pointer, _none, 0
-            )
+            self._sleep(seen)
 
-
+    def _sleep(self, seen: int) -> None:
+        """Sleep for one slice, unless the value is not `seen` any more or somebody sets it."""
+        low = ctypes.c_uint32(seen & 0xFFFFFFFF)
+        _wait_call(_SYS_FUTEX, self._address, _FUTEX_WAIT, low, _slice_pointer, _none, 0)

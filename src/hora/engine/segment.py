@@ -1,8 +1,8 @@
 """Memory shared by the ranks of one host.
 
-A segment is an anonymous memory file: it has no name in any file system, so a SIGKILL anywhere leaves nothing behind
-and the size of `/dev/shm` is no limit. Its descriptor travels over a local socket (`mesh`). The bytes are reserved when
-it is made, so a full machine is an error here and never a SIGBUS later.
+A segment is an anonymous memory file: it has no name in any file system, so a SIGKILL anywhere leaves nothing
+behind and the size of `/dev/shm` is no limit. Its descriptor travels over a local socket (`mesh`). The bytes
+are reserved when it is made, so a full machine is an error here and never a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -13,12 +13,20 @@ import mmap
 import os
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 
 __all__ = ["PAGE_BYTES", "Segment", "aligned"]
 
 PAGE_BYTES = mmap.PAGESIZE
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
+    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
+)
 
 
 def aligned(num_bytes: int, to_bytes: int = PAGE_BYTES) -> int:
@@ -38,6 +46,12 @@ class Segment:
     def create(cls, num_bytes: int, *, label: str = "hora") -> Segment:
         """A zeroed segment. MemoryError says how much was asked for when the machine has not that much."""
         num_bytes = aligned(max(num_bytes, 1))
+        # Reserving more than there is would not fail: the kernel would end processes to make room.
+        available_bytes = _available_bytes()
+        if num_bytes > available_bytes:
+            raise MemoryError(
+                _refusal(num_bytes, label, f"only {available_bytes / 2**20:.0f} MiB are available")
+            )
         descriptor = _anonymous_file(label)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
@@ -45,10 +59,7 @@ class Segment:
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise MemoryError(
-                    f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label}: {error.strerror}; free memory, "
-                    "start fewer ranks on this host, or set HORA_TRANSPORT=gloo to do without shared memory"
-                ) from error
+                raise MemoryError(_refusal(num_bytes, label, os.strerror(error.errno))) from error
             raise
         return cls(memory, num_bytes, descriptor)
 
@@ -72,7 +83,9 @@ class Segment:
         """A flat view of `count` elements at `offset`. It keeps the mapping alive."""
         if count == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.memory, dtype=dtype, offset=offset, count=count)
+        # numpy holds on to the mapping while the view lives; with torch.frombuffer `close` would unmap it.
+        raw = np.frombuffer(self.memory, dtype=np.uint8, offset=offset, count=count * dtype.itemsize)
+        return torch.from_numpy(raw).view(dtype)
 
     def close(self) -> None:
         """Close the descriptor; the memory itself goes when the last view of it does."""
@@ -82,6 +95,23 @@ class Segment:
             object.__setattr__(self, "descriptor", None)
         with contextlib.suppress(BufferError):  # tensors still look into it; the last of them unmaps it
             self.memory.close()
+
+
+def _refusal(num_bytes: int, label: str, why: str) -> str:
+    return (
+        f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label}: {why}; free memory, "
+        "start fewer ranks on this host, or set HORA_TRANSPORT=gloo to do without shared memory"
+    )
+
+
+def _available_bytes() -> int:
+    """What the machine and, in a container, its memory limit have left."""
+    meminfo = Path("/proc/meminfo").read_text()
+    available_bytes = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
+    for limit, used in _CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # not in a container, or "max"
+            available_bytes = min(available_bytes, int(limit.read_text()) - int(used.read_text()))
+    return available_bytes
 
 
 def _anonymous_file(label: str) -> int:

@@ -1,11 +1,12 @@
 """What a reduction does to numbers: scale, combine in member order, finish. Adasum's pair rule too.
 
-Every transport that computes for itself uses this, so that results don't depend on the road the bytes took. Nothing here
-communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
+Every transport that computes for itself uses this, so that results don't depend on the road the bytes took.
+Nothing here communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
 
-Order: times `prescale` (each member's own data), combine members 0, 1, 2, …, then times `postscale`; Average also divides
-by the number of members. Integers are scaled in float64 and truncated toward zero. Half precision computes each step in
-float32 and rounds it, which is what torch's own kernels do. NaN propagates and integers wrap, as in torch.
+Order: times `prescale` (each member's own data), combine members 0, 1, 2, …, then times `postscale`; Average
+also divides by the number of members. Integers are scaled in float64 and truncated toward zero. Half
+precision computes each step in float32 and rounds it, which is what torch's own kernels do. NaN propagates
+and integers wrap, as in torch.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
         return None
     if not dtype.is_floating_point:
         return lambda source, out: out.copy_(source.double().mul_(factor).trunc_())
-    # A tensor of no dimensions costs less per call than a Python number, and says in which precision it is applied.
+    # A tensor of no dimensions costs less per call than a Python number, and says in which precision it is
+    # applied.
     scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
     return lambda source, out: torch.mul(source, scalar, out=out)
 
@@ -129,7 +131,7 @@ def _finishing(divisor: int, postscale: float, dtype: torch.dtype) -> _Step | No
 
 
 def identity(op: int, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing: what a rank that has joined contributes (unscaled: it passes prescale 1)."""
+    """The value that changes nothing: what a rank that has joined contributes, with prescale 1."""
     if op == ReduceOp.PRODUCT:
         return 1
     if op not in (ReduceOp.MIN, ReduceOp.MAX):

@@ -1,7 +1,8 @@
 """Reductions of data that lies in shared memory already: every member has a flat view of everybody's buffer.
 
 Member m reduces its `shared_slice` of all buffers in pieces that fit the cache. No copies in or out and no
-synchronisation: the caller (`ShmTransport`) makes sure that the data is there before and may be used afterwards.
+synchronisation: the caller (`ShmTransport`) makes sure that the data is there before and may be used
+afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def reduce_everywhere(views: Tensors, member: int, arithmetic: Reduction) -> Non
 
 
 def reduce_slice(views: Tensors, member: int, arithmetic: Reduction, out: torch.Tensor) -> None:
-    """Reduce the own slice of `views[0]`, `views[1]`, … into `out`; the views keep their (prescaled) values."""
+    """Reduce the own slice of `views[0]`, `views[1]`, … into `out`; the views keep their prescaled values."""
     begin, end = shared_slice(views[0].numel(), len(views), member)
     assert out.numel() == end - begin, f"a slice of {end - begin} elements does not fit into {out.numel()}"
     for operands, low, scratch in _pieces(views, member, arithmetic):

@@ -1,13 +1,15 @@
 """The staging area of the shared-memory transport: a few slots for each member, reused step by step.
 
-Layout of the segment: a counter and notes for each member, `DEPTH` slots for each member, and `DEPTH` result slots
-that all members write parts of. Step numbers run on from one operation to the next; step s uses slot s modulo DEPTH.
+Layout of the segment: a counter and notes for each member, `DEPTH` slots for each member, and `DEPTH` result
+slots that all members write parts of. Step numbers run on from one operation to the next; step s uses slot s
+modulo DEPTH.
 
-In every step each member fills its slot (or leaves it), publishes the step, waits for everybody's, and reads. A
-member may run AHEAD steps ahead: it fills and publishes s + AHEAD before it waits for s, so that a peer that is late
-for a moment stops nobody. Whoever has published s has then read all of s - AHEAD - 1, and whoever has waited for s - 1
-may fill s + AHEAD, because everybody has read its slot's last use: with DEPTH = 2 AHEAD + 2 slots no second counter is
-needed to say "I have read it". `steps` keeps that order for all operations.
+In every step each member fills its slot (or leaves it), publishes the step, waits for everybody's, and reads.
+A member may run AHEAD steps ahead: it fills and publishes s + AHEAD before it waits for s, so that a peer
+that is late for a moment stops nobody. Whoever has published s has then read all of s - AHEAD - 1, and
+whoever has waited for s - 1 may fill s + AHEAD, because everybody has read its slot's last use: with DEPTH =
+2 AHEAD + 2 slots no second counter is needed to say "I have read it". `steps` keeps that order for all
+operations.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ __all__ = ["AHEAD", "DEPTH", "Ring"]
 AHEAD = 1
 DEPTH = 2 * AHEAD + 2
 
-# A line for the counter and one for the notes. Processors fetch lines in pairs, so this keeps members apart as well.
+# A line for the counter and one for the notes. Processors fetch lines in pairs, so this keeps members apart
+# as well.
 _MEMBER_BYTES = 2 * LINE_BYTES
 
-# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a training.
+# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of
+# a training.
 _KEPT_VIEWS = 4096
 
 
@@ -46,7 +50,8 @@ class Ring:
         guard: Guard,
         limit_s: float,
     ) -> None:
-        assert slot_bytes % PAGE_BYTES == 0 and segment.num_bytes >= self.num_bytes(num_members, slot_bytes)
+        assert slot_bytes % PAGE_BYTES == 0, slot_bytes
+        assert segment.num_bytes >= self.num_bytes(num_members, slot_bytes)
         self.slot_bytes = slot_bytes
         self._segment = segment
         self._member = member
@@ -115,7 +120,7 @@ class Ring:
     def steps(
         self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]
     ) -> None:
-        """Run `num_steps` steps: `fill(index, step)` the own slot, `drain(index, step)` everybody's, one step ahead."""
+        """Call `fill(index, step)` for the own slot and `drain(index, step)` for all, `num_steps` times."""
         if num_steps <= 0:
             return
         first = self._step + 1
@@ -141,8 +146,9 @@ class Ring:
                 counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory; the ring is of no use afterwards."""
         self._views.clear()
         self._notes.clear()
         self._peers.clear()
+        del self._own
         self._segment.close()

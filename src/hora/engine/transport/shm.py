@@ -1,13 +1,14 @@
 """Collectives among processes of one host that share memory: torch operations on views of it, no native code.
 
-Private data goes through the slots of a `Ring` piece by piece, so the staging area stays in the cache and is bounded
-whatever the size of the tensors. Two members, or little data: everybody reads everybody's slot and reduces all of
-it straight into its own output, one synchronisation. More of both: member m reduces slice m of each piece and the
-result goes round through shared memory. Either way members are combined in the order 0, 1, 2, … (`arithmetic`).
+Private data goes through the slots of a `Ring` piece by piece, so the staging area stays in the cache and is
+bounded whatever the size of the tensors. Two members, or little data: everybody reads everybody's slot and
+reduces all of it straight into its own output, one synchronisation. More of both: member m reduces slice m of
+each piece and the result goes round through shared memory. Either way members are combined in the order 0, 1,
+2, … (`arithmetic`).
 
 Data that lies in shared memory already (gradient buckets) is reduced where it is: `reduce_shared` and
-`reduce_shared_slice`. Called by the engine, from one thread at a time. After an exception the transport is unusable
-and must be closed.
+`reduce_shared_slice`. Called by the engine, from one thread at a time. After an exception the transport is
+unusable and must be closed.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from hora.engine.transport.threads import SERIAL_ELEMENTS, single_threaded
 
 __all__ = ["ShmTransport"]
 
-# A transport begins with small slots, because most process sets never send much, and gets large ones once. Larger
-# pieces mean fewer synchronisations, until the slots in use no longer fit the second-level cache.
+# A transport begins with small slots, because most process sets never send much, and gets large ones once.
+# Larger pieces mean fewer synchronisations, until the slots in use no longer fit the second-level cache.
 SMALL_SLOT_BYTES = 65536
 LARGE_SLOT_BYTES = 524288
-# Up to this many bytes of all members together everybody reduces everything; beyond, each member reduces its slice.
+# Up to this many bytes of all members together everybody reduces everything; beyond, each member reduces its
+# slice.
 DIRECT_BYTES = 393216
 # Whoever has published step s + LAG has reduced its slice of step s.
 LAG = AHEAD + 1
@@ -80,7 +82,7 @@ class ShmTransport:
         )
 
     def _ring_for(self, num_bytes: int) -> Ring:
-        """The ring; with large slots from the first operation on that wants them, which all members see alike."""
+        """The ring; with large slots once an operation has wanted them, which all members see alike."""
         if num_bytes > self._ring.slot_bytes == SMALL_SLOT_BYTES:
             self._ring.close()
             self._ring = self._make_ring(LARGE_SLOT_BYTES)
@@ -125,7 +127,7 @@ class ShmTransport:
         ring.steps(len(sources), fill, drain)
 
     def _allreduce_sliced(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Reduction) -> None:
-        """Member m reduces slice m of each piece into the common result, which everybody copies out LAG steps later."""
+        """Member m reduces slice m of each piece into a common result, which all copy out LAG steps later."""
         dtype, member, num_members = arithmetic.dtype, self._member, self._num_members
         most = ring.slot_bytes // dtype.itemsize
         sources = cut(inputs, most)
@@ -247,8 +249,8 @@ class ShmTransport:
         sent = input[: sum(send_counts)].split(list(send_counts))
         received = output.split(list(receive_counts))
         copy(sent[self._member], received[self._member])
-        # Nobody knows what others send each other. So the first step carries the beginnings of everything and the
-        # size of the largest part, and then all know how many steps are left.
+        # Nobody knows what others send each other. So the first step carries the beginnings of everything and
+        # the size of the largest part, and then all know how many steps are left.
         ring = self._ring
         most = self._share_bytes(ring) // input.itemsize
         largest = max(self._exchange(ring, sent, received, 1, note=max(send_counts))) - most
@@ -329,7 +331,7 @@ class ShmTransport:
         self._ring.meet()
 
     def reduce_shared(self, views: Tensors, *, op: int, prescale: float, postscale: float) -> None:
-        """Allreduce where it lies: `views[m]` is member m's data in shared memory. All of them get the result."""
+        """Allreduce in place: `views[m]` is member m's data in shared memory. All of them get the result."""
         arithmetic = reduction(op, views[0].dtype, prescale, postscale, self._num_members)
         self._ring.meet()
         with single_threaded():
@@ -339,7 +341,7 @@ class ShmTransport:
     def reduce_shared_slice(
         self, views: Tensors, out: torch.Tensor, *, op: int, prescale: float, postscale: float
     ) -> None:
-        """Like `reduce_shared`, but only the own `shared_slice` of the result is made, in the private `out`."""
+        """Like `reduce_shared`, but makes only the own `shared_slice` of the result, in the private `out`."""
         arithmetic = reduction(op, views[0].dtype, prescale, postscale, self._num_members)
         self._ring.meet()
         with single_threaded():
@@ -353,7 +355,7 @@ class ShmTransport:
 def _reduce(
     operands: list[torch.Tensor], result: Piece, arithmetic: Reduction, scratch: torch.Tensor
 ) -> None:
-    """Reduce and finish straight into the result, or through the scratch when the result is in several places."""
+    """Reduce and finish straight into the result, or through `scratch` when that is in several places."""
     out = result[0] if len(result) == 1 else scratch
     arithmetic.combine(operands, out, scratch)
     arithmetic.finish_(out)

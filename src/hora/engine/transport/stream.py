@@ -1,7 +1,7 @@
-"""Several flat tensors as one stream, cut into pieces that fit a slot, and the copies between pieces and slots.
+"""Several flat tensors as one stream, cut into pieces that fit a slot; copies between pieces and slots.
 
-A piece is a list of views, in order; most often a single one. Copies go through memmove, which starts no threads, needs
-no views of its own and doesn't care for the dtype.
+A piece is a list of views, in order; most often a single one. Copies go through memmove, which starts no
+threads, needs no views of its own and doesn't care for the dtype.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keeps torch from spreading the transport's own operations over several threads.
 
-torch splits an element-wise operation above `SERIAL_ELEMENTS`. The ranks of a host share its cores, and the pieces of a
-transport are small, so starting threads costs more than it brings. `torch.set_num_threads` would change threads that
-start later as well; OpenMP's own setting belongs to the calling thread alone.
+torch splits an element-wise operation above `SERIAL_ELEMENTS`. The ranks of a host share its cores, and the
+pieces of a transport are small, so starting threads costs more than it brings. `torch.set_num_threads` would
+change threads that start later as well; OpenMP's own setting belongs to the calling thread alone.
 """
 
 from __future__ import annotations
