@@ -51,8 +51,7 @@ def _torch(facts: Facts) -> Finding:
     version, build = facts["torch"], facts["build"]
     if version is None:
         return Finding("problem", "PyTorch is not installed for this Python", "pip install torch")
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if numbers < _LEAST_TORCH:
+    if tuple(_numbers(version)) < _LEAST_TORCH:
         least = ".".join(map(str, _LEAST_TORCH))
         return Finding("problem", f"PyTorch {version} is older than {least}", f"pip install 'torch>={least}'")
     if "PyTorch" in build:
@@ -131,11 +130,15 @@ def agreement(facts: Mapping[str, Facts]) -> list[Finding]:
         if len(set(values.values())) == 1:
             continue
         listed = ", ".join(f"{each[key]} on {host}" for host, each in facts.items())
-        newest = max((each[key] for each in facts.values() if each[key]), default="")
+        newest = max((each[key] for each in facts.values() if each[key]), key=_numbers, default="")
         found.append(Finding("problem", f"{name} differs between hosts: {listed}", install.format(newest)))
     if not found:
         found.append(Finding("ok", "Python, PyTorch and Hora agree on all hosts"))
     return found
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split("+")[0].split(".") if part.isdigit()]
 
 
 def _comparable(key: str, value: str | None) -> str | None:

@@ -207,13 +207,16 @@ class Options:
     @classmethod
     def from_args(cls, args: object, environ: Mapping[str, str]) -> Options:
         """Reads a parsed command line, or any object with such attributes; missing ones count as unset."""
-        values: dict[str, Any] = {}
+        values = {name: getattr(args, name, None) for name in knobs()}
+        return cls(command=tuple(getattr(args, "command", None) or ()), **values).filled_from(environ)
+
+    def filled_from(self, environ: Mapping[str, str]) -> Options:
+        """These options, with the launcher's own variables (HOROVOD_START_TIMEOUT, …) for unset flags."""
+        found: dict[str, Any] = {}
         for name, knob in knobs().items():
-            value = getattr(args, name, None)
-            if value is None and knob.launch_variable and environ.get(knob.launch_variable):
-                value = check(knob, environ[knob.launch_variable], where=knob.launch_variable)
-            values[name] = value
-        return cls(command=tuple(getattr(args, "command", None) or ()), **values)
+            if getattr(self, name) is None and knob.launch_variable and environ.get(knob.launch_variable):
+                found[name] = check(knob, environ[knob.launch_variable], where=knob.launch_variable)
+        return dataclasses.replace(self, **found)
 
     @property
     def elastic(self) -> bool:

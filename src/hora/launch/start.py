@@ -40,6 +40,7 @@ def start(
     """
     if function is None and not options.command:
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
+    options = options.filled_from(environ)
     if options.elastic:
         return _start_elastic(options, environ, function=function, executable=executable)
     from hora.launch.controller import run_job

@@ -1,0 +1,213 @@
+"""The commands' words and the steps from options to a job, without starting anything."""
+
+import sys
+
+import pytest
+
+import horovod
+from hora import build, cli, cli_run
+from hora.doctor import findings
+from hora.doctor.findings import Finding
+from hora.horovod_env import get_env_rank_and_size
+from hora.launch import address, start
+from hora.launch.options import Options, knobs
+from hora.launch.ssh import Ssh
+from horovod.runner import _HorovodArgs
+from horovod.runner import launch as old_launch
+from horovod.runner.common.util import env as old_env
+from horovod.runner.common.util import hosts as old_hosts
+
+
+def test_help_names_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in cli.COMMANDS)
+
+
+def test_every_command_can_be_imported():
+    for command in cli.COMMANDS.values():
+        module, _, function = command.target.partition(":")
+        assert callable(getattr(__import__(module, fromlist=[function]), function))
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(capsys):
+    assert cli.main(["docter"]) == 2
+    assert "did you mean `hora doctor`?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "the commands are run, doctor" in capsys.readouterr().err
+
+
+def test_version_of_both_names(capsys):
+    assert cli.main(["--version"]) == 0
+    own = capsys.readouterr().out.split()[1]
+    assert horovod.__version__ == f"0.28.1+hora.{own}"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = horovod.nothing
+
+
+def test_old_import_paths_lead_to_our_code():
+    assert old_launch.run_commandline is cli_run.horovodrun
+    assert old_launch._run is cli_run.run
+    assert old_env.get_env_rank_and_size is get_env_rank_and_size
+    assert [host.hostname for host in old_hosts.parse_hosts("a:1,b:2")] == ["a", "b"]
+
+
+def test_horovod_args_has_every_dest():
+    args = _HorovodArgs()
+    assert {name for name in knobs() if getattr(args, name) is not None} == set()
+    args.num_proc, args.command = 3, ["true"]
+    assert Options.from_args(args, {}).num_proc == 3
+
+
+def test_parse_args_reads_the_process_own_command_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", "--fusion-threshold-mb", "10"])
+    args = old_launch.parse_args()
+    assert (args.num_proc, args.fusion_threshold_mb, args.command) == (2, 10, [])
+
+
+def test_rank_and_size_from_three_launchers():
+    assert get_env_rank_and_size({}) == (0, 1)
+    assert get_env_rank_and_size({"PMI_RANK": "1", "PMI_SIZE": "2"}) == (1, 2)
+    both = {
+        "HOROVOD_RANK": "3",
+        "HOROVOD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+    }
+    assert get_env_rank_and_size(both) == (3, 4)
+    with pytest.raises(RuntimeError, match="OMPI_COMM_WORLD_SIZE is set but OMPI_COMM_WORLD_RANK is not"):
+        get_env_rank_and_size({"OMPI_COMM_WORLD_SIZE": "2"})
+
+
+def test_check_build_ticks_what_has_no_problem():
+    text = build.format_build(
+        "9.9", {"TensorFlow": "no", "MXNet": "no", "MPI": "no", "DDL": "no", "CCL": "no"}
+    )
+    assert text == (
+        "Horovod v9.9:\n\nAvailable Frameworks:\n    [ ] TensorFlow\n    [X] PyTorch\n    [ ] MXNet\n\n"
+        "Available Controllers:\n    [ ] MPI\n    [X] Gloo\n\n"
+        "Available Tensor Operations:\n    [X] NCCL\n    [ ] DDL\n    [ ] CCL\n    [ ] MPI\n    [X] Gloo"
+    )
+
+
+def job(environ=None, **values):
+    return start.make_job(Options(command=("python",), **values), environ or {})
+
+
+def test_a_job_has_exactly_np_ranks_on_the_hosts_in_order():
+    slots = job(num_proc=3, hosts="localhost:2,127.0.0.1:2").slots
+    assert [(slot.hostname, slot.local_rank, slot.local_size) for slot in slots] == [
+        ("localhost", 0, 2),
+        ("localhost", 1, 2),
+        ("127.0.0.1", 0, 1),
+    ]
+    assert [slot.hostname for slot in job(num_proc=2).slots] == ["localhost"] * 2
+
+
+def test_hosts_from_a_file_and_from_an_lsf_job(tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    assert len(job(num_proc=2, hostfile=str(tmp_path / "hosts")).slots) == 2
+    lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 1 hostB 2"}
+    assert [slot.hostname for slot in job(lsf).slots] == ["hostA", "hostB", "hostB"]
+    with pytest.raises(ValueError, match="more processes"):
+        job(num_proc=3, hosts="localhost:2")
+
+
+def test_a_jobs_environment_is_ours_plus_what_was_asked_for():
+    env = job(
+        {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CACHE_CAPACITY": "5", "X": "y"}, num_proc=1, cycle_time_ms=2.0
+    ).env
+    assert env["HOROVOD_CYCLE_TIME"] == "2.0"
+    assert (env["HOROVOD_CACHE_CAPACITY"], env["X"], env["PYTHONUNBUFFERED"]) == ("5", "y", "1")
+    assert (env["HOROVOD_GLOO_IFACE"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+    elsewhere = job(num_proc=2, hosts="localhost:1,192.0.2.1:1").env
+    assert "HOROVOD_GLOO_IFACE" not in elsewhere
+
+
+def test_requests_that_cannot_be_carried_out(tmp_path):
+    with pytest.raises(ValueError, match="there is no command to run"):
+        start.start(Options(num_proc=2), {})
+    with pytest.raises(ValueError, match=r"fewer than 2 hosts.*localhost:2"):
+        start.start(Options(command=("true",), num_proc=2, min_num_proc=1, hosts="localhost:2"), {})
+    with pytest.raises(ValueError, match="--ssh-identity-file: there is no file"):
+        start.make_ssh({}, port=None, identity_file=str(tmp_path / "key"))
+
+
+def test_own_addresses_are_local_and_others_are_not():
+    assert address.is_local("localhost")
+    assert address.is_local("127.0.0.2")
+    assert not address.is_local("192.0.2.1")  # reserved for documentation
+    assert address.source_address("127.0.0.9").startswith("127.")
+    assert address.interface_address({"lo"}) == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"none of the network interfaces nic7, nic8 .* it has .*lo"):
+        address.interface_address({"nic8", "nic7"})
+
+
+def test_ssh_gets_options_host_port_key_and_one_quoted_command():
+    argv = Ssh(port=2222, identity_file="/k", executable="/my env/python", python_path="/a b").python(
+        "h", "m", "x;y"
+    )
+    assert argv[0] == "ssh"
+    assert argv[1:5] == ["-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
+    assert argv[argv.index("h") :] == [
+        *("h", "-p", "2222", "-i", "/k"),
+        "exec env 'PYTHONPATH=/a b' '/my env/python' -m m 'x;y'",
+    ]
+
+
+FACTS = {
+    "hostname": "h", "python": "3.11.7", "executable": "/p", "hora": "0.1", "torch": "2.13.0+cpu",
+    "pyspark": "4.0", "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30, "shm_bytes": 1,
+    "tmp_bytes": 1, "open_files": 65536, "gpus": [], "java": "openjdk 17", "build": {},
+}  # fmt: skip
+
+
+def problems(**changes):
+    return [f for f in findings.host_findings(FACTS | changes) if f.level == "problem"]
+
+
+def test_a_healthy_host_has_no_problem():
+    assert problems() == []
+    assert findings.summary(findings.host_findings(FACTS)) == "All is well."
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "advice"),
+    [
+        ({"torch": None}, "PyTorch is not installed", "pip install torch"),
+        ({"torch": "1.13.1"}, "1.13.1 is older than 2.4", "pip install"),
+        ({"build": {"PyTorch": "ImportError: x"}}, "an allreduce failed: ImportError: x", "hora.build"),
+        (
+            {"foreign_horovod": "horovod 0.28.1"},
+            "horovod 0.28.1 is installed beside",
+            "pip uninstall horovod",
+        ),
+        ({"memfd": "No space left"}, "does not work: No space left", "memory limit"),
+        ({"memory_bytes": 1 << 20}, "shared memory works", "less than 1 GiB"),
+        ({"open_files": 64}, "only 64 files", "ulimit -n"),
+        ({"gpus": ["H200"], "build": {"NCCL": "no kernel"}}, "NCCL does not work: no kernel", "CUDA version"),
+        ({"java": None}, "Java was not found", "JAVA_HOME"),
+    ],
+)
+def test_each_problem_says_what_and_what_to_do(changes, text, advice):
+    [found] = problems(**changes)
+    assert text in found.text
+    assert advice in found.advice
+
+
+def test_versions_must_agree_between_hosts():
+    assert [f.level for f in findings.agreement({"a": FACTS, "b": FACTS})] == ["ok"]
+    other = FACTS | {"python": "3.12.1", "torch": "2.9.0+cu128"}
+    python, torch = findings.agreement({"a": FACTS, "b": other})
+    assert "3.11.7 on a, 3.12.1 on b" in python.text
+    assert "2.13.0+cpu on a, 2.9.0+cu128 on b" in torch.text
+    assert torch.advice.endswith("pip install torch==2.13.0+cpu")
+    assert [f.level for f in findings.agreement({"a": FACTS, "b": FACTS | {"python": "3.11.9"}})] == ["ok"]
+
+
+def test_ports_that_cannot_be_reached_are_named_with_both_ends():
+    assert findings.reach_findings({"a": {"b": None}, "b": {"a": None}})[0].level == "ok"
+    [found] = findings.reach_findings({"a": {"b": "No route to host"}, "b": {"a": None}})
+    assert isinstance(found, Finding)
+    assert "a cannot connect to a port of b: No route to host" in found.text
+    assert "firewall of b" in found.advice
