@@ -57,6 +57,8 @@ def train_hvd(width, go=None):
 """
 
 SPARK = """
+import sys
+os.environ["PYSPARK_PYTHON"] = sys.executable
 from pyspark.sql import SparkSession
 spark = (SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
          .config("spark.driver.host", "127.0.0.1").getOrCreate())
@@ -74,7 +76,12 @@ HorovodRunner(np={np}).run(sleepy)
 
 AFTER = """
 import psutil
-left = [p.cmdline() for p in psutil.Process().children(recursive=True) if "hora" in " ".join(p.cmdline())]
+def command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended, or Spark has not reaped it yet
+        return ""
+left = [p for p in psutil.Process().children(recursive=True) if "hora" in command(p)]
 assert left == [], left
 print("size after the interrupt:", HorovodRunner(np=2).run(train_hvd, width=2)[0])
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -63,7 +64,10 @@ class SparkStage:
         found = re.search(r"Job aborted.*?(?=\n\s+at |\nDriver stacktrace|\Z)", text, re.DOTALL)
         hint = ""
         if "No module named 'hora'" in text:
-            hint = "\nInstall hora on every node, for the Python that runs Spark's workers (PYSPARK_PYTHON)."
+            hint = (
+                "\nInstall hora on every node, for the Python that runs Spark's workers: it is "
+                f"{self._context.pythonExec!r}, and PYSPARK_PYTHON chooses another (here runs {sys.executable})."
+            )
         return (found.group(0) if found else text)[:4000].strip() + hint
 
     def _run(self) -> None:
