@@ -157,8 +157,8 @@ def test_ssh_gets_options_host_port_key_and_one_quoted_command():
 
 FACTS = {
     "hostname": "h", "python": "3.11.7", "executable": "/p", "hora": "0.1", "torch": "2.13.0+cpu",
-    "pyspark": "4.0", "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30, "shm_bytes": 1,
-    "tmp_bytes": 1, "open_files": 65536, "gpus": [], "java": "openjdk 17", "build": {},
+    "pyspark": "4.0", "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30,
+    "shm_bytes": 1, "tmp_bytes": 1, "open_files": 65536, "gpus": [], "java": "openjdk 17", "build": {},
 }  # fmt: skip
 
 

@@ -1,0 +1,206 @@
+"""`horovodrun` and `hora` as a user types them: flags that reach the workers, endings, and bad input."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from command_process import BIN, lines_of, run_command, running
+
+import horovod
+from horovod.runner import _HorovodArgs
+from horovod.runner.launch import _run
+
+SHOW = "import json, os, sys; print(json.dumps({n: os.environ.get(n) for n in sys.argv[1:]}))"
+
+
+def test_flags_a_config_file_and_inherited_variables_reach_the_workers(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("params: {cycle_time_ms: 10, cache_capacity: 7}\ntimeline: {filename: t.json}\n")
+    names = [
+        "HOROVOD_CYCLE_TIME",
+        "HOROVOD_CACHE_CAPACITY",
+        "HOROVOD_TIMELINE",
+        "HOROVOD_LOG_LEVEL",
+        "HOROVOD_AUTOTUNE",
+    ]
+    code, out, err = run_command(
+        "horovodrun", "-np", "1", "--config-file", str(config), "--cycle-time-ms", "3",
+        "python", "-c", SHOW, *names,
+        env={"HOROVOD_LOG_LEVEL": "debug", "HOROVOD_CACHE_CAPACITY": "1", "HOROVOD_AUTOTUNE": None},
+    )  # fmt: skip
+    assert code == 0, err
+    assert list(json.loads(lines_of(out, 0)[0]).values()) == ["3.0", "7", "t.json", "debug", None]
+
+
+def test_exactly_np_processes_on_hosts_that_are_all_this_one(tmp_path):
+    """Names of this machine are hosts of their own, but need no ssh."""
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# two names\nlocalhost slots=2\n\n127.0.0.2 slots=4\n")
+    names = [
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+        "HOROVOD_CROSS_RANK",
+        "HOROVOD_HOSTNAME",
+    ]
+    code, out, err = run_command(
+        "hora", "run", "-np", "3", "--hostfile", str(hostfile), "python", "-c", SHOW, *names,
+        env={"HORA_SSH": "false"},
+    )  # fmt: skip
+    assert code == 0, err
+    assert [list(json.loads(lines_of(out, rank)[0]).values()) for rank in range(3)] == [
+        ["3", "0", "2", "0", "localhost"],
+        ["3", "1", "2", "0", "localhost"],
+        ["3", "0", "1", "1", "127.0.0.2"],
+    ]
+    assert len(out.splitlines()) == 3
+
+
+def test_output_has_prefixes_times_and_files(tmp_path):
+    code, out, err = run_command(
+        "horovodrun", "-np", "2", "-prefix-timestamp", "--output-filename", str(tmp_path / "logs"),
+        "sh", "-c", "echo to out; echo to err >&2; printf end",
+    )  # fmt: skip
+    assert code == 0
+    day = r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}"
+    assert len(re.findall(rf"^{day}\[[01]\]<stdout>:(?:to out|end)$", out, re.MULTILINE)) == 4
+    assert len(re.findall(rf"^{day}\[[01]\]<stderr>:to err$", err, re.MULTILINE)) == 2
+    for rank in (0, 1):
+        assert "to out" in (tmp_path / "logs" / f"rank.{rank}" / "stdout").read_text()
+        assert "to err" in (tmp_path / "logs" / f"rank.{rank}" / "stderr").read_text()
+
+
+def test_the_two_commands_fail_each_in_its_way():
+    """Rank 1 fails at once although rank 0 would sleep for two minutes."""
+    job = ["-np", "2", "sh", "-c", "if [ $HOROVOD_RANK = 1 ]; then echo oh no >&2; exit 7; fi; sleep 120"]
+    for command, status in ((["horovodrun"], 1), (["hora", "run"], 7)):
+        started = time.monotonic()
+        code, _, err = run_command(*command, *job)
+        assert time.monotonic() - started < 60
+        assert code == status
+        assert "Process name: 1\nExit code: 7\n" in err
+        assert "oh no" in err.partition("Exit code: 7")[2]
+        assert ("Traceback" in err) == (command == ["horovodrun"])
+
+
+def test_death_by_signal_is_128_plus_its_number():
+    code, _, err = run_command("hora", "run", "-np", "1", "sh", "-c", "kill -9 $$")
+    assert code == 128 + signal.SIGKILL
+    assert "Exit code: 137" in err
+
+
+def test_old_entry_point_runs_a_filled_object_and_raises_runtime_error(tmp_path):
+    args = _HorovodArgs()
+    args.num_proc, args.hosts, args.use_gloo = 2, "localhost:2", True
+    args.command = ["sh", "-c", f"touch {tmp_path}/$HOROVOD_RANK"]
+    _run(args)
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+    args.command = ["sh", "-c", "exit 3"]
+    with pytest.raises(
+        RuntimeError, match=r"^Horovod detected that one or more processes exited with non-zero"
+    ) as caught:
+        _run(args)
+    assert "Exit code: 3" in str(caught.value)
+
+
+def test_a_function_on_hosts_given_to_run(monkeypatch):
+    monkeypatch.setenv("HORA_SSH", "false")
+    hosts = horovod.run(lambda: os.environ["HOROVOD_HOSTNAME"], num_proc=2, hosts="localhost:1,127.0.0.1:1")
+    assert hosts == ["localhost", "127.0.0.1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_job_with_their_status_and_without_a_traceback(tmp_path, number):
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    with running(
+        "horovodrun", "-np", "2", "sh", "-c", f"touch {ready}/$HOROVOD_RANK; sleep 300; true",
+        ready=ready, count=2,
+    ) as job:  # fmt: skip
+        job.process.send_signal(number)
+        code, _, err = job.finish()
+    assert code == 128 + number
+    assert "Traceback" not in err
+
+
+def test_check_build_prints_what_was_tried():
+    code, out, err = run_command(
+        "horovodrun", "--check-build", env={"HOROVOD_RANK": "5", "HOROVOD_SIZE": "9"}
+    )
+    assert (code, err) == (0, "")
+    first, *sections = out.rstrip("\n").split("\n\n")
+    assert first == f"Horovod v{horovod.__version__}:"
+    assert [section.splitlines()[0] for section in sections] == [
+        "Available Frameworks:", "Available Controllers:", "Available Tensor Operations:"
+    ]  # fmt: skip
+    assert all(
+        re.fullmatch(r" +\[[ X]\] \w+", line) for section in sections for line in section.splitlines()[1:]
+    )
+    assert "[X] PyTorch" in sections[0]
+    assert "[X] Gloo" in sections[1]
+    assert "[ ] MPI" in sections[1]
+
+
+def test_a_torch_that_cannot_be_imported_is_not_ticked(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')")
+    code, out, _ = run_command("horovodrun", "-cb", env={"PYTHONPATH": str(tmp_path)})
+    assert code == 0
+    assert "[ ] PyTorch" in out
+    assert "[ ] Gloo" in out
+
+
+def test_light_commands_import_neither_torch_nor_pyspark():
+    script = (
+        "import sys, hora.cli\nhora.cli.main(['--help'])\n"
+        "try: hora.cli.main(['run', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'pyspark', 'numpy', 'cloudpickle', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["-np", "2"], "there is no command to run"),
+        (["python", "x.py"], "-np is missing"),
+        (["-np", "two", "python"], "invalid int value: 'two'"),
+        (["-np", "-1", "true"], "-np must be at least 1, but it is -1"),
+        (["-np", "2", "--fusion-threshold-mb", "-5", "true"], "--fusion-threshold-mb must be at least 0"),
+        (["-np", "2", "--frobnicate", "true"], "unrecognized arguments: --frobnicate"),
+        (["-np", "2", "-H", "nohost", "true"], "Invalid host input: 'nohost'"),
+        (["-np", "3", "-H", "localhost:2", "true"], "Requested more processes (3)"),
+        (["-np", "2", "-hostfile", "/nowhere", "true"], "cannot read the hostfile '/nowhere'"),
+        (["-np", "2", "--config-file", "/nowhere", "true"], "cannot read the config file '/nowhere'"),
+        (["-np", "2", "--mpi", "true"], "MPI support has not been built"),
+        (["-np", "1", "-H", "192.0.2.1:1", "-i", "/nokey", "true"], "there is no file '/nokey'"),
+        (["-np", "1", "--network-interface", "nic9", "true"], "none of the network interfaces nic9"),
+        (["-np", "2", "--min-np", "1", "true"], "fewer than 2 hosts"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_or_two_lines_and_status_2(argv, words):
+    done = subprocess.run(
+        [BIN / "horovodrun", *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+    assert done.stdout == ""
+
+
+def test_output_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run_command("horovodrun", "-np", "1", "--output-filename", str(tmp_path / "file"), "true")
+    assert code == 1
+    assert str(tmp_path / "file") in err
+    assert "Traceback" not in err
