@@ -159,4 +159,4 @@ def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     share_a = 1.0 if norm_a < _TINY_SQUARED_NORM else 1.0 - dot / (2.0 * norm_a)
     share_b = 1.0 if norm_b < _TINY_SQUARED_NORM else 1.0 - dot / (2.0 * norm_b)
     for piece_a, piece_b, piece_out in pieces:
-        piece_out.copy_(piece_a.double().mul_(share_a).add_(piece_b.double().mul_(share_b)))
+        piece_out.copy_(piece_a.double() * share_a + piece_b.double() * share_b)
