@@ -1,4 +1,4 @@
-"""Hora: Horovod code, alive and faster. Import `horovod.torch` as ever; `hora.run` starts a function on ranks."""
+"""Hora: Horovod code, alive and faster. Import `horovod.torch` as ever; `hora.run` calls a function on ranks."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import selectors
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from hora.launch import supervisor
 from hora.launch.spec import LaunchEvents, WorkerExit, WorkerSpec
@@ -29,9 +29,18 @@ _READ_BYTES = 256 * 1024
 _CLOSE_SLACK_S = 15.0
 
 
+_RUN_SUPERVISOR = """
+import sys
+sys.path.append(sys.argv.pop(1))
+from hora.launch.supervisor import main
+sys.exit(main())
+"""
+
+
 def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...]:
     """How to start a supervisor on this machine: isolated and without site-packages, because that is fast."""
-    return (executable, "-I", "-S", supervisor.__file__)
+    source = str(Path(supervisor.__file__).resolve().parents[2])
+    return (executable, "-I", "-S", "-c", _RUN_SUPERVISOR, source)
 
 
 class Host:
@@ -64,13 +73,17 @@ class Host:
         )
         self._lock = threading.Lock()
         self._running: set[int] = set()
-        self._next_heartbeat = 0.0
+        self._over_now = threading.Event()
         self._ended: str | None = None  # why nothing can be started here any more
         self._complaints = b""
         with contextlib.suppress(OSError):  # a small pipe works too, with more turns
             fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._reader = threading.Thread(target=self._read, name=f"hora-host {name}", daemon=True)
         self._reader.start()
+        # Its own thread: the reader may be held up by a slow console, which is no reason to take us for dead.
+        self._heart = threading.Thread(target=self._beat, name=f"hora-heartbeat {name}", daemon=True)
+        if heartbeat_s is not None:
+            self._heart.start()
 
     @property
     def _stdout(self) -> int:
@@ -120,10 +133,16 @@ class Host:
             self._process.kill()
             self._process.wait(_CLOSE_SLACK_S)
         self._reader.join(_CLOSE_SLACK_S)
+        if self._heartbeat_s is not None:
+            self._heart.join(_CLOSE_SLACK_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # unsent orders for a dead supervisor
                     pipe.close()
+
+    def _beat(self) -> None:
+        while not self._over_now.wait(self._heartbeat_s):
+            self._command(op="alive")
 
     def _command(self, **order: object) -> None:
         self._order(json.dumps(order).encode() + b"\n")
@@ -145,7 +164,7 @@ class Host:
             selector.register(self._stdout, selectors.EVENT_READ)
             selector.register(self._process.stderr.fileno(), selectors.EVENT_READ)
             while self._stdout in selector.get_map():
-                for key, _ in selector.select(self._until_heartbeat_s()):
+                for key, _ in selector.select():
                     data = os.read(key.fd, _READ_BYTES)
                     if not data:
                         selector.unregister(key.fd)
@@ -161,16 +180,6 @@ class Host:
                 with contextlib.suppress(BlockingIOError):
                     self._complaints = (self._complaints + os.read(key.fd, _TAIL_BYTES))[-_TAIL_BYTES:]
         self._over(marked)
-
-    def _until_heartbeat_s(self) -> float | None:
-        """Send a sign of life if it is time for one, and say when the next is due."""
-        if self._heartbeat_s is None:
-            return None
-        now = time.monotonic()
-        if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self._heartbeat_s
-            self._command(op="alive")
-        return self._next_heartbeat - now
 
     def _take_frames(self, buffer: bytearray) -> None:
         size = supervisor.FRAME.size
@@ -193,6 +202,7 @@ class Host:
         self._events.exited(ended)
 
     def _over(self, marked: bool) -> None:
+        self._over_now.set()
         code = self._process.wait()
         complaints = self._complaints.decode(errors="replace").strip()
         happened = "ended unexpectedly" if marked else "did not start"

@@ -10,8 +10,7 @@ processes:
 
 Both are subreapers, so double-forked grandchildren stay in sight; workers die with the supervisor
 (PDEATHSIG); the supervisor takes the guardian's death for an order to end. It also holds the job's secret
-in a memfd, which workers read through /proc. This file imports nothing but the light part of the standard
-library: it must start fast.
+in a memfd, which workers read through /proc. It must start fast and imports accordingly.
 
 Where a network lies between, the launcher sends {"op": "alive"} now and then, and the supervisor's only
 argument says after how many seconds of silence it takes the launcher for gone.
@@ -24,7 +23,6 @@ constants below.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -34,70 +32,25 @@ import sys
 import time
 from typing import Any
 
+from hora.launch.processes import (
+    Processes,
+    adopt_orphans,
+    die_with_parent,
+    environment_value,
+    exit_code,
+    send_signal,
+)
+from hora.launch.spawn import spawn
+
 MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
 FRAME = struct.Struct(">cii")
 STARTED, STDOUT, STDERR, EXITED = b"s", b"o", b"e", b"x"
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _READ_BYTES = 64 * 1024
 _BACKLOG_BYTES = 1024 * 1024  # of unsent output, above which workers' pipes are left unread
 _FLUSH_LIMIT_S = 2.0
 _SWEEP_S = 0.02
 _DEFAULT_GRACE_S = 5.0
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
-
-
-def _parents() -> dict[int, int]:
-    """Every process's parent, zombies left out."""
-    parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
-            except (OSError, ValueError):  # it ended while we looked
-                continue
-            if state not in (b"Z", b"X"):
-                parents[int(name)] = int(parent)
-    return parents
-
-
-def _descendants(root: int) -> list[int]:
-    parents = _parents()
-    found: list[int] = []
-    frontier = {root}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found.extend(frontier)
-    return found
-
-
-def _send_signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already, or not ours any more
-        os.kill(pid, number)
-
-
-def _worker_of(pid: int) -> int | None:
-    """The worker to which an orphan belongs, by its environment."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            for item in file.read().split(b"\0"):
-                if item.startswith(b"HORA_WORKER="):
-                    return int(item[12:])
-    except (OSError, ValueError):
-        return None
-    return None
-
-
-def _exit_code(status: int) -> int:
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 class _Supervisor:
@@ -194,8 +147,7 @@ class _Supervisor:
             if command["op"] == "start":
                 self._start(command)
             elif command["op"] == "terminate":
-                for worker in command["workers"]:
-                    self._terminate(worker, command["grace_s"])
+                self._terminate(command["workers"], command["grace_s"])
             elif command["op"] == "finish":
                 self._end(command["grace_s"])
 
@@ -213,29 +165,17 @@ class _Supervisor:
             return
         env = dict(os.environ) if command["inherit_env"] else {}
         env |= command["env"] | {"HORA_SECRET_FILE": self._secret_file(command["secret"])}
-        pipes = [
-            os.pipe2(os.O_CLOEXEC) for _ in range(3)
-        ]  # stdout, stderr, and one that tells of a failed exec
-        pid = os.fork()
-        if pid == 0:
-            _become(command["argv"], env, command["cwd"], pipes)
-        for _, write_end in pipes:
-            os.close(write_end)
-        problem = os.read(pipes[2][0], 4096).decode(errors="replace")
-        os.close(pipes[2][0])
-        self._pids[worker] = pid
-        if problem:
-            os.waitpid(pid, 0)
-            for read_end, _ in pipes[:2]:
-                os.close(read_end)
-            self._exited(worker, 127, problem)
+        try:
+            spawned = spawn(command["argv"], env, command["cwd"])
+        except OSError as error:
+            self._exited(worker, 127, str(error))
             return
-        for (read_end, _), kind in zip(pipes, (STDOUT, STDERR), strict=False):
-            os.set_blocking(read_end, False)
+        self._pids[worker] = spawned.pid
+        for read_end, kind in ((spawned.stdout, STDOUT), (spawned.stderr, STDERR)):
             self._pipes[read_end] = (worker, kind)
             if not self._paused:
                 self._selector.register(read_end, selectors.EVENT_READ)
-        self._send(STARTED, worker, str(pid).encode())
+        self._send(STARTED, worker, str(spawned.pid).encode())
 
     # ---- output -------------------------------------------------------------------------------------------
 
@@ -309,99 +249,64 @@ class _Supervisor:
             for worker, first in self._pids.items():
                 if first == pid:
                     self._drain_pipes(worker)
-                    self._exited(worker, _exit_code(status), "")
+                    self._exited(worker, exit_code(status), "")
                     break
 
     def _exited(self, worker: int, code: int, reason: str) -> None:
         self._pids.pop(worker, None)
         self._send(EXITED, worker, json.dumps({"code": code, "reason": reason}).encode())
 
-    def _family(self, worker: int) -> list[int]:
+    def _family(self, worker: int, processes: Processes) -> list[int]:
         """The worker's processes, and orphans of its that became ours."""
-        pid = self._pids.get(worker)
-        family = [] if pid is None else [pid, *_descendants(pid)]
-        firsts = set(self._pids.values())
-        for child, parent in _parents().items():
-            if parent == os.getpid() and child not in firsts and _worker_of(child) == worker:
-                family += [child, *_descendants(child)]
-        return family
+        first = self._pids.get(worker)
+        roots = [] if first is None else [first]
+        for child in processes.children(os.getpid()):
+            if child not in self._pids.values() and environment_value(child, "HORA_WORKER") == str(worker):
+                roots.append(child)
+        return roots + [pid for root in roots for pid in processes.descendants(root)]
 
-    def _terminate(self, worker: int, grace_s: float) -> None:
-        for pid in self._family(worker):
-            _send_signal(pid, signal.SIGTERM)
-            _send_signal(
-                pid, signal.SIGCONT
-            )  # a stopped process would not see the signal before it runs again
-        self._killing.setdefault(worker, time.monotonic() + grace_s)
+    def _terminate(self, workers: list[int], grace_s: float) -> None:
+        processes = Processes()
+        for worker in workers:
+            processes.terminate(self._family(worker, processes))
+            self._killing.setdefault(worker, time.monotonic() + grace_s)
 
     def _end(self, grace_s: float) -> None:
+        limit = time.monotonic() + grace_s
         if self._ending is None:
-            self._ending = time.monotonic() + grace_s
-            for pid in _descendants(os.getpid()):
-                _send_signal(pid, signal.SIGTERM)
-                _send_signal(pid, signal.SIGCONT)
-        else:
-            self._ending = min(self._ending, time.monotonic() + grace_s)
+            processes = Processes()
+            processes.terminate(processes.descendants(os.getpid()))
+        self._ending = limit if self._ending is None else min(self._ending, limit)
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
-        for worker, limit in list(self._killing.items()):
-            family = self._family(worker)
+        overdue = [worker for worker, limit in self._killing.items() if now >= limit]
+        if not overdue and (self._ending is None or now < self._ending):
+            return
+        processes = Processes()
+        for worker in overdue:
+            family = self._family(worker, processes)
+            processes.kill(family)
             if not family:
                 del self._killing[worker]
-            elif now >= limit:
-                for pid in family:
-                    _send_signal(pid, signal.SIGKILL)
         if self._ending is not None and now >= self._ending:
-            for pid in _descendants(os.getpid()):
-                _send_signal(pid, signal.SIGKILL)
-
-
-def _become(argv: list[str], env: dict[str, str], cwd: str | None, pipes: list[tuple[int, int]]) -> None:
-    """In the forked child: turn into the worker, or say why not on the last pipe. Never returns."""
-    supervisor = os.getppid()
-    try:
-        os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:
-            os._exit(128 + signal.SIGKILL)
-        signal.set_wakeup_fd(-1)
-        for number in (
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-            signal.SIGCHLD,
-            signal.SIGTERM,
-            signal.SIGINT,
-            signal.SIGHUP,
-        ):
-            signal.signal(number, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (pipes[0][1], 1), (pipes[1][1], 2)):
-            os.dup2(source, target)
-        if cwd is not None:
-            os.chdir(cwd)
-        os.execvpe(argv[0], argv, env)
-    except (OSError, ValueError) as error:
-        doing = f"run {argv[0]!r}" if cwd is None or os.path.isdir(cwd) else f"enter the directory {cwd!r}"
-        os.write(pipes[2][1], f"cannot {doing}: {getattr(error, 'strerror', None) or error}".encode())
-    finally:
-        os._exit(127)
+            processes.kill(processes.descendants(os.getpid()))
 
 
 def _guard(supervisor: int) -> int:
     """The guardian's life: wait for the supervisor, then end whatever it left behind."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: _send_signal(supervisor, signal.SIGTERM))
+        signal.signal(number, lambda *_: send_signal(supervisor, signal.SIGTERM))
     for descriptor in (0, 1):
         os.close(descriptor)
     code = None
     while code is None:
         pid, status = os.waitpid(-1, 0)
         if pid == supervisor:
-            code = _exit_code(status)
+            code = exit_code(status)
     while True:
-        for pid in _descendants(os.getpid()):
-            _send_signal(pid, signal.SIGKILL)
+        processes = Processes()
+        processes.kill(processes.descendants(os.getpid()))
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -409,17 +314,16 @@ def _guard(supervisor: int) -> int:
 
 
 def main() -> int:
-    launcher_pid = os.getppid()
-    guardian_pid = os.getpid()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    """`python -m hora.launch.supervisor [seconds of the launcher's silence after which to end]`"""
+    launcher_pid, guardian_pid = os.getppid(), os.getpid()
+    silence_limit_s = float(sys.argv[1]) if len(sys.argv) > 1 else None
+    adopt_orphans()
     pid = os.fork()
     if pid:
         return _guard(pid)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != guardian_pid:
-        return 1
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _Supervisor(launcher_pid, guardian_pid, float(sys.argv[1]) if len(sys.argv) > 1 else None).run()
+    if die_with_parent(guardian_pid, signal.SIGTERM):
+        adopt_orphans()
+        _Supervisor(launcher_pid, guardian_pid, silence_limit_s).run()
     return 0
 
 
