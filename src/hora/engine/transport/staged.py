@@ -26,14 +26,12 @@ class StagedTransport:
 
     def __init__(self, cpu: Transport) -> None:
         self._cpu = cpu
-        self._buffers = Buffers(torch.device("cpu"), _KEEP_BYTES, pinned=True)
+        self._buffers = Buffers(torch.device("cpu"), _KEEP_BYTES, pinned=torch.cuda.is_available())
         # What was last copied out of each buffer; until then it may not be overwritten.
         self._emptied: dict[str, torch.cuda.Event] = {}
         self.name = f"staged-{cpu.name}"
 
-    def allreduce(
-        self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float
-    ) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
         def reduce(piece: torch.Tensor) -> None:
             self._cpu.allreduce([piece], [piece], op=op, prescale=prescale, postscale=postscale)
 
@@ -41,13 +39,13 @@ class StagedTransport:
 
     def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
         staged = self._stage("in", inputs)
-        self._landed()
+        _record().synchronize()
         self._cpu.adasum(staged, staged, prescale=prescale, postscale=postscale)
         self._return("in", staged, outputs)
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         staged, results = self._stage("in", inputs), self._room("out", outputs)
-        self._landed()
+        _record().synchronize()
         self._cpu.allgather(staged, results, counts)
         self._return("out", results, outputs)
 
@@ -62,7 +60,7 @@ class StagedTransport:
         receive_counts: Sequence[int],
     ) -> None:
         staged, results = self._stage("in", [input]), self._room("out", [output])
-        self._landed()
+        _record().synchronize()
         self._cpu.alltoall(staged[0], results[0], send_counts, receive_counts)
         self._return("out", results, [output])
 
@@ -77,7 +75,7 @@ class StagedTransport:
         postscale: float,
     ) -> None:
         staged, results = self._stage("in", inputs), self._room("out", outputs)
-        self._landed()
+        _record().synchronize()
         self._cpu.reducescatter(staged, results, counts, op=op, prescale=prescale, postscale=postscale)
         self._return("out", results, outputs)
 
@@ -127,9 +125,6 @@ class StagedTransport:
             host.copy_(tensor, non_blocking=True)
         return staged
 
-    def _landed(self) -> None:
-        torch.cuda.current_stream().synchronize()
-
     def _return(self, purpose: str, results: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         for host, output in zip(results, outputs, strict=True):
             output.copy_(host, non_blocking=True)
@@ -137,6 +132,7 @@ class StagedTransport:
 
 
 def _record() -> torch.cuda.Event:
+    """A mark on the current stream: behind it, everything queued so far is done."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream())
     return event
