@@ -1,7 +1,7 @@
-"""What the tests of the hvd surface share: a session per test, data every rank can predict, comparisons of ranks.
+"""What the tests of the hvd surface share: a session per test, data every rank can predict, comparisons.
 
-Bodies run inside rank processes and talk to `hvd` only. Expected values are computed locally from the data of all
-ranks, which `values` makes predictable, so no collective is trusted to check itself.
+Bodies run inside rank processes and talk to `hvd` only. Expected values are computed locally from the data of
+all ranks, which `values` makes predictable, so no collective is trusted to check itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import os
 import zlib
 
+import pytest
 import torch
 
 import horovod.torch as hvd
@@ -33,7 +34,7 @@ def even_and_odd() -> list[hvd.ProcessSet]:
 
 
 def session(body=None, *, sets: bool = False):
-    """Run the body between `init` and `barrier; shutdown`. With `sets` it gets the sets that this rank belongs to."""
+    """Run the body between `init` and `barrier; shutdown`. With `sets` it gets the sets of this rank."""
     if body is None:
         return functools.partial(session, sets=sets)
 
@@ -90,14 +91,11 @@ def assert_same_everywhere(tensors, process_set=hvd.global_process_set) -> None:
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], *words: str):
-    """The block must raise `kind` itself (HorovodInternalError is not a ValueError) with all words in its message."""
-    try:
+    """The block must raise `kind` with all these words in its message."""
+    with pytest.raises(kind) as caught:
         yield
-    except kind as error:
-        missing = [word for word in words if word.lower() not in str(error).lower()]
-        assert not missing, f"{missing} not in {error!s}"
-    else:
-        raise AssertionError(f"{kind.__name__} was expected, but nothing was raised")
+    missing = [word for word in words if word.lower() not in str(caught.value).lower()]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 def assert_runtime_works() -> None:

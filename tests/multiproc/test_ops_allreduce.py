@@ -1,4 +1,4 @@
-"""allreduce in all its forms: every dtype, op, shape, set; scaling; names in any order; compression; Adasum."""
+"""allreduce in all its forms: every dtype, op, shape, set; scaling; any order; compression; Adasum."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def test_dtypes_ops_and_forms(sets):
 def test_small_integers():
     for dtype in SMALL:
         for op in (hvd.Sum, hvd.Min, hvd.Max):
-            check(
-                hvd.allreduce(mine((17,), dtype), op=op), everybody(hvd.global_process_set, (17,), dtype), op
-            )
+            check(hvd.allreduce(mine((17,), dtype), op=op), everybody(hvd.global_process_set, (17,), dtype), op)
 
 
 @session(sets=True)
@@ -157,15 +155,11 @@ def test_parameters_are_reduced_in_place():
 def test_scaling():
     n = hvd.size()
     for dtype in (torch.float32, torch.float64):
-        got = hvd.allreduce(
-            torch.full((5,), 3.0, dtype=dtype), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0
-        )
+        got = hvd.allreduce(torch.full((5,), 3.0, dtype=dtype), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
         assert_equal(got, torch.full((5,), 6.0 * n, dtype=dtype))
         got = hvd.allreduce(torch.full((5,), 3.0, dtype=dtype), prescale_factor=0.5, postscale_factor=4.0)
         torch.testing.assert_close(got, torch.full((5,), 6.0, dtype=dtype))
-        got = hvd.allreduce(
-            torch.full((5,), 3.0, dtype=dtype), op=hvd.Max, prescale_factor=2, postscale_factor=3
-        )
+        got = hvd.allreduce(torch.full((5,), 3.0, dtype=dtype), op=hvd.Max, prescale_factor=2, postscale_factor=3)
         assert_equal(got, torch.full((5,), 18.0, dtype=dtype))
     # Integers: each step in float64 and then towards zero; the prescale on every rank before the sum.
     for dtype in (torch.int32, torch.int64):
@@ -233,9 +227,7 @@ def test_compression():
 def test_names_arrive_in_any_order():
     n, rank = hvd.size(), hvd.rank()
     order = torch.randperm(100, generator=torch.Generator().manual_seed(rank)).tolist()
-    handles = {
-        i: hvd.allreduce_async(torch.full((i + 1,), float(i)), name=f"t{i}", op=hvd.Sum) for i in order
-    }
+    handles = {i: hvd.allreduce_async(torch.full((i + 1,), float(i)), name=f"t{i}", op=hvd.Sum) for i in order}
     for i in torch.randperm(100, generator=torch.Generator().manual_seed(7 + rank)).tolist():
         assert_equal(hvd.synchronize(handles[i]), torch.full((i + 1,), float(i * n)))
 

@@ -42,20 +42,14 @@ def test_dtypes_and_forms(sets):
 def test_unequal_splits(sets):
     for process_set in sets:
         n, me = process_set.size(), process_set.rank()
-        plans = {
-            "growing": lambda r: [r + m for m in range(n)],
-            "to the first only": lambda r: [4] + [0] * (n - 1),
-            "nothing": lambda r: [0] * n,
-        }
-        for plan in plans.values():
+        growing = [[r + m for m in range(n)] for r in range(hvd.size())]
+        to_the_first_only = [[4] + [0] * (n - 1)] * hvd.size()
+        nothing = [[0] * n] * hvd.size()
+        for plan in (growing, to_the_first_only, nothing):
             for unsent in (0, 2):
-                shape = (sum(plan(hvd.rank())) + unsent, 3)
-                output, received = hvd.alltoall(
-                    mine(shape, torch.float64), plan(hvd.rank()), process_set=process_set
-                )
-                want = [
-                    sent(r, me, plan(r), (sum(plan(r)) + unsent, 3), torch.float64) for r in process_set.ranks
-                ]
+                shape = (sum(plan[hvd.rank()]) + unsent, 3)
+                output, received = hvd.alltoall(mine(shape, torch.float64), plan[hvd.rank()], process_set=process_set)
+                want = [sent(r, me, plan[r], (sum(plan[r]) + unsent, 3), torch.float64) for r in process_set.ranks]
                 assert_equal(output, torch.cat(want))
                 assert received.tolist() == [len(part) for part in want]
 

@@ -49,9 +49,7 @@ def test_groups(sets):
     for process_set in sets:
         tensors = [mine(s, d, i) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
         blocking = hvd.grouped_reducescatter(tensors, op=hvd.Sum, process_set=process_set)
-        waited = hvd.synchronize(
-            hvd.grouped_reducescatter_async(tensors, op=hvd.Sum, process_set=process_set)
-        )
+        waited = hvd.synchronize(hvd.grouped_reducescatter_async(tensors, op=hvd.Sum, process_set=process_set))
         assert type(blocking) is list
         assert type(waited) is tuple
         for results in (blocking, waited):

@@ -26,7 +26,9 @@ from hora.torch.basics import (
     start_timeline,
     stop_timeline,
 )
+from hora.torch.clip import clip_grad_norm_
 from hora.torch.compression import Compression
+from hora.torch.error_feedback import ErrorFeedback
 from hora.torch.functions import allgather_object, broadcast_object, broadcast_parameters
 from hora.torch.ops import (
     allgather,
@@ -60,18 +62,21 @@ from hora.torch.process_sets import ProcessSet, add_process_set, global_process_
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from hora.torch.sparse import sparse_allreduce_async
 from hora.torch.submission import poll, synchronize
+from hora.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "DistributedOptimizer",
     "Adasum",
     "Average",
     "Compression",
+    "ErrorFeedback",
     "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "_check_has_gpu",
     "add_process_set",
     "allgather",
@@ -92,6 +97,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "clip_grad_norm_",
     "cross_rank",
     "cross_size",
     "cuda_built",

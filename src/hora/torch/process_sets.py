@@ -159,6 +159,7 @@ def unbind(*process_sets: ProcessSet) -> None:
 
 
 def _registered_ranks(process_set: ProcessSet) -> list[int]:
+    assert process_set.process_set_id is not None
     ranks = _current_or_value_error().process_sets().get(process_set.process_set_id)
     if ranks is None:
         raise ValueError(

@@ -1,0 +1,344 @@
+"""Every kind of refusal: on every rank, with both values in the message, and the runtime goes on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from hvd_session import assert_runtime_works, even_and_odd, raises, session
+
+import horovod.torch as hvd
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+several = pytest.mark.ranks(2, 3, 4)
+Internal = hvd.HorovodInternalError
+
+
+REDUCING = ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "reducescatter", "reducescatter_async"]
+GATHERING = ["allgather", "allgather_async"]
+PLAIN = [*REDUCING, *GATHERING, "alltoall", "alltoall_async"]
+ROOTED = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+GROUPED = [f"grouped_{name}" for name in (*REDUCING, *GATHERING)]
+
+
+def all_calls(tensor, process_set=hvd.global_process_set, root=0):
+    """Every collective on this tensor, as functions."""
+    for name in PLAIN:
+        yield partial(getattr(hvd, name), tensor, process_set=process_set)
+    for name in ROOTED:
+        yield partial(getattr(hvd, name), tensor, root, process_set=process_set)
+    for name in GROUPED:
+        yield partial(getattr(hvd, name), [tensor], process_set=process_set)
+
+
+def test_before_init_and_after_shutdown():
+    for _ in range(2):
+        for call in (*all_calls(torch.ones(4)), hvd.barrier, hvd.join, lambda: hvd.synchronize(0)):
+            with raises(Internal, "has not been initialized"):
+                call()
+        topology = (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size)
+        for call in (*topology, hvd.stop_timeline, lambda: hvd.start_timeline("x"), hvd.is_homogeneous):
+            with raises(ValueError, "has not been initialized; use hvd.init()"):
+                call()
+        assert hvd.is_initialized() is False
+        hvd.shutdown()
+        hvd.init()
+        assert hvd.is_initialized() is True
+        assert_runtime_works()
+        hvd.barrier()
+        hvd.shutdown()
+
+
+@session
+def test_not_a_tensor():
+    for nonsense in (3, [1.0], None, "x", numpy.ones(3)):
+        for call in all_calls(nonsense):
+            with raises(ValueError, "tensor", type(nonsense).__name__):
+                call()
+    for call in (
+        hvd.grouped_allreduce,
+        hvd.grouped_allgather,
+        hvd.grouped_reducescatter,
+        hvd.grouped_allreduce_async,
+    ):
+        for nonsense in (torch.ones(3), 3, []):
+            with raises(ValueError, "tensor"):
+                call(nonsense)
+    assert_runtime_works()
+
+
+@session
+def test_wrong_device_dtype_and_name():
+    for call in all_calls(torch.ones(4, device="meta")):
+        with raises(ValueError, "meta"):
+            call()
+    for call in all_calls(torch.ones(4, dtype=torch.complex64)):
+        with raises(ValueError, "Tensor type torch.complex64 is not supported"):
+            call()
+    for dtype in (torch.bool, torch.uint8):
+        for call in (hvd.allreduce, hvd.reducescatter):
+            with raises(ValueError, f"Tensor type {dtype} is not supported"):
+                call(torch.ones(4, dtype=dtype))
+    for dtype in (torch.int32, torch.int64):
+        kind, word = (NotImplementedError, "power of 2") if hvd.size() == 3 else (ValueError, str(dtype))
+        with raises(kind, "adasum", "not supported", word):
+            hvd.allreduce(torch.ones(4, dtype=dtype), op=hvd.Adasum)
+    with raises(ValueError, "name", "int"):
+        hvd.allreduce(torch.ones(1), name=3)
+    for op in (6, -1, 99):
+        with raises(ValueError, str(op)):
+            hvd.allreduce(torch.ones(1), op=op)
+    assert_runtime_works()
+
+
+@session
+def test_root_outside_the_set():
+    for root in (-1, hvd.size(), 99):
+        for call in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
+            with raises(ValueError, "invalid root rank", str(root)):
+                call(torch.ones(1), root)
+    with raises(ValueError, "root"):
+        hvd.broadcast(torch.ones(1), None)
+    assert_runtime_works()
+
+
+@several
+def test_process_sets_that_may_not_be_used():
+    hvd.init(process_sets=(halves := even_and_odd()))
+    other = next(half for half in halves if not half.included())
+    mine = next(half for half in halves if half.included())
+    for call in (*all_calls(torch.ones(4), other, root=other.ranks[0]), lambda: hvd.barrier(other)):
+        with raises(ValueError, f"rank {hvd.rank()} is not a member", str(other.ranks)):
+            call()
+    for call in (*all_calls(torch.ones(4), hvd.ProcessSet([0])), lambda: hvd.barrier(hvd.ProcessSet([0]))):
+        with raises(ValueError, "process set", "does not exist, or has not been registered", "[0]"):
+            call()
+    for call in (*all_calls(torch.ones(4), [0, 1]), lambda: hvd.barrier(0)):
+        with raises(ValueError, "ProcessSet"):
+            call()
+    with raises(ValueError, "invalid root rank", str(other.ranks[0]), str(mine.ranks)):
+        hvd.broadcast(torch.ones(1), other.ranks[0], process_set=mine)
+    assert_runtime_works()
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@session
+def test_splits():
+    n = hvd.size()
+    tensor = torch.ones(2 * n, 2)
+    for call in (hvd.alltoall, hvd.alltoall_async):
+        with raises(ValueError, "splits", "1-D"):
+            call(tensor, torch.ones(n, 1, dtype=torch.int32))
+        with raises(ValueError, "splits", "32-bit integer", "int64"):
+            call(tensor, torch.ones(n, dtype=torch.int64))
+        with raises(ValueError, "splits", "32-bit integer"):
+            call(tensor, [0.5] * n)
+        with raises(ValueError, "splits", "number of workers", str(n), str(n + 1)):
+            call(tensor, [1] * (n + 1))
+        with raises(ValueError, "greater than the first dimension", str(2 * n), str(3 * n)):
+            call(tensor, [3] * n)
+        with raises(ValueError, "negative"):
+            call(tensor, [-1] * n)
+        with raises(ValueError, "scalar"):
+            call(torch.tensor(1.0))
+        if n > 1:
+            with raises(ValueError, "even multiple", str(2 * n + 1)):
+                call(torch.ones(2 * n + 1))
+    assert_runtime_works()
+
+
+@session
+def test_scalars_and_reducescatter_ops():
+    for call in (hvd.reducescatter, hvd.reducescatter_async):
+        with raises(ValueError, "does not support scalar"):
+            call(torch.tensor(1.0))
+        for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+            with raises(Internal, "only supports AVERAGE and SUM"):
+                call(torch.ones(4), op=op)
+    with raises(ValueError, "does not support scalar"):
+        hvd.grouped_reducescatter([torch.ones(2), torch.tensor(1.0)])
+    with raises(RuntimeError, "rank-zero tensor"):
+        hvd.synchronize(hvd.allgather_async(torch.tensor(1.0)))
+    with raises(RuntimeError, "rank-zero tensor"):
+        hvd.grouped_allgather([torch.ones(1), torch.tensor(1.0)])
+    with pytest.raises((ValueError, Internal)):
+        hvd.allgather(torch.tensor(1.0))
+    assert_runtime_works()
+
+
+@several
+@session
+def test_duplicate_names():
+    """Some ranks hold back, so the first request stays in flight; unfinished handles are left behind."""
+    ones, rank = torch.ones(2), hvd.rank()
+    if rank == 0:
+        first = hvd.allreduce_async(ones, name="twice", op=hvd.Sum)
+        for call in (hvd.allreduce_async, hvd.allreduce_async_, hvd.allreduce):
+            with raises(ValueError, "same name as another tensor", "allreduce.twice"):
+                call(ones, name="twice", op=hvd.Sum)
+        gather = hvd.grouped_allgather_async([ones], name="twice")
+        with raises(ValueError, "same name as another tensor"):
+            hvd.grouped_allgather_async([ones], name="twice")
+    hvd.barrier()
+    if rank != 0:
+        first = hvd.allreduce_async(ones, name="twice", op=hvd.Sum)
+        gather = hvd.grouped_allgather_async([ones], name="twice")
+    assert hvd.synchronize(first).tolist() == [hvd.size()] * 2
+    assert hvd.synchronize(gather)[0].tolist() == [1.0] * 2 * hvd.size()
+    assert hvd.allreduce(ones, name="twice", op=hvd.Sum).tolist() == [hvd.size()] * 2
+    hvd.allreduce_async(ones, name=f"left by {rank}")
+
+
+def check_mismatch(words, call):
+    """Each rank in turn is the odd one out; all get the error; the name is free again, other names work."""
+    rank = hvd.rank()
+    for odd_one in range(hvd.size()):
+        good = hvd.allreduce_async(torch.ones(1), name="bystander", op=hvd.Sum)
+        with raises(Internal, *words):
+            call(rank == odd_one, "m")
+        call(False, "m")
+        assert hvd.synchronize(good).item() == hvd.size()
+
+
+@several
+@session
+def test_mismatched_data_types():
+    def dtype(odd):
+        return torch.float64 if odd else torch.int32
+
+    words = ("Mismatched data types", "float64", "int32", ".m")
+    n = hvd.size()
+    check_mismatch(words, lambda odd, name: hvd.allreduce(torch.ones(3, dtype=dtype(odd)), name=name))
+    check_mismatch(words, lambda odd, name: hvd.allreduce_(torch.ones(3, dtype=dtype(odd)), name=name))
+    check_mismatch(words, lambda odd, name: hvd.allgather(torch.ones(3, dtype=dtype(odd)), name=name))
+    check_mismatch(words, lambda odd, name: hvd.broadcast(torch.ones(3, dtype=dtype(odd)), 0, name=name))
+    check_mismatch(words, lambda odd, name: hvd.alltoall(torch.ones(n, dtype=dtype(odd)), name=name))
+    check_mismatch(words, lambda odd, name: hvd.reducescatter(torch.ones(n, dtype=dtype(odd)), name=name))
+    check_mismatch(
+        words,
+        lambda odd, name: hvd.grouped_allreduce([torch.ones(2), torch.ones(3, dtype=dtype(odd))], name=name),
+    )
+
+
+@several
+@session
+def test_mismatched_shapes():
+    def check(operation, call, shape, odd_shape):
+        words = (f"Mismatched {operation} tensor shapes", str(list(shape)), str(list(odd_shape)))
+        check_mismatch(words, lambda odd, name: call(torch.ones(odd_shape if odd else shape), name))
+
+    def broadcast(tensor, name):
+        return hvd.broadcast_(tensor, 0, name)
+
+    n = hvd.size()
+    check("ALLREDUCE", lambda t, name: hvd.allreduce(t, name=name), (2, 3), (2, 4))
+    check("ALLREDUCE", lambda t, name: hvd.allreduce(t, name=name), (2, 3), (6,))
+    check("ALLREDUCE", lambda t, name: hvd.grouped_allreduce([t, t], name=name), (2, 3), (3, 2))
+    check("ALLREDUCE", lambda t, name: hvd.allreduce(t, name=name), (1,), ())
+    check("BROADCAST", broadcast, (2, 3), (3, 3))
+    check("REDUCESCATTER", lambda t, name: hvd.reducescatter(t, name=name), (n, 3), (n + 1, 3))
+    check("ALLGATHER", hvd.allgather, (2, 3), (2, 4))
+    check("ALLGATHER", hvd.allgather, (2, 3), (2, 3, 1))
+    check("ALLTOALL", lambda t, name: hvd.alltoall(t, name=name), (n, 2), (n, 3))
+    if n in (2, 4):
+        check("ALLREDUCE", lambda t, name: hvd.allreduce(t, name=name, op=hvd.Adasum), (4,), (5,))
+
+
+@several
+@session
+def test_other_mismatches():
+    ones = torch.ones(4 * hvd.size())
+
+    def prescaled(odd, name):
+        return hvd.allreduce(ones, name=name, prescale_factor=0.5 if odd else 1.0)
+
+    def postscaled(odd, name):
+        return hvd.reducescatter(ones, name=name, postscale_factor=0.25 if odd else 1.0)
+
+    check_mismatch(("Mismatched prescale and/or postscale factors", "0.5", "1.0"), prescaled)
+    check_mismatch(("Mismatched prescale and/or postscale factors", "0.25", "1.0"), postscaled)
+    check_mismatch(
+        ("Mismatched reduction operation", "MIN", "SUM"),
+        lambda odd, name: hvd.allreduce(ones, name=name, op=hvd.Min if odd else hvd.Sum),
+    )
+    check_mismatch(
+        ("Mismatched BROADCAST root ranks", "0", "1"),
+        lambda odd, name: hvd.broadcast(ones, 1 if odd else 0, name=name),
+    )
+    check_mismatch(
+        ("Mismatched", "number of tensors", "2", "3"),
+        lambda odd, name: hvd.grouped_allreduce([ones] * (3 if odd else 2), name=name),
+    )
+    if hvd.size() in (2, 4):
+        check_mismatch(
+            ("Mismatched operations", "ADASUM", "ALLREDUCE"),
+            lambda odd, name: hvd.allreduce(ones, name=name, op=hvd.Adasum if odd else hvd.Sum),
+        )
+
+
+@several
+@session
+def test_mismatches_of_unnamed_and_asynchronous_operations():
+    for odd_one in range(hvd.size()):
+        handles = [
+            hvd.allreduce_async_(torch.ones(2 if hvd.rank() == odd_one and i % 2 else 3), op=hvd.Sum) for i in range(6)
+        ]
+        for i, handle in enumerate(handles):
+            if i % 2:
+                with raises(Internal, "Mismatched ALLREDUCE tensor shapes", "[2]", "[3]"):
+                    hvd.synchronize(handle)
+                assert hvd.synchronize(handle) is None
+            else:
+                assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+
+
+@several
+def test_shutdown_of_one_rank_stops_all():
+    """Who goes on then gets HorovodInternalError, for what is pending and for what comes; all may start again."""
+    for leaver in range(2):
+        hvd.init()
+        if hvd.rank() == leaver:
+            hvd.shutdown()
+        else:
+            with raises(Internal, "has been shut down"):
+                hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="pending"))
+            with raises(Internal, "has been shut down"):
+                hvd.allreduce(torch.ones(1))
+            with raises(Internal, "has been shut down"):
+                hvd.barrier()
+            hvd.shutdown()
+    hvd.init()
+    assert_runtime_works()
+    hvd.barrier()
+    hvd.shutdown()
+
+
+@session
+def test_build_questions():
+    assert (hvd.mpi_built(), hvd.mpi_enabled(), hvd.gloo_built(), hvd.gloo_enabled()) == (
+        False,
+        False,
+        True,
+        True,
+    )
+    assert (hvd.ddl_built(), hvd.ccl_built()) == (False, False)
+    assert type(hvd.nccl_built()) is int
+    assert hvd.cuda_built() == (torch.version.cuda is not None)
+    assert hvd.rocm_built() == (torch.version.hip is not None)
+    with raises(ValueError, "MPI"):
+        hvd.mpi_threads_supported()
+    from horovod.torch.mpi_ops import is_homogeneous
+
+    assert is_homogeneous() is True
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), hvd.size())
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+
+
+@session
+def test_timeline_must_be_armed():
+    with raises(ValueError, "HOROVOD_TIMELINE=DYNAMIC"):
+        hvd.start_timeline("/nonexistent/file")
+    hvd.stop_timeline()

@@ -1,0 +1,83 @@
+"""join: ranks with unequal numbers of batches, again in the next epoch, and what is refused meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hvd_session import assert_runtime_works, raises, session
+
+import horovod.torch as hvd
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@session
+def test_uneven_batches():
+    n, rank = hvd.size(), hvd.rank()
+    for epoch in range(3):
+        for batch in range(rank + 1):
+            alive = n - batch  # ranks >= batch still have data
+            assert hvd.allreduce(torch.ones(4), op=hvd.Sum, name=f"named{batch}").tolist() == [alive] * 4
+            torch.testing.assert_close(hvd.allreduce(torch.ones(2)), torch.full((2,), alive / n))
+            grouped = hvd.grouped_allreduce([torch.ones(1), torch.ones(3, dtype=torch.int64)], op=hvd.Sum)
+            assert [t.tolist() for t in grouped] == [[alive], [alive] * 3]
+        assert hvd.join() == n - 1, epoch
+        # The unnamed ops after a join match although the ranks have made different numbers of them.
+        assert_runtime_works()
+        assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(n))
+
+
+@session
+def test_identity_of_the_operation():
+    last = hvd.size() - 1
+    if hvd.rank() == last:
+        assert hvd.allreduce(torch.full((2,), 5.0), op=hvd.Min).tolist() == [5.0] * 2
+        assert hvd.allreduce(torch.full((2,), -5.0), op=hvd.Max).tolist() == [-5.0] * 2
+        assert hvd.allreduce(torch.full((2,), 3), op=hvd.Product).tolist() == [3, 3]
+        if hvd.size() in (1, 2, 4):
+            assert hvd.allreduce(torch.full((2,), 3.0), op=hvd.Adasum).tolist() == [3.0] * 2
+    assert hvd.join() == last
+
+
+@pytest.mark.ranks(2, 3, 4)
+@session
+def test_other_operations_are_refused_and_the_callers_may_join():
+    n = hvd.size()
+    if hvd.rank() == 0:
+        assert hvd.join() in range(1, n)
+    else:
+        # All but rank 0 take part, and learn that it has joined.
+        calls = [
+            lambda: hvd.allgather(torch.ones(n)),
+            lambda: hvd.broadcast(torch.ones(2), 1),
+            lambda: hvd.alltoall(torch.ones(n)),
+            lambda: hvd.reducescatter(torch.ones(n)),
+            lambda: hvd.grouped_allgather([torch.ones(2)]),
+        ]
+        for call in calls:
+            with raises(hvd.HorovodInternalError, "not supported with join"):
+                call()
+        with raises(hvd.HorovodInternalError, "join"):
+            hvd.barrier()
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == n - 1
+        assert hvd.join() in range(1, n)
+    assert_runtime_works()
+
+
+@session
+def test_everybody_at_once():
+    assert 0 <= hvd.join() < hvd.size()
+    assert 0 <= hvd.join(-1) < hvd.size()
+    results = hvd.allgather_object(hvd.join())
+    assert len(set(results)) == 1
+
+
+@pytest.mark.ranks(2, 4)
+@session
+def test_asynchronous_ops_before_join():
+    n, rank = hvd.size(), hvd.rank()
+    handles = [hvd.allreduce_async(torch.ones(1), name=f"a{i}", op=hvd.Sum) for i in range(5 * (rank + 1))]
+    last = hvd.join()
+    assert last in range(n)
+    for i, handle in enumerate(handles):
+        assert hvd.synchronize(handle).item() == n - i // 5
