@@ -1,0 +1,214 @@
+"""Collectives of hvd against torch.distributed's gloo, in the same run: latency and times faster.
+
+    python benchmarks/collectives.py -np 2                       the table of the README, about a minute
+    python benchmarks/collectives.py -np 4 --sizes 4K,1M --json results.json
+    python benchmarks/collectives.py -np 2 --cases allgather,broadcast,alltoall,reducescatter
+
+One thread a rank, float32, private tensors. The contenders take turns, several rounds of each, so that a machine that
+is busy for a while is busy for all of them. Numbers are medians of single calls on rank 0; "times" is the median over
+the rounds of gloo's median divided by hvd's, with the smallest and largest round in brackets. `copy` is a plain
+copy of the same bytes on every rank at once: what memory alone would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SIZES = "4K,64K,1M,16M,64M"
+CASES = ("sum", "average", "many", "broadcast", "allgather", "alltoall", "reducescatter")
+MANY = (1000, 1024)  # tensors, bytes each
+BLOCK_S = 0.08
+
+Contenders = dict[str, Callable[[], object]]
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("-np", type=int, default=2, dest="num_ranks", help="ranks (default: 2)")
+    parser.add_argument("--sizes", default=SIZES, help=f"bytes, with K or M (default: {SIZES})")
+    parser.add_argument("--cases", default="sum,average,many", help=f"of {','.join(CASES)}, or all")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of each contender (default: 9)")
+    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.cases = CASES if arguments.cases == "all" else arguments.cases.split(",")
+    unknown = set(arguments.cases) - set(CASES)
+    if unknown:
+        parser.error(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    return arguments
+
+
+def num_bytes(text: str) -> int:
+    return int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0)
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Run this file on all ranks."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    command = [horovodrun, "-np", str(arguments.num_ranks), sys.executable, __file__, "--worker"]
+    command += ["--sizes", arguments.sizes, "--cases", ",".join(arguments.cases), "--rounds", str(arguments.rounds)]
+    if arguments.json:
+        command += ["--json", str(arguments.json.absolute())]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def work(arguments: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import horovod.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    join_gloo(dist, hvd)
+    results = []
+    for case in arguments.cases:
+        sizes = [MANY[0] * MANY[1]] if case == "many" else [num_bytes(size) for size in arguments.sizes.split(",")]
+        for size in sizes:
+            contenders, clear = prepared(case, size, torch, dist, hvd)
+            rows = measured(contenders, clear, arguments.rounds, lambda: dist.barrier(), hvd)
+            results.append({"case": case, "bytes": size, "ranks": hvd.size(), **summary(rows)})
+            if hvd.rank() == 0:
+                print(line(results[-1]), flush=True)
+    if hvd.rank() == 0 and arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+def join_gloo(dist, hvd) -> None:
+    """A gloo group of the same ranks; hvd carries the port of its store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hvd.rank() == 0 else None
+    port = hvd.broadcast_object(store.port if store else None, root_rank=0)
+    store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
+
+
+def prepared(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, Callable[[], object]]:
+    """What takes turns, and what is done between turns (so that sums don't grow to infinity)."""
+    count, ranks = size // 4, hvd.size()
+    if case == "many":
+        tensors = [torch.zeros(MANY[1] // 4) for _ in range(MANY[0])]
+        names = [f"tensor.{number}" for number in range(MANY[0])]
+
+        def many() -> None:
+            handles = [
+                hvd.allreduce_async_(tensor, name=name, op=hvd.Sum) for tensor, name in zip(tensors, names, strict=True)
+            ]
+            for handle in handles:
+                hvd.synchronize(handle)
+
+        def many_gloo() -> None:
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for pending in works:
+                pending.wait()
+
+        return {"hvd": many, "gloo": many_gloo}, lambda: None
+
+    tensor, other = torch.zeros(count), torch.zeros(count)
+    contenders: Contenders
+    if case in ("sum", "average"):
+        op = hvd.Sum if case == "sum" else hvd.Average
+        contenders = {
+            "hvd": lambda: hvd.allreduce_(tensor, op=op, name="bench"),
+            "gloo": lambda: dist.all_reduce(tensor),
+            "copy": lambda: other.copy_(tensor),
+        }
+    elif case == "broadcast":
+        contenders = {
+            "hvd": lambda: hvd.broadcast_(tensor, 0, name="bench"),
+            "gloo": lambda: dist.broadcast(tensor, 0),
+            "copy": lambda: other.copy_(tensor),
+        }
+    elif case == "allgather":
+        mine, whole = torch.zeros(count // ranks), torch.zeros(count // ranks * ranks)
+        contenders = {
+            "hvd": lambda: hvd.allgather(mine, name="bench"),
+            "gloo": lambda: dist.all_gather_into_tensor(whole, mine),
+        }
+    elif case == "alltoall":
+        even, received = torch.zeros(count // ranks * ranks), torch.zeros(count // ranks * ranks)
+        contenders = {
+            "hvd": lambda: hvd.alltoall(even, name="bench"),
+            "gloo": lambda: dist.all_to_all_single(received, even),
+        }
+    else:
+        even, part = torch.zeros(count // ranks * ranks), torch.zeros(count // ranks)
+        contenders = {
+            "hvd": lambda: hvd.reducescatter(even, op=hvd.Sum, name="bench"),
+            "gloo": lambda: dist.reduce_scatter_tensor(part, even),
+        }
+    return contenders, tensor.zero_
+
+
+def measured(contenders: Contenders, clear, num_rounds: int, barrier, hvd) -> dict[str, list[list[float]]]:
+    """Seconds of each call, by contender and round."""
+    num_calls = {}
+    for name, call in contenders.items():
+        call()
+        barrier()
+        begin = time.perf_counter()
+        call()
+        took = hvd.broadcast_object(time.perf_counter() - begin, root_rank=0)
+        num_calls[name] = max(3, min(300, int(BLOCK_S / took)))
+    rows: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    for _ in range(num_rounds):
+        for name, call in contenders.items():
+            clear()
+            call()
+            barrier()
+            calls = []
+            for _ in range(num_calls[name]):
+                begin = time.perf_counter()
+                call()
+                calls.append(time.perf_counter() - begin)
+            rows[name].append(calls)
+    return rows
+
+
+def summary(rows: dict[str, list[list[float]]]) -> dict[str, object]:
+    ratios = [
+        statistics.median(gloo) / statistics.median(own) for gloo, own in zip(rows["gloo"], rows["hvd"], strict=True)
+    ]
+    found: dict[str, object] = {
+        "times": statistics.median(ratios),
+        "times_least": min(ratios),
+        "times_most": max(ratios),
+    }
+    for name, rounds in rows.items():
+        calls = sorted(call for one in rounds for call in one)
+        found[f"{name}_us"] = statistics.median(calls) * 1e6
+        found[f"{name}_p10_us"] = calls[len(calls) // 10] * 1e6
+        found[f"{name}_p90_us"] = calls[len(calls) * 9 // 10] * 1e6
+    return found
+
+
+def line(result: dict) -> str:
+    size = result["bytes"]
+    text = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+    if result["case"] == "many":
+        text = f"{MANY[0]} x {MANY[1] >> 10} KiB"
+    copy = f"  copy {result['copy_us']:9.1f} us" if "copy_us" in result else ""
+    return (
+        f"{result['case']:13s} np={result['ranks']} {text:>12s}  hvd {result['hvd_us']:9.1f} us "
+        f"({result['hvd_p10_us']:.0f}-{result['hvd_p90_us']:.0f})  gloo {result['gloo_us']:9.1f} us  "
+        f"times {result['times']:5.2f} [{result['times_least']:.2f}-{result['times_most']:.2f}]{copy}"
+    )
+
+
+if __name__ == "__main__":
+    arguments = parsed()
+    if arguments.worker:
+        work(arguments)
+    else:
+        sys.exit(launch(arguments))
