@@ -1,7 +1,7 @@
 """What happened, per tensor: the timeline, a Chrome trace that rank 0 writes.
 
-Open the file in `chrome://tracing` or Perfetto. It is a JSON array that is valid at every moment: each write replaces the
-closing bracket. One "process" of the trace is one tensor. The engine's lanes call this; it knows nothing of them.
+Open the file in `chrome://tracing` or Perfetto. It is a JSON array that is valid at every moment: each write replaces
+the closing bracket. One "process" of the trace is one tensor. The engine's lanes call this; it knows nothing of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ class Timeline:
         epoch = int(time.time() * 1e6)
         self._write(
             [
-                {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": epoch}},
+                {
+                    "name": "process_name",
+                    "ph": "M",
+                    "pid": 0,
+                    "args": {"start_time_since_epoch_in_micros": epoch},
+                },
                 {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
             ]
         )

@@ -17,7 +17,13 @@ __all__ = ["Meeting", "World"]
 # (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
 _FOREIGN = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
@@ -67,7 +73,9 @@ class World:
             (self.cross_rank, self.cross_size, "cross "),
         ):
             if size < 1:
-                raise ValueError(f"the {what}size of the world must be at least 1, but it is {size} ({self.launcher} variables)")
+                raise ValueError(
+                    f"the {what}size of the world must be at least 1, but it is {size} ({self.launcher} variables)"
+                )
             if not 0 <= rank < size:
                 raise ValueError(
                     f"the {what}rank must lie in 0..{size - 1}, but it is {rank} with {what}size {size} "
@@ -155,13 +163,15 @@ def _from_horovod(env: Mapping[str, str]) -> World:
 
 
 def _from_foreign(
-    env: Mapping[str, str], launcher: str, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
+    env: Mapping[str, str],
+    launcher: str,
+    rank_name: str,
+    size_name: str,
+    local_rank_name: str,
+    local_size_name: str,
 ) -> World:
     rank, size = _integer(env, rank_name), _integer(env, size_name)
-    if launcher == "slurm":
-        local_size = _slurm_local_size(env, size)
-    else:
-        local_size = _integer(env, local_size_name, size)
+    local_size = _slurm_local_size(env, size) if launcher == "slurm" else _integer(env, local_size_name, size)
     local_rank = _integer(env, local_rank_name, rank % max(local_size, 1))
     # Foreign launchers place equal blocks of ranks on each host, which makes the host's index a division.
     cross_rank = _integer(env, "GROUP_RANK", rank // max(local_size, 1))
@@ -184,7 +194,12 @@ def _is_slurm_step(env: Mapping[str, str]) -> bool:
 
 
 def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
-    text = env.get("SLURM_NTASKS_PER_NODE") or env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    text = (
+        env.get("SLURM_NTASKS_PER_NODE")
+        or env.get("SLURM_STEP_TASKS_PER_NODE")
+        or env.get("SLURM_TASKS_PER_NODE")
+        or ""
+    )
     head = text.split("(")[0].split(",")[0]  # "4(x2)" means four tasks on each of two nodes
     return int(head) if head.isdigit() else size
 
@@ -210,7 +225,12 @@ def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str) -> Meeting:
             job=env.get("TORCHELASTIC_RUN_ID", launcher),
             host_store=rank == 0 and not agent_store,
         )
-    job = env.get("SLURM_JOB_ID") or env.get("OMPI_MCA_ess_base_jobid") or env.get("PMIX_NAMESPACE") or env.get("PMI_JOBID")
+    job = (
+        env.get("SLURM_JOB_ID")
+        or env.get("OMPI_MCA_ess_base_jobid")
+        or env.get("PMIX_NAMESPACE")
+        or env.get("PMI_JOBID")
+    )
     if launcher == "slurm" and job:
         nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
         address = _first_slurm_host(nodelist) or "127.0.0.1"

@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[2] / "src"
 BASE = {"errors", "world", "config", "events", "wire", "control", "foreign"}
 MAY_IMPORT = {
     "engine": BASE | {"engine"},
-    "torch": BASE | {"engine", "torch"},
+    "torch": BASE | {"engine", "torch", "horovod_util"},
     "launch": BASE | {"launch"},
     "workflow": BASE | {"engine", "torch", "data", "workflow", "runner", "horovod_runner"},
     "data": BASE | {"torch", "data", "runner", "horovod_runner"},

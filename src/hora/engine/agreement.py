@@ -29,7 +29,7 @@ _FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
 
 
 class Agreement(Protocol):
-    """One per process set. `announce` may come from any thread under the lane's lock; `poll` and `wait` from its driver."""
+    """One per process set. `announce` comes from any thread under the lane's lock, `poll` and `wait` from the driver."""
 
     @property
     def holds_back(self) -> bool:
@@ -289,7 +289,8 @@ class ShmAgreement:
             self._memory[at : at + len(data) - first] = data[first:]
         self._head += len(data)
         self._heads[self._member].store(self._head)
-        self._ring()
+        if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
+            self._ring()
 
     def _reclaim(self) -> None:
         done = min(counter.value for counter in self._rounds_done)
@@ -304,7 +305,7 @@ class ShmAgreement:
 
 
 class MeshAgreement:
-    """Agreement of a set that spans hosts: rank 0's mesh gives all members the same announcements in the same rounds."""
+    """Agreement of a set that spans hosts: rank 0's mesh gives all members the same rounds."""
 
     _SLICE_S = 0.05
 

@@ -1,7 +1,7 @@
 """A binding: a reduction of the same shared memory, requested again and again under one name.
 
-Every member's data lies in memory that all members have mapped, so it is reduced where it is (`reduce_shared`). What never
-changes is put together once, by `Runtime.bind`; afterwards a request costs little more than its announcement. The lane
+Every member's data lies in memory that all members have mapped, so it is reduced where it is (`reduce_shared`). What
+never changes is put together once, by `Runtime.bind`; afterwards a request costs little more than its announcement. The lane
 keeps the bindings of its set, because a rank that has joined takes part in reductions that it has not requested.
 """
 
@@ -30,9 +30,7 @@ class Binding:
     out: torch.Tensor | None
 
 
-def reduce_bound(
-    batch: Batch, request: Request | None, binding: Binding, transport: Transport, member: int
-) -> None:
+def reduce_bound(batch: Batch, request: Request | None, binding: Binding, transport: Transport, member: int) -> None:
     """Carry out a batch that consists of one bound request; None: this rank has joined and adds nothing."""
     assert isinstance(transport, ShmTransport), transport.name
     signature = batch.signature

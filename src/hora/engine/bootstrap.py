@@ -1,7 +1,7 @@
 """Bootstrap: the ranks of a world exchange their first facts.
 
-A `Gathering` is the meeting place that the launcher provided: Hora's authenticated rendezvous, or a torch TCPStore under
-torchrun and other launchers. It is opened once per process and used again when the runtime is initialised again.
+A `Gathering` is the meeting place that the launcher provided: Hora's authenticated rendezvous, or a torch TCPStore
+under torchrun and other launchers. It is opened once per process and used again when the runtime is initialised again.
 Nothing that comes through it is unpickled.
 """
 
@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hora.control import ControlClient
 from hora.engine.store import ControlStore
@@ -32,7 +33,7 @@ class Gathering(Protocol):
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         """Everybody's value, in rank order. HorovodInternalError names the ranks that did not come."""
 
-    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> dist.Store:
+    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
         """A torch store for gloo and NCCL whose keys cannot clash with other prefixes."""
 
 
@@ -46,17 +47,17 @@ class _ControlGathering:
         except TimeoutError as error:
             raise HorovodInternalError(f"{error} (limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})") from error
 
-    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> dist.Store:
+    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
         return ControlStore(self._client, prefix=f"{prefix}/", timeout_s=limit_s, guard=guard)
 
 
 class _StoreGathering:
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         keys = [f"hora/{key}/{peer}" for peer in range(size)]
-        self._store.set(keys[rank], value)
+        self._store.set(keys[rank], value)  # type: ignore[arg-type] # torch takes bytes too
         deadline = time.monotonic() + limit_s
         try:
             self._store.wait(keys, timedelta(seconds=max(limit_s, 0.001)))
@@ -69,8 +70,8 @@ class _StoreGathering:
                 f"(limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})"
             ) from error
 
-    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> dist.Store:
-        store = dist.PrefixStore(prefix, self._store)
+    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
+        store = PrefixStore(prefix, self._store)
         store.set_timeout(timedelta(seconds=limit_s))
         return store
 
@@ -92,9 +93,9 @@ def open_gathering(world: World, *, limit_s: float) -> Gathering:
     return gathering
 
 
-def _tcp_store(meeting: Meeting, limit_s: float) -> dist.Store:
+def _tcp_store(meeting: Meeting, limit_s: float) -> Store:
     try:
-        return dist.TCPStore(
+        return TCPStore(
             meeting.address,
             meeting.port,
             is_master=meeting.host_store,
@@ -123,7 +124,8 @@ def local_address(towards: str, interface: str = "") -> str:
                 reply = fcntl.ioctl(sock.fileno(), 0x8915, request)  # SIOCGIFADDR
             except OSError as error:
                 raise ValueError(
-                    f"network interface {interface!r} has no IPv4 address on this host; set HOROVOD_GLOO_IFACE to one that has"
+                    f"network interface {interface!r} has no IPv4 address on this host; "
+                    "set HOROVOD_GLOO_IFACE to one that has"
                 ) from error
             return socket.inet_ntoa(reply[20:24])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

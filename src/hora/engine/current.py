@@ -32,7 +32,9 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
         sets: list[tuple[int, ...]] = []
         if isinstance(process_sets, str):
             if process_sets.lower() != "dynamic":
-                raise ValueError(f'process_sets must be a list of process sets or "dynamic", but it is {process_sets!r}')
+                raise ValueError(
+                    f'process_sets must be a list of process sets or "dynamic", but it is {process_sets!r}'
+                )
             config = replace(config, dynamic_process_sets=True)
         else:
             sets = [_checked(ranks, place.size) for ranks in process_sets or ()]

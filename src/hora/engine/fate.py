@@ -1,7 +1,7 @@
 """What has become of the world: going on, shutting down, or broken. Shared by everything that waits in a runtime.
 
-    open --a rank shuts down--> closing --a second passes, or nothing agreed is left--> closed
-    open, closing --a rank is lost, a stall shutdown--> broken
+open --a rank shuts down--> closing --a second passes, or nothing agreed is left--> closed
+open, closing --a rank is lost, a stall shutdown--> broken
 """
 
 from __future__ import annotations

@@ -115,6 +115,7 @@ class Lane:
             self._in_flight[key] = request
             self.agreement.announce(signature, instance)
         if background:
+            self.agreement.wake()
             self._wake_background()
 
     def wait(self, request: Request) -> None:
@@ -205,15 +206,11 @@ class Lane:
             self._fail(error)
         except Exception as error:
             log.exception("rank(s) %s: a collective failed", list(self.ranks))
-            self._fail(
-                HorovodInternalError(f"a collective failed on this rank: {type(error).__name__}: {error}")
-            )
+            self._fail(HorovodInternalError(f"a collective failed on this rank: {type(error).__name__}: {error}"))
 
     def _step(self) -> bool:
         """Carry out one round. False when there was none."""
-        closing = (
-            self._fate.closing
-        )  # before polling: what was agreed before the goodbye is then seen by poll
+        closing = self._fate.closing  # before polling: what was agreed before the goodbye is then seen by poll
         if self.agreement.holds_back:
             with self._lock:
                 self.agreement.flush()
@@ -231,9 +228,7 @@ class Lane:
         return True
 
     def _carry_out(self, batch: Batch) -> None:
-        requests = {
-            part.key: self._in_flight[part.key] for part in batch.parts if part.key in self._in_flight
-        }
+        requests = {part.key: self._in_flight[part.key] for part in batch.parts if part.key in self._in_flight}
         if batch.kind is Kind.JOIN:
             self._end_join(batch)
         elif batch.error is not None:
@@ -304,9 +299,7 @@ class Lane:
             self._run(batch, requests, transport)
             return
         timeline.begin(names, operation)
-        timeline.begin(
-            names, f"{transport.name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}"
-        )
+        timeline.begin(names, f"{transport.name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}")
         self._run(batch, requests, transport)
         timeline.end(names)
         timeline.end(names, facts)

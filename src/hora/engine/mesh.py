@@ -1,10 +1,10 @@
 """The mesh: how the ranks of one world hear of one another, apart from tensors.
 
-Every rank keeps one authenticated connection to rank 0, the hub: over a local socket inside rank 0's host, over TCP from
-other hosts. It carries who leaves and why, who was lost (the connection ended without a goodbye), and, for process sets
-that span hosts, announcements. Ranks of one host also fetch shared-memory descriptors from one another here; that a
-descriptor arrives is the proof that two ranks share a host. Abstract socket names live in a network namespace and vanish
-with their process, so nothing is left in a file system.
+Every rank keeps one authenticated connection to rank 0, the hub: over a local socket inside rank 0's host, over TCP
+from other hosts. It carries who leaves and why, who was lost (the connection ended without a goodbye), and, for process
+sets that span hosts, announcements. Ranks of one host also fetch shared-memory descriptors from one another here; that
+a descriptor arrives is the proof that two ranks share a host. Abstract socket names live in a network namespace and
+vanish with their process, so nothing is left in a file system.
 
 One thread per process waits on all sockets; it sleeps unless something happens. The runtime gives it callbacks.
 """
@@ -56,7 +56,9 @@ class MeshEvents:
 class _Link:
     """One authenticated connection. `rank` is None until the peer has said which rank it is."""
 
-    def __init__(self, sock: socket.socket, handshake: wire.ServerHandshake | None, keys: wire.Keys | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, handshake: wire.ServerHandshake | None, keys: wire.Keys | None = None
+    ) -> None:
         self.sock = sock
         self.handshake = handshake
         self.rank: int | None = None
@@ -249,7 +251,9 @@ class Mesh:
             self._loop()
         except Exception as error:
             if not self._stopping:
-                self._events.fault(self.rank, f"the mesh of rank {self.rank} failed: {error!r}; Horovod has been shut down")
+                self._events.fault(
+                    self.rank, f"the mesh of rank {self.rank} failed: {error!r}; Horovod has been shut down"
+                )
                 raise
 
     def _loop(self) -> None:

@@ -1,8 +1,8 @@
 """The plan: agreed announcements in, ordered fused batches and errors out. Pure: no clock, process, socket or tensor.
 
 Every member of a process set feeds the same announcements, divided into the same rounds, to its own `Planner`, and so
-derives the same batches. Inside a round the order of feeding between members does not matter: ready requests are ordered
-by their place in the announcements of the lowest member that made them. Property tests hold this.
+derives the same batches. Inside a round the order of feeding between members does not matter: ready requests are
+ordered by their place in the announcements of the lowest member that made them. Property tests hold this.
 
 States of a request key:  absent --feed--> pending --last member feeds, or the missing ones have joined--> ready
                           ready --close_round--> absent, as part of a batch (to execute, or with an error)
@@ -172,7 +172,14 @@ class Planner:
     ) -> None:
         grouped = len(signature.dtypes) > 1 or signature.operation.startswith("grouped_")
         own_batch = entry.key if grouped and not self._group_fusion else None
-        agreed = (signature.kind, signature.device, signature.op, signature.prescale, signature.postscale, signature.root)
+        agreed = (
+            signature.kind,
+            signature.device,
+            signature.op,
+            signature.prescale,
+            signature.postscale,
+            signature.root,
+        )
         for index, (dtype, shape) in enumerate(zip(signature.dtypes, signature.shapes, strict=True)):
             num_bytes = ITEM_BYTES[dtype] * prod(shape)
             fusion_key = (agreed, dtype, own_batch)
@@ -199,13 +206,16 @@ class Planner:
             if text is not None:
                 mine = next(index for index, item in enumerate(entry.signatures) if item is signature)
                 what, left, right = text
-                return f"{what}: rank {self.ranks[mine]} has {left}, rank {self.ranks[member]} has {right} ({_names(entry)})"
+                values = f"rank {self.ranks[mine]} has {left}, rank {self.ranks[member]} has {right}"
+                return f"{what}: {values} ({_names(entry)})"
         return None
 
 
 def _names(entry: Pending) -> str:
     names = full_names(*entry.key, len(entry.any_signature().dtypes))
-    return f"tensor {names[0]}" if len(names) == 1 else f"tensors {names[0]} … {names[-1]}" if names else str(entry.key[0])
+    return (
+        f"tensor {names[0]}" if len(names) == 1 else f"tensors {names[0]} … {names[-1]}" if names else str(entry.key[0])
+    )
 
 
 def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
@@ -223,7 +233,11 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
         if not same:
             return f"Mismatched {kind.name} tensor shapes", str(list(left)), str(list(right))
     if (a.prescale, a.postscale) != (b.prescale, b.postscale):
-        return "Mismatched prescale and/or postscale factors", f"{a.prescale}/{a.postscale}", f"{b.prescale}/{b.postscale}"
+        return (
+            "Mismatched prescale and/or postscale factors",
+            f"{a.prescale}/{a.postscale}",
+            f"{b.prescale}/{b.postscale}",
+        )
     if a.op != b.op:
         return "Mismatched reduction operation", ReduceOp(a.op).name, ReduceOp(b.op).name
     if a.root != b.root:

@@ -91,9 +91,7 @@ class Runtime:
         self.pid = os.getpid()
 
     @classmethod
-    def start(
-        cls, world: World, config: EngineConfig, process_sets: Sequence[Sequence[int]], epoch: int
-    ) -> Runtime:
+    def start(cls, world: World, config: EngineConfig, process_sets: Sequence[Sequence[int]], epoch: int) -> Runtime:
         """Meet the other ranks and set up every process set. Blocks until all are there, within the limit."""
         runtime = cls(world, config, epoch)
         try:
@@ -161,7 +159,7 @@ class Runtime:
     # Reductions of shared memory.
 
     def shared_memory(self, process_set_id: int, num_bytes: int) -> Segment | None:
-        """The same zeroed memory for all members (collective); None where they share no host, or there is too little."""
+        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
         lane = self._lane(process_set_id)
         if len(lane.ranks) == 1 or not self._shares_memory(lane.ranks):
             return None
@@ -186,7 +184,7 @@ class Runtime:
         postscale: float = 1.0,
         process_set_id: int = 0,
     ) -> Binding:
-        """Prepare a reduction of shared memory for `submit_bound`. All members must have bound it before one submits."""
+        """Prepare a reduction of shared memory for `submit_bound`. All members must have bound before one submits"""
         mine = views[0]
         signature = Signature(
             int(kind),
@@ -274,9 +272,7 @@ class Runtime:
         wanted = check_ranks(ranks, self.world.size)
         for number, known in self._sets.items():
             if known == wanted:
-                raise ValueError(
-                    f"a process set with the ranks {list(wanted)} exists already: number {number}"
-                )
+                raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
         return int(self._control(Kind.ADD_PROCESS_SET, wanted))
 
     def remove_process_set(self, process_set_id: int) -> bool:
@@ -326,7 +322,8 @@ class Runtime:
             )
         if self.world.size & (self.world.size - 1):
             raise NotImplementedError(
-                f"Adasum needs a number of ranks that is a power of 2; running with non-power of 2 ranks ({self.world.size}) is not supported"
+                "Adasum needs a number of ranks that is a power of 2; running with non-power of 2 ranks "
+                f"({self.world.size}) is not supported"
             )
 
     # Timeline.
@@ -401,12 +398,9 @@ class Runtime:
         self._mesh = mesh = Mesh(world.rank, world.size, self._mesh_events())
         secret = secrets.token_hex(32) if world.rank == 0 else ""
         shared = {
-            name: getattr(self.config, name)
-            for name in ("fusion_threshold_bytes", "disable_group_fusion", "transport")
+            name: getattr(self.config, name) for name in ("fusion_threshold_bytes", "disable_group_fusion", "transport")
         }
-        mine = _Facts(
-            world.rank, mesh.name, host_fingerprint(), self.pid, world.hostname, process_sets, secret, shared
-        )
+        mine = _Facts(world.rank, mesh.name, host_fingerprint(), self.pid, world.hostname, process_sets, secret, shared)
         self._peers = [_Facts.decode(data) for data in self._gather("facts", mine.encode())]
         self._check_agreement_on_sets()
         mesh.start(bytes.fromhex(self._peers[0].secret))
@@ -454,7 +448,7 @@ class Runtime:
         mesh, world = self._mesh, self.world
         assert mesh is not None
         near = self.hosts[0]
-        where = ["", 0]
+        where: list[Any] = ["", 0]
         if len(self.hosts) > 1:
             address = local_address(world.meeting.address, self.config.interface)
             mine = [address, mesh.listen_tcp(address) if world.rank == 0 else 0]
@@ -478,8 +472,8 @@ class Runtime:
     def _on_lost(self, rank: int) -> None:
         peer = self._peers[rank]
         self._broken(
-            f"rank {rank} (process {peer.pid} on {peer.hostname}) was lost: its connection ended without a goodbye. It was "
-            "killed, crashed, or its host is unreachable. Horovod has been shut down"
+            f"rank {rank} (process {peer.pid} on {peer.hostname}) was lost: its connection ended without a goodbye. "
+            "It was killed, crashed, or its host is unreachable. Horovod has been shut down"
         )
 
     def _on_leaving(self, rank: int, why: str) -> None:
@@ -511,7 +505,8 @@ class Runtime:
         if lane is None:
             ranks = self.process_set_ranks(process_set_id)
             raise ValueError(
-                f"Rank {self.world.rank} is not a member of the provided process set {process_set_id}, which has the ranks {ranks}"
+                f"Rank {self.world.rank} is not a member of the provided process set {process_set_id}, "
+                f"which has the ranks {ranks}"
             )
         return lane
 
@@ -539,7 +534,7 @@ class Runtime:
             )
             if stall.refused_shutdown_s and number == 0:
                 log.warning(
-                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g and is ignored",
+                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is ignored, being below HOROVOD_STALL_CHECK_TIME_SECONDS=%g",
                     stall.refused_shutdown_s,
                     self.config.stall_warning_s,
                 )
@@ -601,17 +596,13 @@ class Runtime:
             hosts=self.hosts
             if self._peers and self._peers[0].config["transport"] != "gloo" and futex.supported()
             else [[r] for r in lane.ranks],
-            share=lambda ranks, num_bytes: self._share(
-                f"set{lane.process_set_id}/{device}", ranks, num_bytes
-            ),
+            share=lambda ranks, num_bytes: self._share(f"set{lane.process_set_id}/{device}", ranks, num_bytes),
             store=lambda name: (
                 gathering.store(f"{prefix}/{name}", limit_s=self.config.init_timeout_s, guard=self.fate.guard)
                 if gathering
                 else None
             ),
-            address=local_address(self.world.meeting.address, self.config.interface)
-            if len(lane.ranks) > 1
-            else "",
+            address=local_address(self.world.meeting.address, self.config.interface) if len(lane.ranks) > 1 else "",
             guard=self.fate.guard,
         )
         return make_transport(neighbourhood, device, lane.transport)
@@ -625,7 +616,5 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
     if len(set(values)) != len(values):
         raise ValueError(f"a process set must not name a rank twice: {values}")
     if values[0] < 0 or values[-1] >= size:
-        raise ValueError(
-            f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}"
-        )
+        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
     return tuple(values)

@@ -49,9 +49,7 @@ class Segment:
         # Reserving more than there is would not fail: the kernel would end processes to make room.
         available_bytes = _available_bytes()
         if num_bytes > available_bytes:
-            raise MemoryError(
-                _refusal(num_bytes, label, f"only {available_bytes / 2**20:.0f} MiB are available")
-            )
+            raise MemoryError(_refusal(num_bytes, label, f"only {available_bytes / 2**20:.0f} MiB are available"))
         descriptor = _anonymous_file(label)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)

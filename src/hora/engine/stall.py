@@ -60,8 +60,8 @@ class StallInspector:
                     if entry in doomed:
                         guilty.add(self._ranks[member])
         lines = [
-            f"Some ranks have not submitted tensors for which others have waited more than {self._warning_s:g} s. Either the "
-            "ranks run different code, or these ranks are slow or stuck.",
+            f"Some ranks have not submitted tensors for which others have waited more than {self._warning_s:g} s. "
+            "Either the ranks run different code, or these ranks are slow or stuck.",
             "Missing ranks:",
         ]
         for rank in sorted(missing):

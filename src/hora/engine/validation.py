@@ -31,6 +31,7 @@ _MOVED = frozenset(
 )
 _REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SMALL = frozenset((torch.uint8, torch.int8, torch.int16))
+_OPS = frozenset(int(op) for op in ReduceOp)
 _SMALL_OPS = frozenset((ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX))
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _OPERATIONS = {kind: kind.name.lower() for kind in Kind}
@@ -57,7 +58,9 @@ def make_request(
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it was given {type(tensor).__name__}")
         if tensor.layout != torch.strided:
-            raise ValueError(f"{_OPERATIONS[kind]} takes dense tensors, but it was given {tensor.layout}; use sparse_allreduce_async")
+            raise ValueError(
+                f"{_OPERATIONS[kind]} takes dense tensors, but it was given {tensor.layout}; use sparse_allreduce_async"
+            )
         if not _accepts(kind, op, tensor.dtype):
             raise ValueError(_refused_dtype(kind, op, tensor.dtype))
     device = _device(tensors)
@@ -90,7 +93,9 @@ def _with_contiguous_tensors(
     if in_place:
         results = inputs
     else:
-        results = [output.detach() if output.is_contiguous() else torch.empty_like(output).contiguous() for output in outputs]
+        results = [
+            output.detach() if output.is_contiguous() else torch.empty_like(output).contiguous() for output in outputs
+        ]
     request = Request(signature, inputs, results)
     # A tensor that is not contiguous is worked on in a copy, which goes back at the end.
     request.copy_back = [
@@ -111,17 +116,25 @@ def _accepts(kind: Kind, op: int, dtype: torch.dtype) -> bool:
 
 
 def _refused_dtype(kind: Kind, op: int, dtype: torch.dtype) -> str:
-    what = f"{_OPERATIONS[kind]} with {ReduceOp(op).name}" if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else _OPERATIONS[kind]
+    what = (
+        f"{_OPERATIONS[kind]} with {ReduceOp(op).name}"
+        if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
+        else _OPERATIONS[kind]
+    )
     return f"Tensor type {dtype} is not supported by {what}; convert the tensor first"
 
 
 def _device(tensors: Sequence[torch.Tensor]) -> str:
     first = tensors[0].device
     if first.type not in ("cpu", "cuda"):
-        raise ValueError(f"tensors must lie on the CPU or on a CUDA device, but this one lies on {first}; move it with .cpu()")
+        raise ValueError(
+            f"tensors must lie on the CPU or on a CUDA device, but this one lies on {first}; move it with .cpu()"
+        )
     for tensor in tensors:
         if tensor.device != first:
-            raise HorovodInternalError(f"all tensors of a group must be on the same device, but {first} and {tensor.device} were given")
+            raise HorovodInternalError(
+                f"all tensors of a group must be on the same device, but {first} and {tensor.device} were given"
+            )
     return first.type
 
 
@@ -134,13 +147,17 @@ def _check_kind(
     ranks: Sequence[int],
 ) -> tuple[int, ...]:
     if kind is Kind.BROADCAST and root_rank not in ranks:
-        raise ValueError(f"broadcast got an invalid root rank: {root_rank}; the process set has the ranks {list(ranks)}")
+        raise ValueError(
+            f"broadcast got an invalid root rank: {root_rank}; the process set has the ranks {list(ranks)}"
+        )
     if kind is Kind.REDUCESCATTER:
         if any(tensor.dim() == 0 for tensor in tensors):
             raise ValueError("reducescatter does not support scalar tensors; give it at least one dimension")
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            raise HorovodInternalError(f"reducescatter only supports AVERAGE and SUM, but it was given {ReduceOp(op).name}")
-    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and op not in tuple(ReduceOp):
+            raise HorovodInternalError(
+                f"reducescatter only supports AVERAGE and SUM, but it was given {ReduceOp(op).name}"
+            )
+    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and op not in _OPS:
         raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
     if kind is Kind.ALLTOALL:
         return _check_splits(tensors[0], splits, len(ranks))
@@ -154,7 +171,8 @@ def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | N
     if splits is None:
         if rows % size:
             raise ValueError(
-                f"alltoall without splits needs a first dimension that is an even multiple of the number of workers: {rows} rows, {size} workers"
+                "alltoall without splits needs a first dimension that is an even multiple of the number of workers: "
+                f"{rows} rows, {size} workers"
             )
         return (rows // size,) * size
     if not isinstance(splits, torch.Tensor):
@@ -167,7 +185,9 @@ def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | N
     if splits.dtype != torch.int32:
         raise ValueError(f"alltoall splits must be 32-bit integer values, but they are {splits.dtype}")
     if splits.numel() != size:
-        raise ValueError(f"alltoall needs as many splits as the number of workers, which is {size}, but there are {splits.numel()}")
+        raise ValueError(
+            f"alltoall needs as many splits as the number of workers, which is {size}, but there are {splits.numel()}"
+        )
     counts = tuple(int(value) for value in splits.tolist())
     if any(value < 0 for value in counts):
         raise ValueError(f"alltoall splits must not be negative, but they are {list(counts)}")

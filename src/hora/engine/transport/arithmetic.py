@@ -42,9 +42,7 @@ class Reduction:
 
     __slots__ = ("_combine", "_finish", "_prescale", "dtype", "finishes", "num_members", "prescales")
 
-    def __init__(
-        self, op: int, dtype: torch.dtype, prescale: float, postscale: float, num_members: int
-    ) -> None:
+    def __init__(self, op: int, dtype: torch.dtype, prescale: float, postscale: float, num_members: int) -> None:
         assert op in _COMBINE, f"{op} is not an element-wise reduction"
         self.dtype = dtype
         self.num_members = num_members

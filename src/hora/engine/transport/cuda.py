@@ -46,9 +46,7 @@ class CudaTransport:
         self._chosen: DistributedTransport | StagedTransport | None = None
         self.name = "cuda"
 
-    def allreduce(
-        self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float
-    ) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
         chosen = self._choose(inputs[0].device)
         chosen.allreduce(inputs, outputs, op=op, prescale=prescale, postscale=postscale)
         self._complete("allreduce")

@@ -48,9 +48,7 @@ class DistributedTransport:
         self._device = torch.device(device)
         self._group: GlooGroup | NcclGroup
         if self._device.type == "cuda":
-            self._group = NcclGroup(
-                store, member, num_members, device=self._device, guard=guard, limit_s=limit_s
-            )
+            self._group = NcclGroup(store, member, num_members, device=self._device, guard=guard, limit_s=limit_s)
             self._piece_bytes = _CUDA_PIECE_BYTES
         else:
             self._group = GlooGroup(
@@ -60,9 +58,7 @@ class DistributedTransport:
         self.name = self._group.backend
         self._buffers = Buffers(self._device, 2 * self._piece_bytes)
 
-    def allreduce(
-        self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float
-    ) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
         dtype = inputs[0].dtype
         rule = reduction(op, dtype, prescale, postscale, self._num_members)
         native = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
@@ -275,9 +271,7 @@ class DistributedTransport:
         packed = self._buffers.take(purpose, sum(t.numel() for t in tensors), tensors[0].dtype)
         return torch.cat(list(tensors), out=packed)
 
-    def _prepare(
-        self, purpose: str, sources: list[torch.Tensor], total: int, rule: Reduction
-    ) -> torch.Tensor:
+    def _prepare(self, purpose: str, sources: list[torch.Tensor], total: int, rule: Reduction) -> torch.Tensor:
         packed = self._buffers.take(purpose, total, rule.dtype)
         torch.cat(sources, out=packed)
         rule.prepare_(packed)

@@ -58,9 +58,7 @@ def make_transport(near: Neighbourhood, device: str, transport_for: Callable[[st
     if device == "cpu" and len(groups) < num_members:
         (here,) = (group for group in groups if member in group)
         local = _memory(near, here) if len(here) > 1 else LocalTransport()
-        return HierarchicalTransport(
-            local, groups, member, _store(near, "hosts"), near.guard, limit_s, near.address
-        )
+        return HierarchicalTransport(local, groups, member, _store(near, "hosts"), near.guard, limit_s, near.address)
     store = _store(near, "flat")
     if device == "cpu":
         return DistributedTransport(store, member, num_members, near.guard, limit_s, address=near.address)

@@ -83,9 +83,7 @@ class Group:
             self.discard()
             raise
         except RuntimeError as error:  # torch raises nothing more specific for a broken connection
-            self._lost = (
-                f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
-            )
+            self._lost = f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
             self.discard()
             self._ask_guard()
             raise HorovodInternalError(self._lost) from error
@@ -142,9 +140,7 @@ class GlooGroup(Group):
                     return
             self._guard()
             if time.monotonic() > deadline:
-                raise HorovodInternalError(
-                    f"waited {self._limit_s:g} s for the peers' part in {what} over gloo"
-                )
+                raise HorovodInternalError(f"waited {self._limit_s:g} s for the peers' part in {what} over gloo")
 
 
 def connect(make: Callable[[], Any], *, what: str, guard: Guard, limit_s: float) -> Any:

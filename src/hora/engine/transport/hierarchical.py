@@ -54,9 +54,7 @@ class HierarchicalTransport:
             self._between = self._connect(f"carrier{self._index}", self._host, len(self._hosts))
         self.name = f"{local.name}+gloo"
 
-    def allreduce(
-        self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float
-    ) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
         dtype = inputs[0].dtype
         whole = ReduceOp.SUM if op == ReduceOp.AVERAGE else op
         counts = [self._carried(tensor.numel()) for tensor in inputs]
@@ -82,9 +80,7 @@ class HierarchicalTransport:
         carried = [[sum(part[c] for part in each) for c in range(len(self._here))] for each in parts]
         slices = self._slices(carried, dtype)
         if self._between is not None:
-            own = [
-                block.split(each[self._host])[self._index] for block, each in zip(mine, parts, strict=True)
-            ]
+            own = [block.split(each[self._host])[self._index] for block, each in zip(mine, parts, strict=True)]
             self._between.allgather(own, slices, [[part[self._index] for part in each] for each in parts])
         gathered = [torch.empty(sum(each), dtype=dtype) for each in carried]
         self._local.allgather(slices, gathered, carried)
@@ -206,9 +202,7 @@ class HierarchicalTransport:
             )
         )
 
-    def _by_carrier(
-        self, tensor: torch.Tensor, counts: Sequence[int], parts: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    def _by_carrier(self, tensor: torch.Tensor, counts: Sequence[int], parts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Rearranged: for each carrier of this host, its share of every host's block."""
         members = tensor.split(list(counts))
         shares = [

@@ -122,9 +122,7 @@ def _gpu_identity(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
     if uuid is None:  # before torch 2.5
-        raise HorovodInternalError(
-            f"torch {torch.__version__} cannot tell which GPU {device} is; use torch 2.5"
-        )
+        raise HorovodInternalError(f"torch {torch.__version__} cannot tell which GPU {device} is; use torch 2.5")
     return str(uuid)
 
 

@@ -31,9 +31,7 @@ def runs(sizes: Sequence[int], limit: int) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-def pieces(
-    inputs: Tensors, outputs: Tensors, limit: int
-) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+def pieces(inputs: Tensors, outputs: Tensors, limit: int) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Views of at most `limit` elements in total: small tensors together, large ones cut up."""
     for run in runs([tensor.numel() for tensor in inputs], limit):
         if len(run) == 1 and inputs[run[0]].numel() > limit:

@@ -81,9 +81,7 @@ class Ring:
         """The size of segment that a ring needs."""
         return aligned(num_members * _MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
 
-    def slot(
-        self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0
-    ) -> torch.Tensor:
+    def slot(self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
         """Where `member` puts its data for `step`."""
         turn = member * DEPTH + step % DEPTH
         return self._view(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
@@ -117,9 +115,7 @@ class Ring:
         """Everybody's numbers of `step`, once it has been waited for."""
         return [row[step % DEPTH].value for row in self._notes]
 
-    def steps(
-        self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]
-    ) -> None:
+    def steps(self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]) -> None:
         """Call `fill(index, step)` for the own slot and `drain(index, step)` for all, `num_steps` times."""
         if num_steps <= 0:
             return

@@ -88,9 +88,7 @@ class ShmTransport:
             self._ring = self._make_ring(LARGE_SLOT_BYTES)
         return self._ring
 
-    def allreduce(
-        self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float
-    ) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
         dtype = inputs[0].dtype
         num_members = self._num_members
         arithmetic = reduction(op, dtype, prescale, postscale, num_members)
@@ -168,9 +166,7 @@ class ShmTransport:
 
     def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
         if self._num_members & (self._num_members - 1):
-            raise ValueError(
-                f"Adasum needs a power of 2 of ranks, not {self._num_members}; use Average or Sum"
-            )
+            raise ValueError(f"Adasum needs a power of 2 of ranks, not {self._num_members}; use Average or Sum")
         arithmetic = reduction(ReduceOp.SUM, inputs[0].dtype, prescale, postscale, self._num_members)
         for source, out in zip(inputs, outputs, strict=True):
             arithmetic.prepare(source, out)
@@ -223,9 +219,7 @@ class ShmTransport:
         largest = max(sum(row[peer] for row in counts) for peer in members)
         ring = self._ring_for(largest * dtype.itemsize)
         most = ring.slot_bytes // dtype.itemsize
-        results = {
-            peer: cut([part[peer] for part in parts], most) for peer in members if peer != self._member
-        }
+        results = {peer: cut([part[peer] for part in parts], most) for peer in members if peer != self._member}
         for source, part in zip(inputs, parts, strict=True):
             copy(source, part[self._member])
         self._move(ring, cut(inputs, most), results, -(-largest // most), dtype)
@@ -264,9 +258,7 @@ class ShmTransport:
         """What each member gets of a slot that is divided among them."""
         return ring.slot_bytes // self._num_members // LINE_BYTES * LINE_BYTES
 
-    def _exchange(
-        self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int, *, note: int = 0
-    ) -> list[int]:
+    def _exchange(self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int, *, note: int = 0) -> list[int]:
         """Send the first `num_steps` pieces of `sent[m]` to each other member m. Returns everybody's note."""
         dtype, member, share_bytes = sent[0].dtype, self._member, self._share_bytes(ring)
         most = share_bytes // dtype.itemsize
@@ -352,9 +344,7 @@ class ShmTransport:
         self._ring.close()
 
 
-def _reduce(
-    operands: list[torch.Tensor], result: Piece, arithmetic: Reduction, scratch: torch.Tensor
-) -> None:
+def _reduce(operands: list[torch.Tensor], result: Piece, arithmetic: Reduction, scratch: torch.Tensor) -> None:
     """Reduce and finish straight into the result, or through `scratch` when that is in several places."""
     out = result[0] if len(result) == 1 else scratch
     arithmetic.combine(operands, out, scratch)

@@ -53,9 +53,7 @@ class Connections:
         peer_ports: set[int] = set()
         for peer in range(num_members):
             if peer != member:
-                peer_ports.update(
-                    int(text) for text in store.get(f"listener/{peer}").decode().split(",") if text
-                )
+                peer_ports.update(int(text) for text in store.get(f"listener/{peer}").decode().split(",") if text)
         found = {}
         for descriptor in _sockets():
             with _borrowed(descriptor) as sock:
@@ -95,9 +93,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def _sockets() -> list[int]:
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(
-            OSError
-        ):  # closed meanwhile, by us (the listing itself) or by another thread
+        with contextlib.suppress(OSError):  # closed meanwhile, by us (the listing itself) or by another thread
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 found.append(int(name))
     return found
