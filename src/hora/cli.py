@@ -29,9 +29,7 @@ class Command:
 
 COMMANDS = {
     "run": Command("hora.cli_run:main", "run a command as several processes: hora run -np 4 python train.py"),
-    "doctor": Command(
-        "hora.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
-    ),
+    "doctor": Command("hora.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"),
     "demo": Command("hora.demo.command:main", "a lab from raw data to a prediction: hora demo penguins"),
 }
 
@@ -57,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _unknown(name)
     try:
         return COMMANDS[name](rest)
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # the reader of our output (`| head`) has gone
         sys.stderr.close()
         return 141

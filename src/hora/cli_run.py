@@ -69,7 +69,7 @@ def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
     except (RuntimeError, OSError) as error:  # hosts out of reach, a start that took too long, a full disk
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the job has been ended on the way here
         return 130
     return 0
 

@@ -1,5 +1,6 @@
 """Jobs on other hosts: a real sshd on loopback with keys of its own, and two network namespaces."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +11,9 @@ import pytest
 from command_process import lines_of, run_command, running
 from ssh_server import SSHD, SshServer
 
+import horovod
+from hora.launch.ssh import Ssh, check_hosts
+
 pytestmark = [
     pytest.mark.ssh,
     pytest.mark.skipif(
@@ -19,9 +23,7 @@ pytestmark = [
 ]
 
 SLEEPER = (
-    "import os, pathlib, time;"
-    "pathlib.Path(os.environ['READY'], os.environ['HOROVOD_RANK']).touch();"
-    "time.sleep(300)"
+    "import os, pathlib, time;pathlib.Path(os.environ['READY'], os.environ['HOROVOD_RANK']).touch();time.sleep(300)"
 )
 
 
@@ -124,9 +126,7 @@ def test_the_secret_is_in_no_process_list_and_no_environment(hosts):
 def test_fail_rank_1_on_another_host(hosts):
     """The first failure is named, its output is shown, its status is ours, and nobody is left."""
     script = (
-        "import os, sys, time\n"
-        "if os.environ['HOROVOD_RANK'] == '1': sys.exit('the disk is on fire')\n"
-        "time.sleep(300)"
+        "import os, sys, time\nif os.environ['HOROVOD_RANK'] == '1': sys.exit('the disk is on fire')\ntime.sleep(300)"
     )
     job = ["-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", script]
     code, _, err = run_command("horovodrun", *job, env={"HORA_SSH": hosts.command})
@@ -144,6 +144,48 @@ def test_a_program_that_the_host_does_not_have(hosts):
     )
     assert code == 127
     assert "cannot run 'no-such-program': No such file or directory" in err
+
+
+def test_a_function_on_two_hosts_and_its_failure_there(hosts, monkeypatch):
+    monkeypatch.setenv("HORA_SSH", hosts.command)
+    factor = 5
+
+    def work(x):
+        host = os.environ["HOROVOD_HOSTNAME"]
+        if x < 0 and host == "nodeb":
+            raise ValueError(f"no {x} on {host}")
+        return host, factor * x
+
+    values = horovod.run(work, (3,), num_proc=2, hosts="nodea:1,nodeb:1")
+    assert values == [("nodea", 15), ("nodeb", 15)]
+    with pytest.raises(RuntimeError, match="ValueError: no -1 on nodeb") as caught:
+        horovod.run(work, (-1,), num_proc=2, hosts="nodea:1,nodeb:1")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_host_without_our_python_is_told_apart_from_one_out_of_reach(hosts):
+    ssh = dataclasses.replace(Ssh.from_environ({"HORA_SSH": hosts.command}), executable="/nowhere/python")
+    with pytest.raises(RuntimeError, match=r"(?s)reaches these hosts.*nodeb: env: .*/nowhere/python.*No such"):
+        check_hosts(["nodeb"], ssh, limit_s=30)
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT], ids=["limit", "SIGTERM", "SIGINT"])
+def test_a_host_that_never_answers(number, tmp_path):
+    """Given up at the start timeout, or when the user does; the ssh that hangs is ended."""
+    marker = tmp_path / "ready"
+    marker.mkdir()
+    fake = tmp_path / "ssh"
+    fake.write_text(f"#!/bin/sh\n[ $1 = -G ] && exec echo hostname 127.0.0.1\ntouch {marker}/0\nexec sleep 300\n")
+    fake.chmod(0o755)
+    limit = "2" if number is None else "100"
+    job = ["horovodrun", "-np", "1", "-H", "nodez:1", "--start-timeout", limit, "true"]
+    with running(*job, env={"HORA_SSH": str(fake)}, ready=marker, count=1) as launcher:
+        if number is not None:
+            launcher.process.send_signal(number)
+        code, _, err = launcher.finish()
+    assert code == (1 if number is None else 128 + number)
+    assert "Traceback" not in err
+    assert number is not None or "nodez: no answer within 2 s (--start-timeout)" in err
 
 
 def test_wrong_key_and_host_down_are_told_for_each_host(hosts, ready):
@@ -193,9 +235,7 @@ def _ssh_client(job, hostname):
 
 
 def test_doctor_examines_hosts_and_names_the_one_that_is_locked(hosts):
-    code, out, err = run_command(
-        "hora", "doctor", "-H", "nodeb:2,locked,localhost", env={"HORA_SSH": hosts.command}
-    )
+    code, out, err = run_command("hora", "doctor", "-H", "nodeb:2,locked,localhost", env={"HORA_SSH": hosts.command})
     assert (code, err) == (1, "")
     nodeb, locked, localhost, between, end = out.split("\n\n")
     assert "an allreduce was tried and works" in nodeb
@@ -281,9 +321,7 @@ def test_a_cut_cable_ends_the_job_here_and_the_workers_there(namespaces, ready):
     command = ["python", "-c", IMPATIENT, *job, "python", "-c", SLEEPER]
     env = {"HORA_SSH": server.command, "READY": str(ready)}
     try:
-        with running(
-            *command, env=env, prefix=("ip", "netns", "exec", here), ready=ready, count=2
-        ) as launcher:
+        with running(*command, env=env, prefix=("ip", "netns", "exec", here), ready=ready, count=2) as launcher:
             subprocess.run(["ip", "-n", there, "link", "set", "cable1", "down"], check=True)
             code, _, err = launcher.finish()
     finally:

@@ -80,9 +80,7 @@ def test_rank_and_size_from_three_launchers():
 
 
 def test_check_build_ticks_what_has_no_problem():
-    text = build.format_build(
-        "9.9", {"TensorFlow": "no", "MXNet": "no", "MPI": "no", "DDL": "no", "CCL": "no"}
-    )
+    text = build.format_build("9.9", {"TensorFlow": "no", "MXNet": "no", "MPI": "no", "DDL": "no", "CCL": "no"})
     assert text == (
         "Horovod v9.9:\n\nAvailable Frameworks:\n    [ ] TensorFlow\n    [X] PyTorch\n    [ ] MXNet\n\n"
         "Available Controllers:\n    [ ] MPI\n    [X] Gloo\n\n"
@@ -114,9 +112,7 @@ def test_hosts_from_a_file_and_from_an_lsf_job(tmp_path):
 
 
 def test_a_jobs_environment_is_ours_plus_what_was_asked_for():
-    env = job(
-        {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CACHE_CAPACITY": "5", "X": "y"}, num_proc=1, cycle_time_ms=2.0
-    ).env
+    env = job({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CACHE_CAPACITY": "5", "X": "y"}, num_proc=1, cycle_time_ms=2.0).env
     assert env["HOROVOD_CYCLE_TIME"] == "2.0"
     assert (env["HOROVOD_CACHE_CAPACITY"], env["X"], env["PYTHONUNBUFFERED"]) == ("5", "y", "1")
     assert (env["HOROVOD_GLOO_IFACE"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
@@ -130,7 +126,7 @@ def test_requests_that_cannot_be_carried_out(tmp_path):
     with pytest.raises(ValueError, match=r"fewer than 2 hosts.*localhost:2"):
         start.start(Options(command=("true",), num_proc=2, min_num_proc=1, hosts="localhost:2"), {})
     with pytest.raises(ValueError, match="--ssh-identity-file: there is no file"):
-        start.make_ssh({}, port=None, identity_file=str(tmp_path / "key"))
+        Ssh.from_environ({}, identity_file=str(tmp_path / "key"))
 
 
 def test_own_addresses_are_local_and_others_are_not():
@@ -144,9 +140,7 @@ def test_own_addresses_are_local_and_others_are_not():
 
 
 def test_ssh_gets_options_host_port_key_and_one_quoted_command():
-    argv = Ssh(port=2222, identity_file="/k", executable="/my env/python", python_path="/a b").python(
-        "h", "m", "x;y"
-    )
+    argv = Ssh(port=2222, identity_file="/k", executable="/my env/python", python_path="/a b").python("h", "m", "x;y")
     assert argv[0] == "ssh"
     assert argv[1:5] == ["-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
     assert argv[argv.index("h") :] == [

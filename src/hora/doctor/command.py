@@ -6,7 +6,6 @@ Exit status 0 when all is well, 1 when there is a problem, 2 for a bad command l
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -14,6 +13,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +22,6 @@ from hora.doctor.probe import MARK
 from hora.launch import address
 from hora.launch.hosts import parse_host_files, parse_hosts_and_slots
 from hora.launch.ssh import Ssh, reachable_address
-from hora.launch.start import make_ssh
 
 __all__ = ["main"]
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         names = _names(args)
-        ssh = make_ssh(os.environ, port=args.ssh_port, identity_file=args.ssh_identity_file)
+        ssh = Ssh.from_environ(os.environ, port=args.ssh_port, identity_file=args.ssh_identity_file)
         return _examine(names, ssh)
     except ValueError as error:
         print(f"hora doctor: error: {error}", file=sys.stderr)
@@ -46,12 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="hora doctor", description="Check this machine, or hosts, and say what is wrong and what to do."
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "-H", "--hosts", metavar="HOST,…", help="hosts, with or without :slots (default: localhost)"
-    )
-    which.add_argument(
-        "-hostfile", "--hostfile", metavar="FILE", help="a file with a line `name slots=N` for each"
-    )
+    which.add_argument("-H", "--hosts", metavar="HOST,…", help="hosts, with or without :slots (default: localhost)")
+    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="a file with a line `name slots=N` for each")
     parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of all hosts")
     parser.add_argument("-i", "--ssh-identity-file", metavar="KEY", help="private key for ssh")
     return parser
@@ -96,10 +91,10 @@ class _Patient:
         assert self._process.stderr is not None
         self._complaints.extend(self._process.stderr)
 
-    def answer(self) -> Any:
+    def answer(self, limit: float) -> Any:
         """The next JSON answer; RuntimeError with the host's complaints when none comes."""
         try:
-            line = self._answers.get(timeout=_PROBE_LIMIT_S)
+            line = self._answers.get(timeout=max(limit - time.monotonic(), 0.01))
         except queue.Empty:
             raise RuntimeError(f"no answer within {_PROBE_LIMIT_S:.0f} s") from None
         if line is None:
@@ -126,13 +121,11 @@ class _Patient:
 def _examine(names: list[str], ssh: Ssh) -> int:
     remote = [name for name in names if not address.is_local(name)]
     own = reachable_address(remote, ssh) if remote else "127.0.0.1"
-    patients = [
-        _patient(name, ssh, remote=name in remote, listen=own if remote else "127.0.0.1") for name in names
-    ]
+    patients = [_patient(name, ssh, remote=name in remote, listen=own if remote else "127.0.0.1") for name in names]
     findings: list[Finding] = []
     try:
         facts: dict[str, Mapping[str, Any]] = {}
-        for patient, answer in zip(patients, _all_answers(patients), strict=True):
+        for patient, answer in zip(patients, _answers(patients), strict=True):
             if isinstance(answer, RuntimeError):
                 found = [_unreachable(str(answer), patient.name in remote, ssh)]
             else:
@@ -158,15 +151,16 @@ def _patient(name: str, ssh: Ssh, *, remote: bool, listen: str) -> _Patient:
     return _Patient(name, [sys.executable, "-m", "hora.doctor.probe", listen])
 
 
-def _all_answers(patients: list[_Patient]) -> list[Any]:
-    def answer(patient: _Patient) -> Any:
+def _answers(patients: list[_Patient]) -> list[Any]:
+    """An answer of every host, or the RuntimeError that came instead; they all work at the same time."""
+    limit = time.monotonic() + _PROBE_LIMIT_S
+    answers: list[Any] = []
+    for patient in patients:
         try:
-            return patient.answer()
+            answers.append(patient.answer(limit))
         except RuntimeError as error:
-            return error
-
-    with concurrent.futures.ThreadPoolExecutor(len(patients), thread_name_prefix="hora-doctor") as pool:
-        return list(pool.map(answer, patients))
+            answers.append(error)
+    return answers
 
 
 def _unreachable(text: str, remote: bool, ssh: Ssh) -> Finding:
@@ -190,7 +184,7 @@ def _reach(
     for patient in patients:
         patient.ask(endpoints)
     reached: dict[str, dict[str, str | None]] = {}
-    for patient, row in zip(patients, _all_answers(patients), strict=True):
+    for patient, row in zip(patients, _answers(patients), strict=True):
         problems = [str(row)] * len(patients) if isinstance(row, RuntimeError) else row
         reached[patient.name] = {p.name: problem for p, problem in zip(patients, problems, strict=True)}
     return reach_findings(reached)

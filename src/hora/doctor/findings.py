@@ -83,9 +83,7 @@ def _memory(facts: Facts) -> Finding:
     free = facts["memory_bytes"]
     text = "shared memory works (memfd" + (f", {_size(free)} available" if free is not None else "") + ")"
     if free is not None and free < _LEAST_MEMORY_BYTES:
-        return Finding(
-            "problem", text, "less than 1 GiB is free: end other programs or start fewer processes"
-        )
+        return Finding("problem", text, "less than 1 GiB is free: end other programs or start fewer processes")
     return Finding("ok", text)
 
 
@@ -106,9 +104,7 @@ def _gpus(facts: Facts) -> Finding:
 def _spark(facts: Facts) -> Finding:
     pyspark, java = facts["pyspark"], facts["java"]
     if pyspark is None:
-        return Finding(
-            "note", "pyspark is not installed; only HorovodRunner needs it (pip install 'hora[spark]')"
-        )
+        return Finding("note", "pyspark is not installed; only HorovodRunner needs it (pip install 'hora[spark]')")
     if java is None:
         return Finding(
             "problem",
@@ -153,8 +149,7 @@ def reach_findings(reached: Mapping[str, Mapping[str, str | None]]) -> list[Find
         Finding(
             "problem",
             f"{source} cannot connect to a port of {target}: {problem}",
-            f"open the firewall of {target} for TCP from {source}, or choose another network with "
-            "--network-interfaces",
+            f"open the firewall of {target} for TCP from {source}, or choose another network with --network-interfaces",
         )
         for source, row in reached.items()
         for target, problem in row.items()

@@ -32,7 +32,7 @@ def is_local(hostname: str) -> bool:
 
 def _is_own(address: str) -> bool:
     # Only an own address can be bound. This also knows 127.0.0.2 and the further addresses of an interface.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:

@@ -8,17 +8,21 @@ jobs, which may start workers on further hosts later.
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import IO
 
 from hora.launch import address, supervisor
 from hora.launch.host import Host, local_supervisor_command
+from hora.launch.interrupt import ended_by_signals
 from hora.launch.spec import LaunchEvents, WorkerSpec
 
 __all__ = ["Ssh", "SshLauncher", "check_hosts", "reachable_address"]
@@ -30,6 +34,8 @@ _SILENCE_S, _SILENCES = 5, 3  # ssh gives a host up after this many unanswered q
 # user who suspended it by accident to notice.
 _HEARTBEAT_S, _HEARTBEAT_LIMIT_S = 10.0, 60.0
 _CLOSE_SLACK_S = 15.0
+_SSH_FAILED = 255
+_SHOWN_BYTES = 4096
 _OPTIONS = {
     "PasswordAuthentication": "no",
     "StrictHostKeyChecking": "no",
@@ -53,6 +59,21 @@ class Ssh:
     executable: str = sys.executable
     python_path: str = ""
 
+    @classmethod
+    def from_environ(
+        cls, environ: Mapping[str, str], *, port: int | None = None, identity_file: str | None = None
+    ) -> Ssh:
+        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`)."""
+        if identity_file is not None and not os.path.isfile(identity_file):
+            raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
+        folders = environ.get("PYTHONPATH", "").split(os.pathsep)
+        return cls(
+            program=tuple(shlex.split(environ.get("HORA_SSH") or "ssh")),
+            port=port,
+            identity_file=identity_file,
+            python_path=os.pathsep.join(os.path.abspath(folder) for folder in folders if folder),
+        )
+
     def command(self, hostname: str, remote: Sequence[str], *, attempts: int = 1) -> list[str]:
         """The argv that runs `remote` on a host. ssh hands it to a shell there, so each word is quoted."""
         argv = list(self.program)
@@ -68,9 +89,7 @@ class Ssh:
     def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
         """The argv that runs a module with the job's Python on a host."""
         path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
-        return self.command(
-            hostname, ["exec", "env", *path, self.executable, "-m", module, *args], attempts=attempts
-        )
+        return self.command(hostname, ["exec", "env", *path, self.executable, "-m", module, *args], attempts=attempts)
 
     def real_name(self, hostname: str) -> str:
         """The name or address that ssh itself uses for a host, which may be an alias of its configuration."""
@@ -90,13 +109,15 @@ class Ssh:
 
 def check_hosts(hostnames: Iterable[str], ssh: Ssh, *, limit_s: float) -> None:
     """Start a supervisor on every host at once, each ending by itself; RuntimeError says what failed."""
-    names = list(dict.fromkeys(hostnames))
-    if not names:
-        return
-    with concurrent.futures.ThreadPoolExecutor(len(names), thread_name_prefix="hora-ssh-check") as pool:
-        problems = dict(zip(names, pool.map(lambda name: _problem(name, ssh, limit_s), names), strict=True))
-    unreached = {name: text for name, (reached, text) in problems.items() if text and not reached}
-    unusable = {name: text for name, (reached, text) in problems.items() if text and reached}
+    unreached: dict[str, str] = {}
+    unusable: dict[str, str] = {}
+    limit = time.monotonic() + limit_s
+    with ended_by_signals(), contextlib.ExitStack() as stack:
+        checks = [stack.enter_context(_Check(name, ssh)) for name in dict.fromkeys(hostnames)]
+        for check in checks:
+            reached, problem = check.result(limit, limit_s)
+            if problem:
+                (unusable if reached else unreached)[check.hostname] = problem
     if unreached:
         raise RuntimeError(
             f"could not connect to some hosts via ssh:\n{_listed(unreached)}\nCheck their names, that they "
@@ -109,32 +130,52 @@ def check_hosts(hostnames: Iterable[str], ssh: Ssh, *, limit_s: float) -> None:
         )
 
 
-def _problem(hostname: str, ssh: Ssh, limit_s: float) -> tuple[bool, str]:
-    """Whether ssh got through, and what went wrong ("" if nothing did)."""
-    argv = ssh.python(hostname, "hora.launch.supervisor", attempts=_CONNECT_ATTEMPTS)
-    started = time.monotonic()
-    try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=limit_s,
-            start_new_session=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"no answer within {limit_s:.0f} s (--start-timeout)"
-    except OSError as error:
-        return False, f"cannot run {argv[0]!r}: {error.strerror}"
-    if supervisor.MARK in done.stdout:
-        return True, ""
-    text = done.stderr.decode(errors="replace").strip() or done.stdout.decode(errors="replace").strip()
-    took_s = time.monotonic() - started
-    return done.returncode != 255, text or f"exit status {done.returncode} after {took_s:.1f} s, no output"
+class _Check:
+    """One trial: a supervisor that has nothing to read ends at once, after it has shown its mark."""
+
+    def __init__(self, hostname: str, ssh: Ssh) -> None:
+        self.hostname = hostname
+        self._argv = ssh.python(hostname, "hora.launch.supervisor", attempts=_CONNECT_ATTEMPTS)
+
+    def __enter__(self) -> _Check:
+        self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        try:
+            self._process = subprocess.Popen(
+                self._argv,
+                stdin=subprocess.DEVNULL,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"cannot run {self._argv[0]!r}: {error.strerror}; is ssh installed?") from None
+        return self
+
+    def result(self, limit: float, limit_s: float) -> tuple[bool, str]:
+        """Whether ssh got through, and what went wrong ("" if nothing did)."""
+        try:
+            code = self._process.wait(max(limit - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            return False, f"no answer within {limit_s:.0f} s (--start-timeout)"
+        said, complained = self._text(self._stdout), self._text(self._stderr)
+        if supervisor.MARK.decode() in said:
+            return True, ""
+        return code != _SSH_FAILED, complained or said or f"exit status {code}, no output"
+
+    @staticmethod
+    def _text(file: IO[bytes]) -> str:
+        file.seek(0)
+        return file.read(_SHOWN_BYTES).decode(errors="replace").rstrip(" \r")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._stdout.close()
+        self._stderr.close()
 
 
 def _listed(problems: Mapping[str, str]) -> str:
-    return "\n".join(f"  {name}: {text}" for name, text in problems.items())
+    return "\n".join(f"  {name}: {text.strip()}" for name, text in problems.items())
 
 
 def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
@@ -209,6 +250,4 @@ class SshLauncher:
 
 
 def _for_elsewhere(spec: WorkerSpec) -> WorkerSpec:
-    return replace(
-        spec, env={name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}
-    )
+    return replace(spec, env={name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -20,9 +19,8 @@ from hora.launch.hosts import HostInfo, get_host_assignments, parse_host_files, 
 from hora.launch.local import LocalLauncher
 from hora.launch.options import Options
 from hora.launch.spec import Job, JobResult, Launcher, OutputOptions, Slot
-from hora.launch.ssh import Ssh, SshLauncher, check_hosts, reachable_address
 
-__all__ = ["find_hosts", "make_job", "make_launcher", "make_ssh", "start"]
+__all__ = ["find_hosts", "make_job", "make_launcher", "start"]
 
 
 def start(
@@ -103,22 +101,17 @@ def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[s
     remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
     if not remote and not options.nics:
         return LocalLauncher()
-    ssh = make_ssh(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
+    from hora.launch.ssh import (
+        Ssh,
+        SshLauncher,
+        check_hosts,
+        reachable_address,
+    )  # local jobs start faster without
+
+    ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
     listen = address.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
     check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
     return SshLauncher(ssh, listen=listen, verbose=bool(options.verbose))
-
-
-def make_ssh(environ: Mapping[str, str], *, port: int | None, identity_file: str | None) -> Ssh:
-    """How to reach other hosts. `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`)."""
-    if identity_file is not None and not os.path.isfile(identity_file):
-        raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
-    return Ssh(
-        program=tuple(shlex.split(environ.get("HORA_SSH") or "ssh")),
-        port=port,
-        identity_file=identity_file,
-        python_path=environ.get("PYTHONPATH", ""),
-    )
 
 
 def _start_elastic(
@@ -132,9 +125,7 @@ def _start_elastic(
                 f"{','.join(map(str, hosts))}; add hosts to -H, or give a --host-discovery-script"
             )
     if importlib.util.find_spec("hora.launch.elastic") is None:
-        raise ValueError(
-            "elastic jobs (--min-np, --host-discovery-script) are not there yet; drop these flags"
-        )
+        raise ValueError("elastic jobs (--min-np, --host-discovery-script) are not there yet; drop these flags")
     elastic = importlib.import_module("hora.launch.elastic")
     result: JobResult = elastic.run_elastic_job(options, environ, function=function, executable=executable)
     return result
