@@ -129,18 +129,14 @@ def test_signals_end_the_job_with_their_status_and_without_a_traceback(tmp_path,
 
 
 def test_check_build_prints_what_was_tried():
-    code, out, err = run_command(
-        "horovodrun", "--check-build", env={"HOROVOD_RANK": "5", "HOROVOD_SIZE": "9"}
-    )
+    code, out, err = run_command("horovodrun", "--check-build", env={"HOROVOD_RANK": "5", "HOROVOD_SIZE": "9"})
     assert (code, err) == (0, "")
     first, *sections = out.rstrip("\n").split("\n\n")
     assert first == f"Horovod v{horovod.__version__}:"
     assert [section.splitlines()[0] for section in sections] == [
         "Available Frameworks:", "Available Controllers:", "Available Tensor Operations:"
     ]  # fmt: skip
-    assert all(
-        re.fullmatch(r" +\[[ X]\] \w+", line) for section in sections for line in section.splitlines()[1:]
-    )
+    assert all(re.fullmatch(r" +\[[ X]\] \w+", line) for section in sections for line in section.splitlines()[1:])
     assert "[X] PyTorch" in sections[0]
     assert "[X] Gloo" in sections[1]
     assert "[ ] MPI" in sections[1]
@@ -161,9 +157,7 @@ def test_light_commands_import_neither_torch_nor_pyspark():
         "heavy = {'torch', 'pyspark', 'numpy', 'cloudpickle', 'yaml'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -37,9 +37,7 @@ def test_hostfile_skips_blanks_and_comments_and_defaults_to_one_slot(tmp_path):
     assert parse_host_files(str(path)) == "node1:4,node2:2,node3:1"
 
 
-@pytest.mark.parametrize(
-    "line", ["node1 slots=x", "node1 slots", "node1:4", "node 1 slots=2", "node1 slots=4 max=8"]
-)
+@pytest.mark.parametrize("line", ["node1 slots=x", "node1 slots", "node1:4", "node 1 slots=2", "node1 slots=4 max=8"])
 def test_a_bad_hostfile_line_is_named(tmp_path, line):
     path = tmp_path / "hosts"
     path.write_text(f"node0 slots=1\n{line}\n")

@@ -19,9 +19,7 @@ def options(*argv, environ=None):
 
 
 def test_the_command_starts_at_the_first_word_that_is_no_option():
-    args = parse(
-        "-np", "4", "--tcp", "-H", "a:2,b:2", "python", "train.py", "-np", "9", "--epochs=3", "--", "x"
-    )
+    args = parse("-np", "4", "--tcp", "-H", "a:2,b:2", "python", "train.py", "-np", "9", "--epochs=3", "--", "x")
     assert args.command == ["python", "train.py", "-np", "9", "--epochs=3", "--", "x"]
     assert (args.num_proc, args.hosts) == (4, "a:2,b:2")
     assert parse("-np", "1", "--", "-odd-program", "-x").command == ["-odd-program", "-x"]
@@ -102,9 +100,7 @@ def test_interfaces_are_united_over_all_their_flags():
     assert args.nics == {"a", "b", "c", "d"}
 
 
-@pytest.mark.parametrize(
-    ("flag", "shown"), [("--log-hide-timestamp", False), ("--no-log-hide-timestamp", True)]
-)
+@pytest.mark.parametrize(("flag", "shown"), [("--log-hide-timestamp", False), ("--no-log-hide-timestamp", True)])
 def test_old_timestamp_flags_warn_and_work(flag, shown):
     with pytest.warns(DeprecationWarning, match=flag):
         assert parse("-np", "1", flag, "python").log_with_timestamp is shown

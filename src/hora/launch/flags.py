@@ -98,14 +98,10 @@ def _add_knob(group: Any, dest: str, knob: Knob) -> None:
             )
     elif knob.kind is frozenset:
         group.add_argument(*knob.flags, dest=dest, action=_Union, metavar=knob.metavar, help=text)
-        group.add_argument(
-            "--network-interface", dest=dest, action=_Union, single=True, help=argparse.SUPPRESS
-        )
+        group.add_argument("--network-interface", dest=dest, action=_Union, single=True, help=argparse.SUPPRESS)
     else:
         metavar = knob.metavar or "N"
-        group.add_argument(
-            *knob.flags, dest=dest, type=_typed(knob), nargs=knob.count, metavar=metavar, help=text
-        )
+        group.add_argument(*knob.flags, dest=dest, type=_typed(knob), nargs=knob.count, metavar=metavar, help=text)
 
 
 def _help_text(knob: Knob) -> str:

@@ -200,9 +200,7 @@ class Options:
         given = [(flag, value) for flag, value in named if value is not None]
         for (low_flag, low), (high_flag, high) in pairwise(given):
             if low > high:
-                raise ValueError(
-                    f"{low_flag} must not be greater than {high_flag}, but they are {low} and {high}"
-                )
+                raise ValueError(f"{low_flag} must not be greater than {high_flag}, but they are {low} and {high}")
 
     @classmethod
     def from_args(cls, args: object, environ: Mapping[str, str]) -> Options:
