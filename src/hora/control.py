@@ -13,14 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.wire import Connection, Header
 from hora.world import Meeting, World
 
-__all__ = ["ControlClient", "read_secret"]
+__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "read_secret"]
+
+# Under these keys a worker finds its function, and where the caller's modules are.
+FUNCTION_KEY = "hora/function"
+PATH_KEY = "hora/path"
 
 # The server keeps the time limit of a request and says what was missing; only a dead server overstays this.
 _SLACK_S = 10.0
@@ -32,7 +35,8 @@ Notice = dict[str, Any]
 def read_secret(path: str) -> bytes:
     """The job's secret, from the descriptor that the worker's supervisor holds."""
     try:
-        return Path(path).read_bytes()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError as error:
         raise AuthenticationError(
             f"cannot read the job's secret from HORA_SECRET_FILE={path} ({error.strerror}): the supervisor "
@@ -77,9 +81,7 @@ class ControlClient:
                 meeting.address, meeting.port, secret=secret, job=meeting.job, timeout_s=timeout_s
             )
         except AuthenticationError as error:
-            raise AuthenticationError(
-                f"{meeting.endpoint}, the rendezvous of job {meeting.job}: {error}"
-            ) from None
+            raise AuthenticationError(f"{meeting.endpoint}, the rendezvous of job {meeting.job}: {error}") from None
         except TimeoutError as error:
             raise TimeoutError(
                 f"Timed out waiting for the rendezvous of job {meeting.job} at {meeting.endpoint} ({error}). "
@@ -162,9 +164,7 @@ class ControlClient:
         """This worker's place in the first generation after `world`; None if there is none for it any
         more."""
         request = {"op": "next_world", "generation": world.generation, "timeout_s": timeout_s}
-        header, _ = self._ask(
-            request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s
-        )
+        header, _ = self._ask(request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s)
         if header.get("error") == "removed":
             return None
         env = {str(key): str(value) for key, value in header["world"].items()}

@@ -15,6 +15,9 @@ from job_process import HOROVODRUN, JobProcess, wait_until
 
 import horovod
 from hora.errors import JobFailedError
+from hora.launch.controller import run_job
+from hora.launch.local import LocalLauncher
+from hora.launch.spec import Job, OutputOptions, Slot
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
@@ -99,7 +102,9 @@ def test_a_rank_exits_with_status_0_but_without_a_result():
 
 
 def test_a_rank_is_killed():
-    assert fail_with(lambda: os.kill(os.getpid(), signal.SIGKILL)).exit_code == 128 + signal.SIGKILL
+    error = fail_with(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert error.exit_code == 128 + signal.SIGKILL
+    assert "Reason: killed by SIGKILL" in str(error)
 
 
 def test_a_rank_segfaults():
@@ -256,6 +261,23 @@ def test_daemons_that_a_finished_job_leaves_are_ended(tmp_path: Path):
     job.assert_nothing_left()
 
 
+def test_a_broken_stream_of_the_caller_ends_the_job_with_its_error():
+    class Broken:
+        def write(self, text: str) -> None:
+            raise LookupError("a bug in the caller's stream")
+
+        def flush(self) -> None:
+            """Never reached."""
+
+    before = set(psutil.Process().children(recursive=True))
+    slot = Slot(hostname="localhost", rank=0, size=1, local_rank=0, local_size=1)
+    output = OutputOptions(stdout=Broken())
+    job = Job(slots=(slot,), command=("sh", "-c", "echo x; sleep 100"), env=os.environ, output=output)
+    with pytest.raises(LookupError, match="a bug in the caller's stream"):
+        run_job(job, LocalLauncher())
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
 def test_a_stopped_worker_is_ended_with_its_job(tmp_path: Path):
     command = "[ $HOROVOD_RANK = 1 ] && sleep 1 && exit 4; kill -STOP $$"
     job = JobProcess([*HOROVODRUN, "-np", "2", "sh", "-c", command], tmp_path)
@@ -270,9 +292,7 @@ def test_an_interrupted_run_leaves_the_callers_process_clean():
     before = set(psutil.Process().children(recursive=True))
 
     def interrupt() -> None:
-        wait_until(
-            "the workers run", lambda: len(psutil.Process().children(recursive=True)) >= len(before) + 4
-        )
+        wait_until("the workers run", lambda: len(psutil.Process().children(recursive=True)) >= len(before) + 4)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

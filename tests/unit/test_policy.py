@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from hora.launch.policy import ROOT_CAUSE_WAIT_S, Facts, Fail, Failure, Finish, GiveUp, Wait, decide
+from hora.launch.policy import (
+    LINGER_LIMIT_S,
+    ROOT_CAUSE_WAIT_S,
+    Facts,
+    Fail,
+    Failure,
+    Finish,
+    GiveUp,
+    Wait,
+    decide,
+)
 
 BEGUN = Facts(num_workers=3, needs_results=True, start_deadline=30.0, start_timeout_s=30.0)
 RUNNING = replace(BEGUN, started=frozenset({0, 1, 2}), joined=frozenset({0, 1, 2}))
@@ -41,6 +51,12 @@ def test_a_command_that_is_over_already_is_not_missing():
 def test_finishes_when_everybody_has_ended_well():
     assert decide(replace(RUNNING, exited={0: 0, 1: 0, 2: 0}), 5.0) == Finish()
     assert decide(replace(RUNNING, exited={0: 0, 1: 0}), 5.0) == Wait(None)
+
+
+def test_a_process_that_lingers_after_the_last_result_does_not_keep_the_results():
+    returned = replace(RUNNING, returned_at={0: 1.0, 1: 5.0, 2: 2.0}, exited={0: 0})
+    assert decide(returned, 6.0) == Wait(5.0 + LINGER_LIMIT_S)
+    assert decide(returned, 5.0 + LINGER_LIMIT_S) == Finish()
 
 
 def failure(worker: int, at: float, *, consequence: bool = False) -> Failure:

@@ -8,19 +8,22 @@ the Spark side.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import queue
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable
 
+from hora.control import FUNCTION_KEY, PATH_KEY
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch import policy
 from hora.launch.interrupt import ended_by_signals
 from hora.launch.output import Output
 from hora.launch.rendezvous import ErrorReport, Rendezvous
-from hora.launch.spec import FUNCTION_KEY, PATH_KEY, Job, JobResult, Launcher, WorkerExit, WorkerSpec
+from hora.launch.spec import Job, JobResult, Launcher, WorkerExit, WorkerSpec
 from hora.wire import new_secret
 from hora.world import Meeting
 
@@ -60,6 +63,7 @@ class _Run:
         self._joined: set[int] = set()
         self._exits: dict[int, WorkerExit] = {}
         self._results: dict[int, bytes] = {}
+        self._returned_at: dict[int, float] = {}
         self._reports: dict[int, ErrorReport] = {}
         self._failures: dict[int, policy.Failure] = {}
         self._ending = False
@@ -78,11 +82,7 @@ class _Run:
                 case policy.Wait(until):
                     self._wait(until)
                 case policy.Finish():
-                    return JobResult(
-                        job=self._id,
-                        exits=tuple(self._exits[slot.rank] for slot in job.slots),
-                        results=tuple(self._results.get(slot.rank) for slot in job.slots),
-                    )
+                    return self._finish()
                 case policy.Fail(failure):
                     self._fail(failure)
                 case policy.GiveUp(message):
@@ -122,6 +122,7 @@ class _Run:
             start_timeout_s=self._job.start_timeout_s,
             started=frozenset(self._started),
             joined=frozenset(self._joined),
+            returned_at=dict(self._returned_at),
             exited={worker: ended.code for worker, ended in self._exits.items()},
             failures=tuple(self._failures.values()),
         )
@@ -138,6 +139,17 @@ class _Run:
             return
 
     # ---- endings ------------------------------------------------------------------------------------------
+
+    def _finish(self) -> JobResult:
+        lingering = [slot.rank for slot in self._job.slots if slot.rank not in self._exits]
+        if lingering:
+            self._tell(f"ranks {lingering} have returned but their processes do not end: ending them")
+            self._end_workers()
+        return JobResult(
+            job=self._id,
+            exits=tuple(self._exits[worker] for worker in sorted(self._exits)),
+            results=tuple(self._results.get(slot.rank) for slot in self._job.slots),
+        )
 
     def _end_workers(self) -> None:
         """SIGTERM, then SIGKILL; returns when all have ended, or when even SIGKILL should have done it."""
@@ -173,20 +185,26 @@ class _Run:
     # ---- events, from other threads -----------------------------------------------------------------------
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._output.feed(worker, stream, data)
+        try:
+            self._output.feed(worker, stream, data)
+        except Exception as error:  # of a stream that the caller gave us: it is raised there, not in this thread
+            self._happened.put(functools.partial(_raise, error))
 
     def started(self, worker: int) -> None:
         self._happened.put(lambda: self._started.add(worker))
 
     def exited(self, ended: WorkerExit) -> None:
-        self._output.end(ended.worker)
+        try:
+            self._output.end(ended.worker)
+        except Exception as error:  # as above
+            self._happened.put(functools.partial(_raise, error))
         self._happened.put(lambda: self._on_exit(ended))
 
     def joined(self, worker: int) -> None:
         self._happened.put(lambda: self._joined.add(worker))
 
     def returned(self, worker: int, result: bytes) -> None:
-        self._happened.put(lambda: self._results.__setitem__(worker, result))
+        self._happened.put(lambda: self._on_return(worker, result))
 
     def raised(self, worker: int, report: ErrorReport) -> None:
         self._happened.put(lambda: self._on_raise(worker, report))
@@ -212,10 +230,16 @@ class _Run:
                 1,
                 reason or "it ended with status 0 but the function did not return: did it call exit?",
             )
+        if code > 128 and not reason:
+            reason = _signal_text(code - 128)
         if code != 0:
             # Of a command we only have the output to tell what it died of.
             last_line = self._output.tail(worker).rstrip().rpartition("\n")[2]
             self._note(worker, code, reason, consequence="HorovodInternalError" in last_line)
+
+    def _on_return(self, worker: int, result: bytes) -> None:
+        self._results[worker] = result
+        self._returned_at[worker] = time.monotonic()
 
     def _on_raise(self, worker: int, report: ErrorReport) -> None:
         self._reports[worker] = report
@@ -231,6 +255,19 @@ class _Run:
             self._failures[worker] = policy.Failure(
                 worker=worker, at=time.monotonic(), code=code, reason=reason, consequence=consequence
             )
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _signal_text(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return ""
+    hint = "; if nobody sent it, the machine has probably run out of memory" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
 
 
 def _message(failure: policy.Failure, report: ErrorReport | None, tail: str) -> str:

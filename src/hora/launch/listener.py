@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -47,11 +47,12 @@ class Peer:
     """One connection: a stranger until `opener` exists. `name` and `worker` belong to the handler."""
 
     def __init__(
-        self, listener: Listener, sock: socket.socket, where: str, handshake: ServerHandshake
+        self, listener: Listener, sock: socket.socket, address: tuple[str, int], handshake: ServerHandshake
     ) -> None:
-        self.sock, self.where, self.handshake = sock, where, handshake
+        self.sock, self.handshake = sock, handshake
+        self.host, self.where = address[0], f"{address[0]}:{address[1]}"
         self.since = time.monotonic()
-        self.name = where
+        self.name = self.where
         self.worker = -1
         self.opener: Opener | None = None
         self.sealer: Sealer | None = None
@@ -220,20 +221,24 @@ class Listener:
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
-                    self._turn_away(next(iter(self._strangers)), "descriptors have run out")
+                    self._turn_away(self._oldest_of_the_crowd(), "descriptors have run out")
                     continue
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._rest()
                 return
             if len(self._strangers) >= MAX_STRANGERS:
-                self._turn_away(
-                    next(iter(self._strangers)), f"{MAX_STRANGERS} others wait to identify themselves"
-                )
+                self._turn_away(self._oldest_of_the_crowd(), f"{MAX_STRANGERS} wait to identify themselves, the limit")
             sock.setblocking(False)
             tune(sock)
-            peer = Peer(self, sock, f"{where[0]}:{where[1]}", ServerHandshake(self._secret, self._job))
+            peer = Peer(self, sock, where[:2], ServerHandshake(self._secret, self._job))
             self._strangers[peer] = None
             self._selector.register(sock, selectors.EVENT_READ, peer)
+
+    def _oldest_of_the_crowd(self) -> Peer:
+        """Whom to show out: the oldest stranger of the host that sent most, so that a crowd harms itself."""
+        crowds = Counter(peer.host for peer in self._strangers)
+        [(host, _)] = crowds.most_common(1)
+        return next(peer for peer in self._strangers if peer.host == host)
 
     def _rest(self) -> None:
         # No descriptor is free and no stranger holds one: look again later, do not spin on the backlog.

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["Facts", "Fail", "Failure", "Finish", "GiveUp", "Wait", "decide"]
 
+# How long a process may take to end after the function has returned on every rank.
+LINGER_LIMIT_S = 30.0
 # How long to wait, after a rank complained that another one is lost, for news of the one that was lost.
 ROOT_CAUSE_WAIT_S = 2.0
 
@@ -34,8 +36,8 @@ class Failure:
 class Facts:
     """What has happened. `failures` in the order in which they were seen, one for each worker at most.
 
-    `exited`: exit codes by worker. `start_deadline`: until when all workers must have started and, where
-    `needs_results`, connected.
+    `returned_at`: when each worker's result came. `exited`: exit codes by worker. `start_deadline`: until when all
+    workers must have started and, where `needs_results`, connected.
     """
 
     num_workers: int
@@ -44,6 +46,7 @@ class Facts:
     start_timeout_s: float
     started: frozenset[int] = frozenset()
     joined: frozenset[int] = frozenset()
+    returned_at: Mapping[int, float] = field(default_factory=dict)
     exited: Mapping[int, int] = field(default_factory=dict)
     failures: Sequence[Failure] = ()
 
@@ -74,6 +77,10 @@ def decide(facts: Facts, now: float) -> Wait | Finish | Fail | GiveUp:
         return _judge(facts, now)
     if len(facts.exited) == facts.num_workers:
         return Finish()
+    if len(facts.returned_at) == facts.num_workers:
+        # A thread or a child that the function left behind must not keep the caller from the results.
+        limit = max(facts.returned_at.values()) + LINGER_LIMIT_S
+        return Finish() if now >= limit else Wait(limit)
     missing = _missing(facts)
     if not missing:
         return Wait(None)
@@ -100,6 +107,4 @@ def _judge(facts: Facts, now: float) -> Wait | Fail:
 
 def _missing(facts: Facts) -> list[int]:
     arrived = facts.joined if facts.needs_results else facts.started
-    return [
-        worker for worker in range(facts.num_workers) if worker not in arrived and worker not in facts.exited
-    ]
+    return [worker for worker in range(facts.num_workers) if worker not in arrived and worker not in facts.exited]

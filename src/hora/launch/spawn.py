@@ -64,7 +64,7 @@ def _become(
             os.dup2(source, target)
         if cwd is not None:
             os.chdir(cwd)
-        os.execvpe(argv[0], argv, env)
+        os.execvpe(argv[0], list(argv), env)
     except (OSError, ValueError) as error:
         doing = f"run {argv[0]!r}" if cwd is None or os.path.isdir(cwd) else f"enter the directory {cwd!r}"
         os.write(trouble, f"cannot {doing}: {getattr(error, 'strerror', None) or error}".encode())

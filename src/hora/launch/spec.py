@@ -14,8 +14,6 @@ from typing import IO, Any, Protocol
 from hora.world import Meeting, World
 
 __all__ = [
-    "FUNCTION_KEY",
-    "PATH_KEY",
     "Job",
     "JobResult",
     "LaunchEvents",
@@ -25,10 +23,6 @@ __all__ = [
     "WorkerExit",
     "WorkerSpec",
 ]
-
-# Under these keys of the rendezvous a worker finds its function, and where the caller's modules are.
-FUNCTION_KEY = "hora/function"
-PATH_KEY = "hora/path"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,8 @@ import sys
 import traceback
 from typing import Any
 
-from hora.control import ControlClient
+from hora.control import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.errors import HorovodInternalError
-from hora.launch.spec import FUNCTION_KEY, PATH_KEY
 from hora.world import World
 
 __all__ = ["main"]
@@ -67,12 +66,12 @@ def _pickle_result(result: Any, world: World) -> bytes:
 
     try:
         return bytes(cloudpickle.dumps(result))
-    except Exception as error:
+    except Exception as error:  # whatever a user's class does when it is pickled
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
         raise TypeError(
             f"the value that the function returned on rank {world.rank}, a {kind}, cannot be pickled "
             f"({error}); return something that can, for example numbers, arrays or a state_dict"
-        ) from error
+        ) from None
 
 
 def _exit_status(error: SystemExit) -> int:
