@@ -67,7 +67,7 @@ def _help() -> str:
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: hora <command> [arguments …]",
+            "usage: hora <command> [arguments ...]",
             "",
             *lines,
             "",

@@ -42,7 +42,9 @@ def run(args: object) -> None:
     """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe."""
     from hora.launch.start import start
 
-    start(Options.from_args(args, os.environ), os.environ)
+    options = Options.from_args(args, os.environ)
+    _set_log_level(options)
+    start(options, os.environ)
 
 
 def horovodrun() -> int:
@@ -72,6 +74,18 @@ def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
     except KeyboardInterrupt:  # the job has been ended on the way here
         return 130
     return 0
+
+
+def _set_log_level(options: Options) -> None:
+    """Show the launcher's own messages from the asked level on. Unset: warnings, as Python does by itself."""
+    if options.log_level is None:
+        return
+    import logging
+
+    level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(options.log_level, options.log_level)
+    when = "" if options.log_with_timestamp is False else "%(asctime)s "
+    logging.basicConfig(format=f"{when}hora %(levelname)s: %(message)s")
+    logging.getLogger("hora").setLevel(level)
 
 
 def _version() -> str:

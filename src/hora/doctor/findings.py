@@ -16,6 +16,8 @@ Facts = Mapping[str, Any]
 _LEAST_TORCH = (2, 4)
 _LEAST_OPEN_FILES = 1024
 _LEAST_MEMORY_BYTES = 1 << 30
+_LEAST_SHM_BYTES = 256 << 20
+_LEAST_TMP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def host_findings(facts: Facts) -> list[Finding]:
                 f"raise the limit: ulimit -n {_LEAST_OPEN_FILES * 8}",
             )
         )
-    found.append(_spark(facts))
+    found += [_room(facts), _spark(facts)]
     return [finding for finding in found if finding is not None]
 
 
@@ -85,6 +87,17 @@ def _memory(facts: Facts) -> Finding:
     if free is not None and free < _LEAST_MEMORY_BYTES:
         return Finding("problem", text, "less than 1 GiB is free: end other programs or start fewer processes")
     return Finding("ok", text)
+
+
+def _room(facts: Facts) -> Finding | None:
+    if facts["tmp_bytes"] is not None and facts["tmp_bytes"] < _LEAST_TMP_BYTES:
+        return Finding("problem", f"/tmp has only {_size(facts['tmp_bytes'])} left", "delete something, or set TMPDIR")
+    if facts["shm_bytes"] is None or facts["shm_bytes"] < _LEAST_SHM_BYTES:
+        left = "is missing" if facts["shm_bytes"] is None else f"has only {_size(facts['shm_bytes'])} left"
+        return Finding(
+            "note", f"/dev/shm {left}: Hora does not use it, but a DataLoader with workers does (docker: --shm-size)"
+        )
+    return None
 
 
 def _gpus(facts: Facts) -> Finding:
@@ -167,4 +180,4 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"

@@ -66,8 +66,9 @@ def build_parser(
     """A parser with one argument for every flag of every knob, and the command as the rest."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        usage=f"{prog} -np N [options] command [args …]",
+        usage=f"{prog} -np N [options] command [args ...]",
         description="Run a command as N processes that find one another through hvd.init().",
+        epilog="The variable HORA_SSH replaces the ssh command, options included: HORA_SSH='ssh -J gate'.",
     )
     parser.add_argument("-v", "--version", action=_Print, text=on_version, help="print the version and exit")
     parser.add_argument(

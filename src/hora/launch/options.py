@@ -64,7 +64,7 @@ class Options:
         metavar="NIC,NIC", help="network interfaces to use (default: what reaches the hosts; lo on one)")
 
     hosts: str | None = _knob("-H", "--hosts", kind=str, section="hosts", exclusive="hosts",
-        metavar="HOST:SLOTS,…", help="hosts and their slots (default: localhost)")
+        metavar="HOST:SLOTS,...", help="hosts and their slots (default: localhost)")
     hostfile: str | None = _knob("-hostfile", "--hostfile", kind=str, section="hosts", exclusive="hosts",
         metavar="FILE", help="a file with a line `name slots=N` for each host")
     host_discovery_script: str | None = _knob("--host-discovery-script", kind=str, section="hosts",
