@@ -1,0 +1,105 @@
+"""The stall report: it really warns, names the missing rank and tensor, and shuts down only if asked to."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+
+WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
+SHUTDOWN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+GLOO = {"HORA_TRANSPORT": "gloo"}
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.levelname} {record.getMessage()}")
+
+
+def listen() -> Records:
+    records = Records()
+    logging.getLogger("hora").addHandler(records)
+    return records
+
+
+def _late_rank_is_reported(late: int) -> None:
+    hvd.init()
+    records = listen()
+    hvd.allreduce(torch.ones(1), name="known")  # a tensor that was agreed on before is watched like a new one
+    for name in ("known", "new"):
+        if hvd.rank() == late:
+            time.sleep(2.6)
+        assert hvd.allreduce(torch.ones(1), name=name, op=hvd.Sum).item() == hvd.size()
+    hvd.barrier()
+    logging.getLogger("hora").removeHandler(records)
+    hvd.shutdown()
+    found = "\n".join(records.texts)
+    if hvd_rank == 0:
+        assert "WARNING" in found
+        assert f"\n{late}: [allreduce.known]" in found
+        assert f"\n{late}: [allreduce.new]" in found
+    else:
+        assert found == ""
+
+
+hvd_rank = 0
+
+
+def _remember_rank() -> None:
+    import os
+
+    global hvd_rank
+    hvd_rank = int(os.environ["HOROVOD_RANK"])
+
+
+@pytest.mark.ranks(3, env=WARN)
+def test_a_rank_that_only_sleeps_is_reported_and_lives():
+    _remember_rank()
+    _late_rank_is_reported(2)
+
+
+@pytest.mark.ranks(2, env=WARN)
+def test_the_coordinator_reports_itself():
+    _remember_rank()
+    _late_rank_is_reported(0)
+
+
+@pytest.mark.ranks(3, env=WARN | GLOO)
+def test_without_shared_memory_too():
+    _remember_rank()
+    _late_rank_is_reported(1)
+
+
+@pytest.mark.ranks(3, env=SHUTDOWN)
+def test_a_stall_ends_the_job_when_asked_to():
+    hvd.init()
+    records = listen()
+    hvd.allreduce(torch.ones(1), name="fine")
+    if hvd.rank() == 1:
+        time.sleep(5)
+    with pytest.raises(hvd.HorovodInternalError, match=r"rank\(s\) 1 stalled for more than 2 s.*shut down"):
+        hvd.allreduce(torch.ones(1), name="late")
+    logging.getLogger("hora").removeHandler(records)
+    if hvd.rank() == 0:
+        assert any(text.startswith("ERROR") and "\n1!: [allreduce.late]" in text for text in records.texts)
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(2, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_CHECK_DISABLE": "1"})
+def test_it_can_be_switched_off():
+    hvd.init()
+    records = listen()
+    if hvd.rank() == 1:
+        time.sleep(2.5)
+    hvd.allreduce(torch.ones(1), name="late")
+    logging.getLogger("hora").removeHandler(records)
+    assert records.texts == []
+    hvd.shutdown()
