@@ -34,6 +34,10 @@ def _count(text: str) -> int:
     return value
 
 
+def _cores(text: str) -> tuple[int, ...]:
+    return tuple(_count(item) for item in text.split(","))
+
+
 def _transport(text: str) -> str:
     if text not in ("auto", "shm", "gloo"):
         raise ValueError("unknown transport")
@@ -62,7 +66,9 @@ class EngineConfig:
     interface: str = _variable("HOROVOD_GLOO_IFACE", "", str, "a network interface")
     log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level")
     log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1")
-    thread_affinity: str = _variable("HOROVOD_THREAD_AFFINITY", "", str, "a comma list of core numbers")
+    thread_affinity: tuple[int, ...] = _variable(
+        "HOROVOD_THREAD_AFFINITY", (), _cores, "a comma list of core numbers, one per local rank"
+    )
     transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto, shm or gloo")
 
     @classmethod

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[2] / "src"
-BASE = {"errors", "world", "config", "events", "wire", "control", "foreign"}
+BASE = {"errors", "world", "config", "events", "wire", "control", "foreign", "logs"}
 MAY_IMPORT = {
     "engine": BASE | {"engine"},
     "torch": BASE | {"engine", "torch", "horovod_util"},

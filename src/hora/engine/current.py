@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hora import logs
 from hora.config import EngineConfig
 from hora.engine.runtime import Runtime, check_ranks
 from hora.errors import HorovodInternalError
@@ -38,6 +39,7 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
             config = replace(config, dynamic_process_sets=True)
         else:
             sets = [_checked(ranks, place.size) for ranks in process_sets or ()]
+        logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
         epoch = _num_starts.get(place.generation, 0)
         _num_starts[place.generation] = epoch + 1
         _runtime = Runtime.start(place, config, [ranks for ranks in sets if len(ranks) < place.size], epoch)

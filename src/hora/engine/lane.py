@@ -10,6 +10,7 @@ thread; requests that nobody waits for yet are driven by the lane's background t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,6 +68,7 @@ class Lane:
         stall: StallInspector | None,
         fate: Fate,
         host: LaneHost,
+        core: int | None = None,
     ) -> None:
         self.process_set_id = process_set_id
         self.ranks = tuple(ranks)
@@ -76,6 +78,7 @@ class Lane:
         self._stall = stall
         self._fate = fate
         self._host = host
+        self._core = core
         self._transports: dict[str, Transport] = {}
         self._in_flight: dict[Key, Request] = {}
         self.bindings: dict[str, Binding] = {}
@@ -374,6 +377,8 @@ class Lane:
                 self._work.notify_all()
 
     def _run_background(self) -> None:
+        if self._core is not None:
+            os.sched_setaffinity(0, {self._core})  # of this thread only
         while True:
             with self._work:
                 self._parked = True

@@ -547,7 +547,19 @@ class Runtime:
             stall=stall,
             fate=self.fate,
             host=self,
+            core=self._core(),
         )
+
+    def _core(self) -> int | None:
+        cores, local_rank = self.config.thread_affinity, self.world.local_rank
+        if not cores:
+            return None
+        if local_rank >= len(cores) or cores[local_rank] not in os.sched_getaffinity(0):
+            raise ValueError(
+                f"HOROVOD_THREAD_AFFINITY must name one core of {sorted(os.sched_getaffinity(0))} for every local rank, "
+                f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
+            )
+        return cores[local_rank]
 
     def _make_agreement(self, number: int, ranks: tuple[int, ...], member: int) -> Agreement:
         if len(ranks) == 1:
