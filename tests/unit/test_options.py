@@ -284,9 +284,16 @@ def test_a_missing_config_file_is_named_and_an_empty_one_is_fine(tmp_path):
 
 def test_any_object_with_the_attributes_will_do_and_is_checked():
     args = SimpleNamespace(
-        num_proc="3", hosts="localhost:3", use_gloo=True, use_mpi=False, nics={"lo"}, command=["python", "-V"]
+        num_proc="3",
+        hosts="localhost:3",
+        use_gloo=True,
+        use_mpi=False,
+        nics={"lo"},
+        verbose=2,
+        command=["python", "-V"],
     )
     chosen = Options.from_args(args, {})
+    assert chosen.verbose is True
     assert (chosen.num_proc, chosen.command, chosen.nics) == (3, ("python", "-V"), frozenset({"lo"}))
     args.num_proc = "three"
     with pytest.raises(ValueError, match="-np must be an integer, but it is 'three'"):

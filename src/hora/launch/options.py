@@ -206,6 +206,9 @@ class Options:
     def from_args(cls, args: object, environ: Mapping[str, str]) -> Options:
         """Reads a parsed command line, or any object with such attributes; missing ones count as unset."""
         values = {name: getattr(args, name, None) for name in knobs()}
+        for name, value in values.items():
+            if knobs()[name].kind is bool and isinstance(value, int):
+                values[name] = bool(value)  # old code sets verbose = 2
         return cls(command=tuple(getattr(args, "command", None) or ()), **values).filled_from(environ)
 
     def filled_from(self, environ: Mapping[str, str]) -> Options:
