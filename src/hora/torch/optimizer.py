@@ -54,6 +54,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._parameter_names = names
         self._requires_update: set[torch.Tensor] = set()
         self._hooked: list[torch.Tensor] = []
+        self._frozen: list[torch.Tensor] = []
         self._handles: dict[torch.Tensor, Reducer] = {}
         self._allreduce_delay: dict[torch.Tensor, int] = {}
         self._arrivals: list[torch.Tensor] = []
@@ -92,6 +93,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._hooked.append(parameter)
             self._allreduce_delay[parameter] = self.backward_passes_per_step
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        everything = [p for group in self.param_groups for p in group["params"]]
+        self._frozen = [p for p in everything if p not in self._requires_update]
         self._start_over()
 
     def _start_over(self) -> None:
@@ -155,6 +158,21 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._reducer = self._adaptation.next_reducer(reducer, self._arrivals)
         finally:
             self._reset_budgets()
+        self._take_in_thawed()
+
+    def _thawed(self) -> list[torch.Tensor]:
+        """Parameters that were frozen when hooks were registered and have been set to require gradients since."""
+        return [p for p in self._frozen if p.requires_grad]
+
+    def _take_in_thawed(self) -> None:
+        """Reduce the gradients of thawed parameters, this time without hooks, from the next step on with them."""
+        thawed = self._thawed() if self._frozen else []
+        if thawed:
+            late = EachAlone(self._recipe, self._parameter_names, thawed)
+            for parameter in thawed:
+                late.ready(parameter)
+            late.finish()
+            self._register_hooks()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -21,8 +21,6 @@ from hora.torch.submission import synchronize
 
 __all__ = ["broadcast_optimizer_state"]
 
-_DISTRIBUTED_MODULES = ("horovod.torch.optimizer", "hora.torch.optimizer")
-
 
 @dataclass(frozen=True)
 class _Slot:
@@ -43,6 +41,10 @@ def broadcast_optimizer_state(
             "cannot broadcast torch.optim.LBFGS state; it has no fixed structure, use another optimizer"
         )
     _check_same_groups(optimizer)
+    if getattr(optimizer, "is_sharded", False):  # no rank has the whole state: let the optimizer bring it about
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(broadcast_object(state, root_rank, "broadcast_optimizer_state"))
+        return
     on_root = rank() == root_rank
     if not optimizer.state:
         _set_zero_gradients(optimizer, model)
@@ -101,11 +103,11 @@ def _step_without_effect(optimizer: Optimizer) -> None:
 
     Never the distributed step: the other ranks do not take one, so it would wait for ever.
     """
-    base = next(cls for cls in type(optimizer).__mro__ if cls.__module__ not in _DISTRIBUTED_MODULES)
+    base = getattr(optimizer, "_base_class", type(optimizer))
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     with torch.no_grad():
         weights = [p.clone() for p in params]
-        base.step(optimizer)  # type: ignore[attr-defined]
+        base.step(optimizer)
         for p, weight in zip(params, weights, strict=True):
             p.copy_(weight)
 

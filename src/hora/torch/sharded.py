@@ -117,6 +117,7 @@ class ShardedOptimizer(_DistributedOptimizer):
                 return
             self._reduce_slices()
             self._shards.materialise()
+            self._take_in_thawed()
         self._reduced = "whole"
 
     def _prepare_to_clip(self) -> None:
@@ -176,6 +177,8 @@ class ShardedOptimizer(_DistributedOptimizer):
                 "The gradients are not reduced again.",
                 stacklevel=3,
             )
+        if self._should_synchronize and self._frozen and self._thawed():
+            self.synchronize()
         if self._reduced:
             # Gradients were reduced before this call: others may still be looking at the parameters.
             if self._shards is not None:

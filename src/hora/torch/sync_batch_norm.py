@@ -124,7 +124,7 @@ class _Normalise(torch.autograd.Function):
             grad_weight = (sums[channels:] * inverse_std).to(weight.dtype)
             grad_bias = sums[:channels].to(weight.dtype)
         # Everybody takes part, needed here or not: another rank may need it.
-        totals = _sum_over_ranks(sums) / count.clamp(min=1)
+        totals = _sum_over_ranks(sums.clone()) / count.clamp(min=1)
         if ctx.needs_input_grad[0]:
             scale = inverse_std if weight is None else inverse_std * weight.double()
             slope = (-scale * inverse_std * inverse_std * totals[channels:]).to(working).view(shape)
