@@ -8,7 +8,8 @@ members. The engine calls it; `HierarchicalTransport` and `StagedTransport` buil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -16,18 +17,35 @@ from torch._C._distributed_c10d import Store
 from hora.engine.request import ReduceOp
 from hora.engine.transport.arithmetic import Reduction, adasum_pair, reduction
 from hora.engine.transport.base import Guard, Tensors
-from hora.engine.transport.group import GlooGroup
+from hora.engine.transport.group import GlooGroup, Pending
 from hora.engine.transport.nccl import NcclGroup
 from hora.engine.transport.packing import Buffers, as_bytes, pieces, runs, spread
+from hora.engine.transport.threads import SERIAL_ELEMENTS
 
 __all__ = ["DistributedTransport"]
 
-# A batch travels in pieces of this size, which bounds the buffers and leaves them in the cache.
-_PIECE_BYTES = 4 * 2**20
-# NCCL pays per call and has no use for the cache: longer pieces.
+# A batch travels in pieces of this size, which bounds the buffers.
+_PIECE_BYTES = 8 * 2**20
+# A GPU needs longer pieces to be busy.
 _CUDA_PIECE_BYTES = 64 * 2**20
 # Up to here everybody sends everything to everybody, one step instead of two.
 _ONE_STEP_BYTES = 16 * 2**10
+
+
+class _Piece(NamedTuple):
+    """A part of an allreduce: views of several tensors, or of one. Two are under way at a time, in different slots."""
+
+    sources: list[torch.Tensor]
+    results: list[torch.Tensor]
+    total: int
+    slot: int
+
+    @property
+    def single(self) -> bool:
+        return len(self.sources) == 1
+
+
+_Reducing = Generator[None, None, None]
 
 
 class DistributedTransport:
@@ -61,19 +79,19 @@ class DistributedTransport:
     def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
         dtype = inputs[0].dtype
         rule = reduction(op, dtype, prescale, postscale, self._num_members)
-        native = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
-        for sources, results in pieces(inputs, outputs, self._piece_bytes // dtype.itemsize):
+        under_way: _Reducing | None = None
+        for number, (sources, results) in enumerate(pieces(inputs, outputs, self._piece_bytes // dtype.itemsize)):
             total = sum(source.numel() for source in sources)
             if total == 0:
                 continue
-            if native:
-                self._reduce_natively(sources, results, total, op, rule)
-            elif self._num_members == 2:
-                self._reduce_with_partner(sources, results, total, rule)
-            elif total * dtype.itemsize <= _ONE_STEP_BYTES:
-                self._reduce_in_one_step(sources, results, total, rule)
-            else:
-                self._reduce_in_two_steps(sources, results, total, rule)
+            reducing = self._reduce(_Piece(sources, results, total, number % 2), op, rule)
+            next(reducing)
+            # One piece travels while the one before it is combined.
+            if under_way is not None:
+                _complete(under_way)
+            under_way = reducing
+        if under_way is not None:
+            _complete(under_way)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
         n, me, dtype = self._num_members, self._member, inputs[0].dtype
@@ -112,10 +130,10 @@ class DistributedTransport:
         for run in runs([t.numel() for t in tensors], self._piece_bytes // tensors[0].dtype.itemsize):
             group = [tensors[i] for i in run if tensors[i].numel() > 0]
             if len(group) == 1:
-                self._group.broadcast(as_bytes(group[0]), root)
+                self._broadcast(group[0], root)
             elif group:
                 packed = self._pack("own", group)
-                self._group.broadcast(as_bytes(packed), root)
+                self._broadcast(packed, root)
                 if self._member != root:
                     _unpack(packed, group)
 
@@ -126,13 +144,7 @@ class DistributedTransport:
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
     ) -> None:
-        size = input.dtype.itemsize
-        self._group.alltoall(
-            as_bytes(output),
-            as_bytes(input[: sum(send_counts)]),  # rows beyond the counts stay at home
-            [count * size for count in receive_counts],
-            [count * size for count in send_counts],
-        )
+        self._group.finish(self._start_alltoall(input, output, send_counts, receive_counts))
 
     def reducescatter(
         self,
@@ -161,15 +173,14 @@ class DistributedTransport:
                         rule.prepare(part[m], next(targets))
             received = self._buffers.take("received", n * totals[me], dtype)
             self.alltoall(packed, received, totals, [totals[me]] * n)
-            _combine(rule, received, n, received[: totals[me]], self._buffers)
-            reduced = received[: totals[me]].split([counts[i][me] for i in run])
-            for i, part in zip(run, reduced, strict=True):
-                rule.finish(part, outputs[i])
+            own = received[: totals[me]]
+            self._combine(rule, received.split(max(totals[me], 1)), own)
+            _unpack(own, [outputs[i] for i in run])
 
     def barrier(self) -> None:
         n = self._num_members
         bells = self._buffers.take("bells", 2 * n, torch.uint8)
-        self._group.alltoall(bells[:n], bells[n:], [1] * n, [1] * n)
+        self._group.finish(self._group.start_alltoall(bells[:n], bells[n:], [1] * n, [1] * n))
 
     def close(self) -> None:
         self._group.close()
@@ -179,70 +190,100 @@ class DistributedTransport:
         """Give up what is under way; every later call fails."""
         self._group.discard()
 
-    # Each of the following reduces one piece.
+    # Each of the following reduces one piece: it starts the exchange, yields, and then does the rest.
 
-    def _reduce_natively(
-        self, sources: list[torch.Tensor], results: list[torch.Tensor], total: int, op: int, rule: Reduction
-    ) -> None:
-        assert isinstance(self._group, NcclGroup)
-        if len(sources) == 1:
-            work = results[0]
-            if rule.prescales or work.data_ptr() != sources[0].data_ptr():
-                rule.prepare(sources[0], work)
+    def _reduce(self, piece: _Piece, op: int, rule: Reduction) -> _Reducing:
+        if isinstance(self._group, NcclGroup) and self._group.reduces(rule.dtype):
+            return self._reduce_natively(self._group, piece, op, rule)
+        if self._num_members == 2:
+            return self._reduce_with_partner(piece, rule)
+        if piece.total * rule.dtype.itemsize <= _ONE_STEP_BYTES:
+            return self._reduce_in_one_step(piece, rule)
+        return self._reduce_in_two_steps(piece, rule)
+
+    def _reduce_natively(self, group: NcclGroup, piece: _Piece, op: int, rule: Reduction) -> _Reducing:
+        if piece.single:
+            work = piece.results[0]
+            if rule.prescales or work.data_ptr() != piece.sources[0].data_ptr():
+                rule.prepare(piece.sources[0], work)
         else:
-            work = self._prepare("own", sources, total, rule)
-        self._group.allreduce(work, op)
+            work = self._prepare(piece, rule)
+        pending = group.start_allreduce(work, op)
+        yield
+        group.finish(pending)
         rule.finish_(work)
-        if len(sources) > 1:
-            _unpack(work, results)
+        if not piece.single:
+            _unpack(work, piece.results)
 
-    def _reduce_with_partner(
-        self, sources: list[torch.Tensor], results: list[torch.Tensor], total: int, rule: Reduction
-    ) -> None:
+    def _reduce_with_partner(self, piece: _Piece, rule: Reduction) -> _Reducing:
         """Two members swap everything and both compute the same: one step, and no more traffic than two."""
-        single = len(sources) == 1
-        own = sources[0] if single and not rule.prescales else self._prepare("own", sources, total, rule)
-        other = self._buffers.take("other", total, own.dtype)
-        self._swap(own, other, 1 - self._member)
-        operands = (own, other) if self._member == 0 else (other, own)
-        out = results[0] if single else other
-        rule.combine(operands, out, other)
-        rule.finish_(out)
-        if not single:
-            _unpack(out, results)
+        own = piece.sources[0] if piece.single and not rule.prescales else self._prepare(piece, rule)
+        other = self._take("other", piece.total, piece)
+        counts = [0, piece.total] if self._member == 0 else [piece.total, 0]
+        pending = self._start_alltoall(own, other, counts, counts)
+        yield
+        self._group.finish(pending)
+        out = piece.results[0] if piece.single else other
+        self._combine(rule, (own, other) if self._member == 0 else (other, own), out)
+        if not piece.single:
+            _unpack(out, piece.results)
 
-    def _reduce_in_one_step(
-        self, sources: list[torch.Tensor], results: list[torch.Tensor], total: int, rule: Reduction
-    ) -> None:
-        n = self._num_members
-        own = self._prepare("own", sources, total, rule)
-        copies = self._buffers.take("copies", n * total, own.dtype)
+    def _reduce_in_one_step(self, piece: _Piece, rule: Reduction) -> _Reducing:
+        n, total = self._num_members, piece.total
+        own = self._prepare(piece, rule)
+        copies = self._take("copies", n * total, piece)
         copies.view(n, total).copy_(own)
-        received = self._buffers.take("received", n * total, own.dtype)
-        self.alltoall(copies, received, [total] * n, [total] * n)
-        _combine(rule, received, n, own, self._buffers)
-        rule.finish_(own)
-        _unpack(own, results)
+        received = self._take("received", n * total, piece)
+        pending = self._start_alltoall(copies, received, [total] * n, [total] * n)
+        yield
+        self._group.finish(pending)
+        self._combine(rule, received.split(total), own)
+        _unpack(own, piece.results)
 
-    def _reduce_in_two_steps(
-        self, sources: list[torch.Tensor], results: list[torch.Tensor], total: int, rule: Reduction
-    ) -> None:
+    def _reduce_in_two_steps(self, piece: _Piece, rule: Reduction) -> _Reducing:
         """Member m receives slice m of everybody and combines it; then everybody receives all slices."""
         n, me = self._num_members, self._member
-        slices = spread(total, n)
-        direct = len(sources) == 1 and total % n == 0
-        own = sources[0] if direct and not rule.prescales else self._prepare("own", sources, total, rule)
-        received = self._buffers.take("received", n * slices[me], own.dtype)
-        self.alltoall(own, received, slices, [slices[me]] * n)
-        reduced = self._buffers.take("reduced", slices[0], own.dtype)
-        _combine(rule, received, n, reduced[: slices[me]], self._buffers)
-        rule.finish_(reduced[: slices[me]])
-        gathered = results[0] if direct else self._buffers.take("gathered", n * slices[0], own.dtype)
-        self._group.allgather(as_bytes(gathered), as_bytes(reduced))
+        slices = spread(piece.total, n)
+        direct = piece.single and piece.total % n == 0
+        own = piece.sources[0] if direct and not rule.prescales else self._prepare(piece, rule)
+        received = self._take("received", n * slices[me], piece)
+        pending = self._start_alltoall(own, received, slices, [slices[me]] * n)
+        yield
+        self._group.finish(pending)
+        reduced = self._take("reduced", slices[0], piece)
+        self._combine(rule, received.split(max(slices[me], 1)), reduced[: slices[me]])
+        gathered = piece.results[0] if direct else self._take("gathered", n * slices[0], piece)
+        self._group.finish(self._group.start_allgather(as_bytes(gathered), as_bytes(reduced)))
         if not direct:
-            _unpack(gathered, results)
+            _unpack(gathered, piece.results)
+
+    def _combine(self, rule: Reduction, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine the members' parts into `out`, which may be one of them, and finish it."""
+        count = out.numel()
+        # On the CPU in parts that stay in the cache from one step to the next, and in one thread.
+        step = SERIAL_ELEMENTS if self._device.type == "cpu" else max(count, 1)
+        scratch = self._buffers.take("scratch", min(step, count), rule.dtype)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            result = out[start:stop]
+            rule.combine([operand[start:stop] for operand in operands], result, scratch[: stop - start])
+            rule.finish_(result)
 
     # Moving bytes.
+
+    def _start_alltoall(
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> Pending:
+        size = input.dtype.itemsize
+        return self._group.start_alltoall(
+            as_bytes(output),
+            as_bytes(input[: sum(send_counts)]),  # rows beyond the counts stay at home
+            [count * size for count in receive_counts],
+            [count * size for count in send_counts],
+        )
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._group.finish(self._group.start_broadcast(as_bytes(tensor), root))
 
     def _swap(self, own: torch.Tensor, other: torch.Tensor, partner: int) -> None:
         counts = [own.numel() if m == partner else 0 for m in range(self._num_members)]
@@ -255,7 +296,7 @@ class DistributedTransport:
         if total == 0:
             return
         if all(count == counts[0] for count in counts):
-            self._group.allgather(as_bytes(gathered), as_bytes(own))
+            self._group.finish(self._group.start_allgather(as_bytes(gathered), as_bytes(own)))
         elif total * own.dtype.itemsize <= _ONE_STEP_BYTES * n:
             copies = self._buffers.take("copies", n * own.numel(), own.dtype)
             copies.view(n, own.numel()).copy_(own)
@@ -265,17 +306,26 @@ class DistributedTransport:
                 if m == self._member:
                     part.copy_(own)
                 if counts[m]:
-                    self._group.broadcast(as_bytes(part), m)
+                    self._broadcast(part, m)
 
     def _pack(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         packed = self._buffers.take(purpose, sum(t.numel() for t in tensors), tensors[0].dtype)
         return torch.cat(list(tensors), out=packed)
 
-    def _prepare(self, purpose: str, sources: list[torch.Tensor], total: int, rule: Reduction) -> torch.Tensor:
-        packed = self._buffers.take(purpose, total, rule.dtype)
-        torch.cat(sources, out=packed)
+    def _take(self, purpose: str, count: int, piece: _Piece) -> torch.Tensor:
+        """A buffer that the piece under way beside this one does not use."""
+        return self._buffers.take(f"{purpose}{piece.slot}", count, piece.sources[0].dtype)
+
+    def _prepare(self, piece: _Piece, rule: Reduction) -> torch.Tensor:
+        packed = self._take("own", piece.total, piece)
+        torch.cat(piece.sources, out=packed)
         rule.prepare_(packed)
         return packed
+
+
+def _complete(reducing: _Reducing) -> None:
+    for _ in reducing:
+        raise AssertionError("a piece pauses once")
 
 
 def _unpack(packed: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
@@ -283,11 +333,3 @@ def _unpack(packed: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     for output in outputs:
         output.copy_(packed[offset : offset + output.numel()])
         offset += output.numel()
-
-
-def _combine(rule: Reduction, received: torch.Tensor, n: int, out: torch.Tensor, buffers: Buffers) -> None:
-    """`received` holds the members' parts one after another; `out` may be the first of them."""
-    count = out.numel()
-    if count:
-        scratch = buffers.take("scratch", count, rule.dtype)
-        rule.combine(received[: n * count].split(count), out, scratch)

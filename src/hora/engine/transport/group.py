@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from hora.engine.transport.base import Guard
 from hora.engine.transport.sockets import Connections, listening
 from hora.errors import HorovodInternalError
 
-__all__ = ["GlooGroup", "Group", "connect"]
+__all__ = ["GlooGroup", "Group", "Pending", "connect"]
 
 _SLICE = timedelta(milliseconds=50)
 # gloo notices a broken connection before the engine has learnt who died, but only the engine can name the
@@ -30,6 +30,10 @@ _SLICE = timedelta(milliseconds=50)
 _GRACE_S = 1.5
 # Only how long gloo's own threads may outlive a discarded group; ours is the limit that counts.
 _BACKEND_MARGIN_S = 30.0
+
+
+# Work under way, and what it is called in messages.
+Pending = tuple[Any, str]
 
 
 class Group:
@@ -43,27 +47,28 @@ class Group:
         self._process_group: Any = None
         self._lost = ""
 
-    def alltoall(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        receive_counts: Sequence[int],
-        send_counts: Sequence[int],
-    ) -> None:
+    def start_alltoall(
+        self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Pending:
         """Element counts per member; everything travels directly from sender to receiver, in one step."""
-        self._finish(
-            lambda group: group.alltoall_base(output, input, list(receive_counts), list(send_counts)),
-            "alltoall",
-        )
+        counts = list(receive_counts), list(send_counts)
+        return self._start("alltoall", lambda group: group.alltoall_base(output, input, *counts))
 
-    def allgather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         """Equal parts from every member."""
-        self._finish(lambda group: group._allgather_base(output, input), "allgather")
+        return self._start("allgather", lambda group: group._allgather_base(output, input))
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        self._finish(lambda group: group.broadcast([tensor], options), "broadcast")
+        return self._start("broadcast", lambda group: group.broadcast([tensor], options))
+
+    def finish(self, pending: Pending) -> None:
+        """Wait for what was started. Members must start in the same order; several may be under way."""
+        try:
+            self._wait(*pending)
+        except RuntimeError as error:
+            self._fail(error, pending[1])
 
     def close(self) -> None:
         """Let go in good order: no work is under way."""
@@ -73,20 +78,24 @@ class Group:
         """Let go while work may be under way, and make the peers notice."""
         self._process_group = None
 
-    def _finish(self, start: Callable[[Any], Any], what: str) -> None:
+    def _start(self, what: str, begin: Callable[[Any], Any]) -> Pending:
         if self._process_group is None:
             raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
         try:
-            self._wait(start(self._process_group), what)
-        except HorovodInternalError as error:
+            return begin(self._process_group), what
+        except RuntimeError as error:
+            self._fail(error, what)
+
+    def _fail(self, error: RuntimeError, what: str) -> NoReturn:
+        if isinstance(error, HorovodInternalError):
             self._lost = str(error)
             self.discard()
-            raise
-        except RuntimeError as error:  # torch raises nothing more specific for a broken connection
-            self._lost = f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
-            self.discard()
-            self._ask_guard()
-            raise HorovodInternalError(self._lost) from error
+            raise error
+        # torch raises nothing more specific for a broken connection
+        self._lost = f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
+        self.discard()
+        self._ask_guard()
+        raise HorovodInternalError(self._lost) from error
 
     def _wait(self, work: Any, what: str) -> None:
         raise NotImplementedError
@@ -124,6 +133,8 @@ class GlooGroup(Group):
 
     def discard(self) -> None:
         group, self._process_group = self._process_group, None
+        if group is None:
+            return
         self._connections.shut_down()
         # The destructor joins gloo's threads, which end when their sockets do: that need not hold us up.
         threading.Thread(target=_drop, args=([group],), name="hora-discard", daemon=True).start()

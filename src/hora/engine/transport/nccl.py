@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from hora.engine.request import ReduceOp
 from hora.engine.transport.base import Guard
-from hora.engine.transport.group import Group, connect
+from hora.engine.transport.group import Group, Pending, connect
 from hora.errors import HorovodInternalError
 
 __all__ = ["NcclGroup", "share_a_gpu"]
@@ -90,11 +90,11 @@ class NcclGroup(Group):
         """Whether NCCL can reduce the dtype by itself."""
         return dtype in _DTYPES
 
-    def allreduce(self, tensor: torch.Tensor, op: int) -> None:
+    def start_allreduce(self, tensor: torch.Tensor, op: int) -> Pending:
         """Reduce in place; Average only sums."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[ReduceOp(op)])
-        self._finish(lambda group: group.allreduce([tensor], options), "allreduce")
+        return self._start("allreduce", lambda group: group.allreduce([tensor], options))
 
     def close(self) -> None:
         group, self._process_group = self._process_group, None
