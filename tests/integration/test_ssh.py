@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from command_process import lines_of, run_command, running
@@ -272,35 +273,73 @@ def namespaces(tmp_path_factory):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-NETWORK = """
-import json, torch, horovod.torch as hvd
+# Reduces again and again, so that whatever disturbs it shows, until the file is there.
+BUSY = """
+import os, pathlib, sys, torch, horovod.torch as hvd
 hvd.init()
-total = hvd.allreduce(torch.ones(4) * (hvd.rank() + 1), op=hvd.Sum).tolist()
-rows = [line.split() for line in open("/proc/net/tcp").readlines()[1:]]
-listening = sorted({row[1].split(":")[0] for row in rows if row[3] == "0A"})
-hvd.barrier()
-print(json.dumps([total, hvd.local_size(), hvd.cross_size(), listening]), flush=True)
+over = rounds = 0
+while not over:
+    over = hvd.allreduce(torch.tensor([float(os.path.exists(sys.argv[1]))]), op=hvd.Max).item()
+    total = hvd.allreduce(torch.ones(1000) * (hvd.rank() + 1), op=hvd.Sum)
+    assert total.tolist() == [3.0] * 1000, total
+    if rounds == 0:
+        pathlib.Path(sys.argv[2], str(hvd.rank())).touch()
+    rounds += 1
+print(rounds > 1, hvd.local_size(), hvd.cross_size(), flush=True)
+"""
+
+# A stranger on the other machine: garbage, half messages, huge lengths, a pickle that runs a command, a crowd.
+STRANGER = """
+import json, os, pickle, socket, sys
+class Exploit:
+    def __reduce__(self):
+        return os.system, ("touch " + sys.argv[2],)
+evil = pickle.dumps(Exploit())
+attacks = [b"", b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(100_000), b"\\xff" * 8, evil,
+           len(evil).to_bytes(4, "big") + evil, len(evil).to_bytes(8, "little") + evil]
+for address, port in json.loads(sys.argv[1]):
+    for attack in attacks:
+        with socket.create_connection((address, port), timeout=10) as sock:
+            try:
+                sock.sendall(attack)
+            except OSError:
+                pass
+    crowd = [socket.create_connection((address, port), timeout=10) for _ in range(200)]
+print("done")
 """
 
 
 @pytest.mark.netns
-def test_two_network_namespaces_are_two_hosts(namespaces):
-    """One rank here, one there; whatever listens, listens on the cable's own address or on loopback."""
-    here, _, server = namespaces
-    code, out, err = run_command(
-        "horovodrun", "-np", "2", "-H", "10.77.0.1:1,10.77.0.2:1",
-        "-p", str(server.ports["there"]), "-i", str(server.key), "python", "-c", NETWORK,
-        env={"HORA_SSH": server.command}, prefix=("ip", "netns", "exec", here),
-    )  # fmt: skip
+def test_two_network_namespaces_are_two_hosts_and_strangers_on_the_cable_change_nothing(namespaces, tmp_path, ready):
+    """One rank here, one there. Whatever listens does so on the cable's own address, and takes an attack."""
+    here, there, server = namespaces
+    flag, trap = tmp_path / "finish", tmp_path / "executed"
+    job = ["horovodrun", "-np", "2", "-H", "10.77.0.1:1,10.77.0.2:1", "-p", str(server.ports["there"])]
+    command = [*job, "-i", str(server.key), "python", "-c", BUSY, str(flag), str(ready)]
+    prefix = ("ip", "netns", "exec", here)
+    with running(*command, env={"HORA_SSH": server.command}, prefix=prefix, ready=ready, count=2) as launcher:
+        ports = {(a, p) for name in (here, there) for a, p in _listening(name)} - {("10.77.0.2", server.ports["there"])}
+        assert {address for address, _ in ports} <= {"10.77.0.1", "10.77.0.2"}
+        assert any(address == "10.77.0.1" for address, _ in ports)
+        for address, attacker in (("10.77.0.1", there), ("10.77.0.2", here)):
+            targets = json.dumps([port for port in ports if port[0] == address])
+            attack = ["ip", "netns", "exec", attacker, sys.executable, "-c", STRANGER, targets, str(trap)]
+            assert subprocess.run(attack, capture_output=True, text=True, timeout=60, check=True).stdout == "done\n"
+        flag.touch()
+        code, out, err = launcher.finish()
     assert code == 0, err
-    for rank, address in enumerate(("10.77.0.1", "10.77.0.2")):
-        total, local_size, cross_size, listening = json.loads(lines_of(out, rank)[0])
-        assert (total, local_size, cross_size) == ([3.0] * 4, 1, 2)
-        assert set(listening) <= {_proc_address(address), _proc_address("127.0.0.1")}
+    assert lines_of(out, 0) == lines_of(out, 1) == ["True 1 2"]
+    assert not trap.exists()
 
 
-def _proc_address(address):
-    return "".join(f"{int(part):02X}" for part in reversed(address.split(".")))
+def _listening(namespace):
+    """The addresses and ports on which anything listens in a namespace; loopback may do as it likes."""
+    table = subprocess.run(["ip", "netns", "exec", namespace, "cat", "/proc/net/tcp"], capture_output=True, check=True)
+    for row in (line.split() for line in table.stdout.decode().splitlines()[1:]):
+        address, port = row[1].split(":")
+        numbers = [str(byte) for byte in reversed(bytes.fromhex(address))]
+        if row[3] == "0A" and numbers[0] != "127":
+            yield ".".join(numbers), int(port, 16)
 
 
 # The launcher with less patience, so that the test need not have so much.

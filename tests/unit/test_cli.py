@@ -129,6 +129,17 @@ def test_requests_that_cannot_be_carried_out(tmp_path):
         Ssh.from_environ({}, identity_file=str(tmp_path / "key"))
 
 
+def test_the_doctor_refuses_bad_input_in_words(capsys):
+    for argv, words in (
+        (["-H", "a b"], "Invalid host input: 'a b:1'"),
+        (["-hostfile", "/nowhere"], "cannot read the hostfile"),
+        (["-H", "192.0.2.1", "-p", "0"], "--ssh-port must lie in 1..65535, but it is 0"),
+        (["-H", "192.0.2.1", "-i", "/nokey"], "there is no file '/nokey'"),
+    ):
+        assert cli.main(["doctor", *argv]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_own_addresses_are_local_and_others_are_not():
     assert address.is_local("localhost")
     assert address.is_local("127.0.0.2")

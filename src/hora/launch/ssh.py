@@ -66,6 +66,8 @@ class Ssh:
         """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`)."""
         if identity_file is not None and not os.path.isfile(identity_file):
             raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
+        if port is not None and not 0 < port < 65536:
+            raise ValueError(f"--ssh-port must lie in 1..65535, but it is {port}")
         folders = environ.get("PYTHONPATH", "").split(os.pathsep)
         return cls(
             program=tuple(shlex.split(environ.get("HORA_SSH") or "ssh")),
