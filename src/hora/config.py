@@ -63,6 +63,7 @@ class EngineConfig:
     stall_warning_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, _seconds, "a number of seconds ≥ 0")
     stall_shutdown_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, _seconds, "a number of seconds ≥ 0")
     init_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0, _seconds, "a number of seconds ≥ 0")
+    elastic_timeout_s: float = _variable("HOROVOD_ELASTIC_TIMEOUT", 600.0, _seconds, "a number of seconds ≥ 0")
     interface: str = _variable("HOROVOD_GLOO_IFACE", "", str, "a network interface")
     log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level")
     log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1")

@@ -1,7 +1,7 @@
 """The engine's own log lines, as `HOROVOD_LOG_LEVEL` and `HOROVOD_LOG_HIDE_TIME` want them.
 
-Lines up to INFO go to standard output, above to standard error, each with the rank that wrote it. Set up by `hvd.init()`
-and never at import; applications that give the logger `hora` a handler of their own keep it.
+Lines up to INFO go to standard output, above to standard error, each with the rank that wrote it. Set up by
+`hvd.init()` and never at import; applications that give the logger `hora` a handler of their own keep it.
 """
 
 from __future__ import annotations

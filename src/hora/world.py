@@ -95,6 +95,10 @@ class World:
                 return _from_foreign(env, launcher, rank_name, size_name, local_rank_name, local_size_name)
         return cls()
 
+    def export(self) -> None:
+        """Make this process's environment tell of this world, for code that reads the variables itself."""
+        os.environ.update(self.to_env())
+
     def to_env(self) -> dict[str, str]:
         """The variables from which `from_env` rebuilds this world in a worker (the secret itself is not among them)."""
         env = {

@@ -3,8 +3,18 @@
 Read in this order: request, plan, agreement, lane, runtime; then transport/.
 """
 
-from hora.engine.current import current, init, is_initialized, shutdown
+from hora.engine.current import control_connection, current, init, is_initialized, restart, shutdown
 from hora.engine.request import Kind, ReduceOp
 from hora.engine.runtime import Runtime
 
-__all__ = ["Kind", "ReduceOp", "Runtime", "current", "init", "is_initialized", "shutdown"]
+__all__ = [
+    "Kind",
+    "ReduceOp",
+    "Runtime",
+    "control_connection",
+    "current",
+    "init",
+    "is_initialized",
+    "restart",
+    "shutdown",
+]

@@ -29,7 +29,7 @@ _FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
 
 
 class Agreement(Protocol):
-    """One per process set. `announce` comes from any thread under the lane's lock, `poll` and `wait` from the driver."""
+    """One per process set. `announce` comes from any thread under the lane's lock, the rest from the driver."""
 
     @property
     def holds_back(self) -> bool:

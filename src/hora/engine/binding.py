@@ -1,8 +1,8 @@
 """A binding: a reduction of the same shared memory, requested again and again under one name.
 
 Every member's data lies in memory that all members have mapped, so it is reduced where it is (`reduce_shared`). What
-never changes is put together once, by `Runtime.bind`; afterwards a request costs little more than its announcement. The lane
-keeps the bindings of its set, because a rank that has joined takes part in reductions that it has not requested.
+never changes is put together once, by `Runtime.bind`; afterwards a request costs little more than its announcement. The
+lane keeps the bindings of its set, because a rank that has joined takes part in reductions that it has not requested.
 """
 
 from __future__ import annotations

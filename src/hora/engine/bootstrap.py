@@ -24,7 +24,7 @@ from hora.engine.store import ControlStore
 from hora.errors import HorovodInternalError
 from hora.world import Meeting, World
 
-__all__ = ["Gathering", "host_fingerprint", "local_address", "open_gathering"]
+__all__ = ["Gathering", "control_client", "host_fingerprint", "local_address", "open_gathering"]
 
 
 class Gathering(Protocol):
@@ -39,16 +39,16 @@ class Gathering(Protocol):
 
 class _ControlGathering:
     def __init__(self, client: ControlClient) -> None:
-        self._client = client
+        self.client = client
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         try:
-            return self._client.allgather(key, value, rank=rank, size=size, timeout_s=limit_s)
+            return self.client.allgather(key, value, rank=rank, size=size, timeout_s=limit_s)
         except TimeoutError as error:
             raise HorovodInternalError(f"{error} (limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})") from error
 
     def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
-        return ControlStore(self._client, prefix=f"{prefix}/", timeout_s=limit_s, guard=guard)
+        return ControlStore(self.client, prefix=f"{prefix}/", timeout_s=limit_s, guard=guard)
 
 
 class _StoreGathering:
@@ -86,11 +86,20 @@ def open_gathering(world: World, *, limit_s: float) -> Gathering:
         return _open[meeting]
     gathering: Gathering
     if meeting.kind == "hora":
-        gathering = _ControlGathering(ControlClient.connect(meeting, name=f"rank {world.rank}", timeout_s=limit_s))
+        # An elastic worker asks for its next place over this connection, so it speaks for that worker.
+        worker = world.worker if world.elastic else -1
+        client = ControlClient.connect(meeting, name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
+        gathering = _ControlGathering(client)
     else:
         gathering = _StoreGathering(_tcp_store(meeting, limit_s))
     _open[meeting] = gathering
     return gathering
+
+
+def control_client(world: World) -> ControlClient | None:
+    """The control connection of this world, if a Hora launcher runs it and it is open."""
+    gathering = _open.get(world.meeting)
+    return gathering.client if isinstance(gathering, _ControlGathering) else None
 
 
 def _tcp_store(meeting: Meeting, limit_s: float) -> Store:

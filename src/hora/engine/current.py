@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -10,21 +11,26 @@ from dataclasses import replace
 
 from hora import logs
 from hora.config import EngineConfig
+from hora.control import ControlClient
+from hora.engine.bootstrap import control_client
 from hora.engine.runtime import Runtime, check_ranks
 from hora.errors import HorovodInternalError
 from hora.world import World
 
-__all__ = ["current", "init", "is_initialized", "shutdown"]
+__all__ = ["control_connection", "current", "init", "is_initialized", "restart", "shutdown"]
+
+log = logging.getLogger("hora")
 
 _lock = threading.RLock()
 _runtime: Runtime | None = None
 _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
 _registered_exit = False
+_last_place: World | None = None
 
 
 def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: World | None = None) -> None:
     """Start the runtime unless it runs. `process_sets`: lists of ranks, or "dynamic"."""
-    global _runtime, _registered_exit
+    global _runtime, _registered_exit, _last_place
     with _lock:
         if _runtime is not None and _runtime.pid == os.getpid():
             return
@@ -39,6 +45,7 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
             config = replace(config, dynamic_process_sets=True)
         else:
             sets = [_checked(ranks, place.size) for ranks in process_sets or ()]
+        _last_place = place
         logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
         epoch = _num_starts.get(place.generation, 0)
         _num_starts[place.generation] = epoch + 1
@@ -62,6 +69,41 @@ def shutdown() -> None:
         runtime, _runtime = _runtime, None
     if runtime is not None:
         runtime.shutdown()
+
+
+def restart() -> None:
+    """Leave the world and enter the next generation of it; without an elastic launcher, the same world again.
+
+    Tried again when a rank dies while the ranks meet: the launcher then announces yet another generation. It also
+    decides how long that may go on. A worker for which there is no place any more ends here.
+    """
+    place = _place()
+    shutdown()
+    client = control_client(place) if place.elastic else None
+    if client is None:
+        init(world=place)
+        return
+    while True:
+        renewed = client.next_world(place, timeout_s=EngineConfig.from_env().elastic_timeout_s)
+        if renewed is None:
+            log.info("this worker has no place in the new world and ends")
+            raise SystemExit(0)
+        place = renewed
+        place.export()
+        try:
+            init(world=place)
+            return
+        except HorovodInternalError as error:
+            log.warning("the ranks of generation %d did not meet: %s", place.generation, error)
+
+
+def control_connection() -> ControlClient | None:
+    """The connection to the launcher, when a Hora launcher runs this process and the runtime has met it."""
+    return control_client(_place())
+
+
+def _place() -> World:
+    return _runtime.world if _runtime is not None else _last_place or World.from_env()
 
 
 def is_initialized() -> bool:

@@ -31,6 +31,10 @@ class Fate:
         return bool(self._closing)
 
     @property
+    def broken(self) -> bool:
+        return bool(self._fault)
+
+    @property
     def reason(self) -> str:
         return self._fault or self._closing or "Horovod has been shut down"
 

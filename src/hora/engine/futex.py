@@ -27,8 +27,16 @@ _FUTEX_WAKE = 1
 _EVERYBODY = 2**31 - 1
 # A sleeping waiter looks up this often to ask its guard whether the peer it waits for is still alive.
 _SLICE_S = 0.05
-# Two cores and two busy ranks: a long spin steals the core from the peer that is waited for.
-_SPINS = 60
+# How many looks before sleeping, about 50 ns each. To be woken takes tens of microseconds, so spinning pays
+# when peers are in step and have cores of their own. Otherwise it steals time from whoever is waited for. So
+# every counter finds out: after `patience` sleeps that were over soon it looks longer; when that has been in
+# vain three times in a row it gives up again, and has twice the patience from then on.
+_FEW_LOOKS = 30
+_MANY_LOOKS = 1000
+_SOON_S = 100e-6
+_MISSES = 3
+_LEAST_PATIENCE = 4
+_MOST_PATIENCE = 512
 
 
 class _Timespec(ctypes.Structure):
@@ -51,13 +59,16 @@ def supported() -> bool:
 class Counter:
     """One 64-bit number in shared memory. Only its owner may `set` it; anybody may read it or wait for it."""
 
-    __slots__ = ("_address", "_word")
+    __slots__ = ("_address", "_looks", "_patience", "_tally", "_word")
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         assert offset % 8 == 0, offset
         # from_buffer keeps the mapping alive as long as this counter.
         self._word = ctypes.c_int64.from_buffer(memory, offset)
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+        self._looks = _FEW_LOOKS
+        self._patience = _LEAST_PATIENCE
+        self._tally = 0  # sleeps that were over soon, or long looks in vain
 
     @property
     def value(self) -> int:
@@ -75,10 +86,14 @@ class Counter:
     def wait_beyond(self, seen: int) -> None:
         """Sleep until the value differs from `seen`, or for one short slice; the caller loops and checks."""
         word = self._word
-        for _ in range(_SPINS):
+        for _ in range(self._looks):
             if word.value != seen:
+                if self._looks == _MANY_LOOKS:
+                    self._tally = 0
                 return
+        begin = time.monotonic()
         self._sleep(seen)
+        self._learn(time.monotonic() - begin)
 
     def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
         """Wait until the value is at least `target`.
@@ -87,18 +102,32 @@ class Counter:
         shutdown); after `limit_s` seconds TimeoutError names `what`.
         """
         word = self._word
-        for _ in range(_SPINS):
+        for _ in range(self._looks):
             if word.value >= target:
+                if self._looks == _MANY_LOOKS:
+                    self._tally = 0
                 return
-        deadline = time.monotonic() + limit_s
-        while True:
-            seen = word.value
-            if seen >= target:
-                return
+        begin = time.monotonic()
+        while (seen := word.value) < target:
             guard()
-            if time.monotonic() > deadline:
+            if time.monotonic() - begin > limit_s:
                 raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
             self._sleep(seen)
+        self._learn(time.monotonic() - begin)
+
+    def _learn(self, slept_s: float) -> None:
+        """Look longer or shorter next time."""
+        if self._looks == _MANY_LOOKS:
+            self._tally += 1
+            if self._tally >= _MISSES:
+                self._looks, self._tally = _FEW_LOOKS, 0
+                self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        elif slept_s < _SOON_S:
+            self._tally += 1
+            if self._tally >= self._patience:
+                self._looks, self._tally = _MANY_LOOKS, 0
+        else:
+            self._tally = 0
 
     def _sleep(self, seen: int) -> None:
         """Sleep for one slice, unless the value is not `seen` any more or somebody sets it."""

@@ -352,7 +352,8 @@ class Runtime:
             lane.drain()
         if self._mesh is not None:
             self._mesh.leave(text)
-            self._mesh.wait_for_goodbyes(_GOODBYE_LIMIT_S)
+            if not self.fate.broken:
+                self._mesh.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close()
 
     def close(self) -> None:
@@ -534,7 +535,7 @@ class Runtime:
             )
             if stall.refused_shutdown_s and number == 0:
                 log.warning(
-                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is ignored, being below HOROVOD_STALL_CHECK_TIME_SECONDS=%g",
+                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
                     stall.refused_shutdown_s,
                     self.config.stall_warning_s,
                 )
@@ -556,7 +557,7 @@ class Runtime:
             return None
         if local_rank >= len(cores) or cores[local_rank] not in os.sched_getaffinity(0):
             raise ValueError(
-                f"HOROVOD_THREAD_AFFINITY must name one core of {sorted(os.sched_getaffinity(0))} for every local rank, "
+                f"HOROVOD_THREAD_AFFINITY must name a core of {sorted(os.sched_getaffinity(0))} for every local rank, "
                 f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
             )
         return cores[local_rank]

@@ -2,6 +2,10 @@
 
 from hora.foreign import warn_if_foreign_horovod
 from hora.torch import *
-from hora.torch import __all__, _check_has_gpu
+from hora.torch import __all__ as _names
+from hora.torch import _check_has_gpu
+from horovod.torch import elastic
+
+__all__ = [*_names, "elastic"]
 
 warn_if_foreign_horovod(__file__)

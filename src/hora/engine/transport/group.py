@@ -131,6 +131,10 @@ class GlooGroup(Group):
         )
         self._connections = Connections.find(store, member, num_members, own_ports)
 
+    def close(self) -> None:
+        self._connections.forget()
+        super().close()
+
     def discard(self) -> None:
         group, self._process_group = self._process_group, None
         if group is None:

@@ -117,29 +117,37 @@ class Ring:
 
     def steps(self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]) -> None:
         """Call `fill(index, step)` for the own slot and `drain(index, step)` for all, `num_steps` times."""
-        if num_steps <= 0:
-            return
         first = self._step + 1
         self._step += num_steps
         filled = 0
         for index in range(num_steps):
             while filled < num_steps and filled <= index + AHEAD:
                 fill(filled, first + filled)
-                self._own.set(first + filled)
+                self.publish(first + filled)
                 filled += 1
-            self._wait(first + index)
+            self.wait(first + index)
             drain(index, first + index)
 
-    def meet(self) -> None:
-        """A step without data: return when everybody has come."""
+    def begin(self) -> int:
+        """The number of the next step, for an operation that has only one."""
         self._step += 1
-        self._own.set(self._step)
-        self._wait(self._step)
+        return self._step
 
-    def _wait(self, step: int) -> None:
+    def publish(self, step: int) -> None:
+        """Say that the own slot of `step` is filled."""
+        self._own.set(step)
+
+    def wait(self, step: int) -> None:
+        """Return when everybody has published `step`."""
         for counter, what in self._peers:
             if counter.value < step:
                 counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what)
+
+    def meet(self) -> None:
+        """A step without data: return when everybody has come."""
+        step = self.begin()
+        self.publish(step)
+        self.wait(step)
 
     def close(self) -> None:
         """Let go of the memory; the ring is of no use afterwards."""

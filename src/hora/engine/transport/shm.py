@@ -14,7 +14,6 @@ unusable and must be closed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import is_
 
 import torch
@@ -27,7 +26,7 @@ from hora.engine.transport.base import Guard, Tensors
 from hora.engine.transport.region import reduce_everywhere, reduce_slice, shared_slice
 from hora.engine.transport.ring import AHEAD, Ring
 from hora.engine.transport.stream import Piece, copy, cut, put, take, total
-from hora.engine.transport.threads import SERIAL_ELEMENTS, single_threaded
+from hora.engine.transport.threads import single_threaded
 
 __all__ = ["ShmTransport"]
 
@@ -40,8 +39,6 @@ LARGE_SLOT_BYTES = 524288
 DIRECT_BYTES = 393216
 # Whoever has published step s + LAG has reduced its slice of step s.
 LAG = AHEAD + 1
-
-_idle = nullcontext()
 
 
 def _in_place(inputs: Tensors, outputs: Tensors) -> bool:
@@ -95,34 +92,52 @@ class ShmTransport:
         count = total(inputs)
         num_bytes = count * dtype.itemsize
         ring = self._ring_for(num_bytes)
-        with single_threaded() if count > SERIAL_ELEMENTS else _idle:
-            if num_members <= 2 or num_bytes * num_members <= DIRECT_BYTES:
-                self._allreduce_direct(ring, inputs, outputs, arithmetic)
-            else:
-                self._allreduce_sliced(ring, inputs, outputs, arithmetic)
+        direct = num_members <= 2 or num_bytes * num_members <= DIRECT_BYTES
+        if direct and num_bytes <= ring.slot_bytes:
+            self._allreduce_at_once(ring, inputs, outputs, count, arithmetic)
+        elif direct:
+            self._allreduce_direct(ring, inputs, outputs, arithmetic)
+        else:
+            self._allreduce_sliced(ring, inputs, outputs, arithmetic)
+
+    def _allreduce_at_once(
+        self, ring: Ring, inputs: Tensors, outputs: Tensors, count: int, arithmetic: Reduction
+    ) -> None:
+        """A single step of `_allreduce_direct`, without the preparations for several."""
+        source, dtype = Piece(tuple(inputs), count), arithmetic.dtype
+        step = ring.begin()
+        slot = ring.slot(self._member, step, count, dtype)
+        put(source, slot)
+        arithmetic.prepare_(slot)
+        ring.publish(step)
+        ring.wait(step)
+        self._reduce_slots(ring, step, source, Piece(tuple(outputs), count), arithmetic)
 
     def _allreduce_direct(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Reduction) -> None:
         """Everybody puts its piece into its slot and reduces all slots into its own output."""
-        dtype, member, peers = arithmetic.dtype, self._member, range(self._num_members)
+        dtype, member = arithmetic.dtype, self._member
         most = ring.slot_bytes // dtype.itemsize
         sources = cut(inputs, most)
         results = sources if _in_place(inputs, outputs) else cut(outputs, most)
 
         def fill(index: int, step: int) -> None:
-            piece = sources[index]
-            slot = ring.slot(member, step, total(piece), dtype)
-            put(piece, slot)
+            slot = ring.slot(member, step, sources[index].count, dtype)
+            put(sources[index], slot)
             arithmetic.prepare_(slot)
 
         def drain(index: int, step: int) -> None:
-            piece, result = sources[index], results[index]
-            size = total(piece)
-            operands = [ring.slot(peer, step, size, dtype) for peer in peers]
-            if len(piece) == 1 and not arithmetic.prescales:
-                operands[member] = piece[0]  # has to be in the cache anyway, to be overwritten
-            _reduce(operands, result, arithmetic, ring.scratch(size, dtype))
+            self._reduce_slots(ring, step, sources[index], results[index], arithmetic)
 
-        ring.steps(len(sources), fill, drain)
+        with single_threaded():
+            ring.steps(len(sources), fill, drain)
+
+    def _reduce_slots(self, ring: Ring, step: int, source: Piece, result: Piece, arithmetic: Reduction) -> None:
+        """Reduce all members' slots of a step; the own slot holds the (prescaled) source."""
+        count, dtype = source.count, arithmetic.dtype
+        operands = [ring.slot(peer, step, count, dtype) for peer in range(self._num_members)]
+        if len(source.parts) == 1 and not arithmetic.prescales:
+            operands[self._member] = source.parts[0]  # has to come into the cache anyway, to be overwritten
+        _reduce(operands, result, arithmetic, ring.scratch(count, dtype))
 
     def _allreduce_sliced(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Reduction) -> None:
         """Member m reduces slice m of each piece into a common result, which all copy out LAG steps later."""
@@ -130,23 +145,22 @@ class ShmTransport:
         most = ring.slot_bytes // dtype.itemsize
         sources = cut(inputs, most)
         results = sources if _in_place(inputs, outputs) else cut(outputs, most)
-        sizes = [total(piece) for piece in sources]
 
         def fill(index: int, step: int) -> None:
             if index < len(sources):
-                slot = ring.slot(member, step, sizes[index], dtype)
+                slot = ring.slot(member, step, sources[index].count, dtype)
                 put(sources[index], slot)
                 arithmetic.prepare_(slot)
 
         def reduce(index: int, step: int) -> None:
-            begin, end = shared_slice(sizes[index], num_members, member)
-            size, at = end - begin, begin * dtype.itemsize
-            operands = [ring.slot(peer, step, size, dtype, at) for peer in range(num_members)]
-            out = ring.result(step, size, dtype, at)
-            _reduce(operands, (out,), arithmetic, ring.scratch(size, dtype))
+            begin, end = shared_slice(sources[index].count, num_members, member)
+            count, at = end - begin, begin * dtype.itemsize
+            operands = [ring.slot(peer, step, count, dtype, at) for peer in range(num_members)]
+            out = Piece((ring.result(step, count, dtype, at),), count)
+            _reduce(operands, out, arithmetic, ring.scratch(count, dtype))
 
         def receive(index: int, step: int) -> None:
-            take(ring.result(step, sizes[index], dtype), results[index])
+            take(ring.result(step, sources[index].count, dtype), results[index])
 
         def drain(index: int, step: int) -> None:
             if index < len(sources):
@@ -158,11 +172,12 @@ class ShmTransport:
             for index in range(len(sources)):
                 receive(index, step - len(sources) + index)
 
-        if len(sources) > AHEAD:
-            ring.steps(len(sources) + LAG, fill, drain)
-        else:
-            ring.steps(len(sources), fill, reduce)
-            ring.steps(1, lambda _index, _step: None, receive_all)
+        with single_threaded():
+            if len(sources) > AHEAD:
+                ring.steps(len(sources) + LAG, fill, drain)
+            else:
+                ring.steps(len(sources), fill, reduce)
+                ring.steps(1, lambda _index, _step: None, receive_all)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
         if self._num_members & (self._num_members - 1):
@@ -203,13 +218,13 @@ class ShmTransport:
         def fill(index: int, step: int) -> None:
             if index < len(sources):
                 piece = sources[index]
-                put(piece, ring.slot(self._member, step, total(piece), dtype))
+                put(piece, ring.slot(self._member, step, piece.count, dtype))
 
         def drain(index: int, step: int) -> None:
             for peer, pieces in results.items():
                 if index < len(pieces):
                     piece = pieces[index]
-                    take(ring.slot(peer, step, total(piece), dtype), piece)
+                    take(ring.slot(peer, step, piece.count, dtype), piece)
 
         ring.steps(num_steps, fill, drain)
 
@@ -269,15 +284,15 @@ class ShmTransport:
             ring.note(step, note)
             for peer, pieces in enumerate(sources):
                 if index < len(pieces) and peer != member:
-                    part = pieces[index][0]
-                    copy(part, ring.slot(member, step, part.numel(), dtype, peer * share_bytes))
+                    piece = pieces[index]
+                    put(piece, ring.slot(member, step, piece.count, dtype, peer * share_bytes))
 
         def drain(index: int, step: int) -> None:
             notes[:] = ring.notes(step)
             for peer, pieces in enumerate(results):
                 if index < len(pieces) and peer != member:
-                    part = pieces[index][0]
-                    copy(ring.slot(peer, step, part.numel(), dtype, member * share_bytes), part)
+                    piece = pieces[index]
+                    take(ring.slot(peer, step, piece.count, dtype, member * share_bytes), piece)
 
         ring.steps(num_steps, fill, drain)
         return notes
@@ -305,16 +320,16 @@ class ShmTransport:
             for peer, pieces in enumerate(sources):
                 if index < len(pieces):
                     piece = pieces[index]
-                    slot = ring.slot(member, step, total(piece), dtype, peer * share_bytes)
+                    slot = ring.slot(member, step, piece.count, dtype, peer * share_bytes)
                     put(piece, slot)
                     arithmetic.prepare_(slot)
 
         def drain(index: int, step: int) -> None:
             if index < len(results):
                 piece = results[index]
-                size = total(piece)
-                operands = [ring.slot(peer, step, size, dtype, member * share_bytes) for peer in members]
-                _reduce(operands, piece, arithmetic, ring.scratch(size, dtype))
+                at = member * share_bytes
+                operands = [ring.slot(peer, step, piece.count, dtype, at) for peer in members]
+                _reduce(operands, piece, arithmetic, ring.scratch(piece.count, dtype))
 
         with single_threaded():
             ring.steps(max(len(pieces) for pieces in sources), fill, drain)
@@ -346,7 +361,7 @@ class ShmTransport:
 
 def _reduce(operands: list[torch.Tensor], result: Piece, arithmetic: Reduction, scratch: torch.Tensor) -> None:
     """Reduce and finish straight into the result, or through `scratch` when that is in several places."""
-    out = result[0] if len(result) == 1 else scratch
+    out = result.parts[0] if len(result.parts) == 1 else scratch
     arithmetic.combine(operands, out, scratch)
     arithmetic.finish_(out)
     if out is scratch:

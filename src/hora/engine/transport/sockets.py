@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import Store
 
 __all__ = ["Connections", "listening"]
 
-_Ends = tuple[tuple[str, int], tuple[str, int]]
+# Own address and port, and the peer's; a listener has no peer.
+_Ends = tuple[tuple[str, int], "tuple[str, int] | None"]
 
 _lock = threading.Lock()  # two groups made at the same time must not take each other's listener for their own
 
@@ -42,7 +43,7 @@ def listening() -> Iterator[set[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Connections:
-    """Descriptors of one group's connections."""
+    """Descriptors of one group's sockets: its listener and its connections."""
 
     descriptors: dict[int, _Ends]
 
@@ -58,7 +59,7 @@ class Connections:
         for descriptor in _sockets():
             with _borrowed(descriptor) as sock:
                 ends = _ends(sock)
-                if ends is not None and (ends[0][1] in own_ports or ends[1][1] in peer_ports):
+                if ends is not None and (ends[0][1] in own_ports or (ends[1] and ends[1][1] in peer_ports)):
                     os.set_inheritable(descriptor, False)
                     found[descriptor] = ends
         connections = cls(found)
@@ -66,12 +67,30 @@ class Connections:
         return connections
 
     def shut_down(self) -> None:
-        """Break the connections. A descriptor that gloo has closed and somebody else reuses is left alone."""
+        """Break the connections. Not the listener: gloo ends the process when that fails."""
+        for descriptor in self._still_ours():
+            with _borrowed(descriptor) as sock, contextlib.suppress(OSError):
+                if sock is not None and self.descriptors[descriptor][1] is not None:
+                    sock.shutdown(socket.SHUT_RDWR)
+        self.forget()
+
+    def close_descriptors(self) -> None:
+        """In a forked child, where gloo itself has no threads and will not use them."""
+        for descriptor in self._still_ours():
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        """gloo closes its sockets by itself from now on."""
+        _live.discard(self)
+
+    def _still_ours(self) -> list[int]:
+        """Without those that gloo has closed, whose numbers somebody else may use by now."""
+        ours = []
         for descriptor, ends in self.descriptors.items():
             with _borrowed(descriptor) as sock:
-                if sock is not None and _ends(sock) == ends:
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)
+                if _ends(sock) == ends:
+                    ours.append(descriptor)
+        return ours
 
 
 # A forked child (a DataLoader worker) inherits the connections: while it keeps them open, the death of its
@@ -81,10 +100,9 @@ _live: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for connections in _live:
-        for descriptor in connections.descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+    for connections in list(_live):
+        connections.close_descriptors()
+    _live.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -117,8 +135,9 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
 def _ends(sock: socket.socket | None) -> _Ends | None:
     if sock is None:
         return None
+    own = sock.getsockname()
     try:
-        own, peer = sock.getsockname(), sock.getpeername()
+        peer = sock.getpeername()
     except OSError:  # a listener, or not connected any more
-        return None
+        return (own[0], own[1]), None
     return (own[0], own[1]), (peer[0], peer[1])

@@ -1,0 +1,65 @@
+"""The loop around an elastic training function.
+
+synchronise -> train -> done
+                 |-- HorovodInternalError: restore the last commit -+
+                 |-- HostsUpdatedInterrupt: keep what there is -----+-> new world, and again
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hora import engine
+from hora.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hora.torch.elastic.notification import notification_manager
+from hora.torch.elastic.state import State
+
+__all__ = ["run", "run_fn"]
+
+log = logging.getLogger("hora")
+
+Training = Callable[..., Any]
+
+
+def run(func: Training) -> Training:
+    """Make `func(state, ...)` elastic: it is called again, in the new world, whenever the world changes."""
+    return run_fn(func, reset)
+
+
+def reset() -> None:
+    """Leave the world and enter the next one, however many attempts that takes."""
+    engine.restart()
+
+
+def run_fn(func: Training, reset: Callable[[], None]) -> Training:
+    """The loop with an own `reset`, for other frameworks."""
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        skip_sync = False
+        try:
+            while True:
+                try:
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except HorovodInternalError as error:
+                    log.warning("the world broke, going back to the last commit: %s", error)
+                    state.restore()
+                    skip_sync = False
+                except HostsUpdatedInterrupt as update:
+                    # Plain values are synchronised from what was saved last: save what there is now, or they fall back.
+                    state.save()
+                    skip_sync = update.skip_sync
+                reset()
+                state.on_reset()
+                notification_manager.init()
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper

@@ -1,0 +1,105 @@
+"""State that can be committed, restored and synchronised. This module knows nothing of torch.
+
+save      remember the values as they are now, in memory
+restore   go back to what was saved last
+sync      all ranks take over rank 0's values
+commit    save, then look whether hosts have changed
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hora.errors import HostsUpdatedInterrupt
+from hora.torch.elastic.notification import HostUpdateResult
+
+__all__ = ["ObjectState", "State"]
+
+
+class State:
+    """Base of all states; `save`, `restore` and `sync` are for subclasses to define."""
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.Queue[tuple[int, int]] = queue.Queue()
+        self._last_updated_timestamp = 0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Functions to call after every change of the world, before the next `sync`."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The world has changed: forget old news, then `reset` and the callbacks in order."""
+        self._host_messages = queue.Queue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Hosts were added or removed. Called on another thread."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts (collective)."""
+        before = self._last_updated_timestamp
+        changes = HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, change = self._host_messages.get()
+            if timestamp > self._last_updated_timestamp:
+                self._last_updated_timestamp = timestamp
+                changes |= change
+        before, latest, changes = self._agree((before, self._last_updated_timestamp, changes))
+        self._last_updated_timestamp = latest
+        if latest > before:
+            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    def _agree(self, view: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Rank 0's view of the news."""
+        agreed: tuple[int, int, int] = self._bcast_object(view)
+        return agreed
+
+    def save(self) -> None:
+        raise TypeError(f"{type(self).__name__} must define save()")
+
+    def restore(self) -> None:
+        raise TypeError(f"{type(self).__name__} must define restore()")
+
+    def sync(self) -> None:
+        raise TypeError(f"{type(self).__name__} must define sync()")
+
+    def reset(self) -> None:
+        """For subclasses: called first after a change of the world."""
+
+
+class ObjectState(State):
+    """Plain values as attributes: `ObjectState(bcast, rank, epoch=0, batch=0)`."""
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state: dict[str, Any] = dict(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self._saved_state = copy.deepcopy(self._saved_state)
+
+    def save(self) -> None:
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    def sync(self) -> None:
+        """Take over the values that rank 0 saved last."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            ObjectState.restore(self)
