@@ -93,11 +93,14 @@ class _Run:
         job = self._job
         self.rendezvous.publish(0, {slot.rank: slot.world(self._meeting) for slot in job.slots})
         argv = job.command
+        preload: tuple[str, ...] | None = None
         if job.function is not None:
             self.rendezvous.set(FUNCTION_KEY, job.function)
             same = job.executable == sys.executable
             self.rendezvous.set(PATH_KEY, json.dumps(sys.path if same else []).encode())
             argv = (job.executable, "-m", "hora.launch.worker")
+            # A function that names torch will import it: once for all workers of a host, then.
+            preload = ("torch",) if b"torch" in job.function else ()
         workers = [
             WorkerSpec(
                 worker=slot.rank,
@@ -107,6 +110,7 @@ class _Run:
                 cwd=job.cwd,
                 secret=self._secret,
                 grace_s=job.grace_s,
+                preload=preload,
             )
             for slot in job.slots
         ]

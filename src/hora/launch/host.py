@@ -101,6 +101,7 @@ class Host:
                 "inherit_env": self._inherit_env,
                 "cwd": spec.cwd,
                 "secret": spec.secret.hex(),
+                "preload": spec.preload if len(workers) > 1 else None,
             }
             orders += json.dumps(order).encode() + b"\n"
         with self._lock:

@@ -26,12 +26,12 @@ class Spawned(NamedTuple):
     stderr: int
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Spawned:
+def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, *, stdin: int | None = None) -> Spawned:
     """Start a process. OSError, with a text for users, if it cannot be executed."""
     out, err, trouble = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
     pid = os.fork()
     if pid == 0:
-        _become(argv, env, cwd, out[1], err[1], trouble[1])
+        _become(argv, env, cwd, (stdin, out[1], err[1]), trouble[1])
     for _, write_end in (out, err, trouble):
         os.close(write_end)
     # The end of this pipe without a word means that exec has closed it.
@@ -48,7 +48,11 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Spawn
 
 
 def _become(
-    argv: Sequence[str], env: Mapping[str, str], cwd: str | None, stdout: int, stderr: int, trouble: int
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str | None,
+    streams: tuple[int | None, int, int],
+    trouble: int,
 ) -> NoReturn:
     """In the forked child: turn into the worker, or say why not."""
     parent = os.getppid()
@@ -59,8 +63,9 @@ def _become(
         signal.set_wakeup_fd(-1)
         for name in _RESET:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
+        stdin, stdout, stderr = streams
         nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (stdout, 1), (stderr, 2)):
+        for source, target in ((nothing if stdin is None else stdin, 0), (stdout, 1), (stderr, 2)):
             os.dup2(source, target)
         if cwd is not None:
             os.chdir(cwd)

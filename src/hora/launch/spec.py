@@ -115,7 +115,8 @@ class WorkerSpec:
     `worker` identifies the process for the whole job (its rank, in a job that never changes size). The
     launcher must make `secret` readable for the process under a path named by `HORA_SECRET_FILE` (a memfd
     in /proc, never a file on disk) and must add that variable to `env`; argv and environment never hold the
-    secret.
+    secret. `preload`: several workers of one host may be forked from a process that has loaded these modules,
+    instead of being executed; None: they may not.
     """
 
     worker: int
@@ -125,6 +126,7 @@ class WorkerSpec:
     cwd: str | None = None
     secret: bytes = field(repr=False)
     grace_s: float = 5.0
+    preload: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ in a memfd, which workers read through /proc. It must start fast and imports acc
 Where a network lies between, the launcher sends {"op": "alive"} now and then, and the supervisor's only
 argument says after how many seconds of silence it takes the launcher for gone.
 
-Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "secret"}, {"op": "terminate",
+Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "secret", "preload"}, {"op": "terminate",
 "workers", "grace_s"}, {"op": "finish", "grace_s"}. Frames: kind, worker, length, body; kinds are the
 constants below.
 """
@@ -32,6 +32,7 @@ import sys
 import time
 from typing import Any
 
+from hora.launch.brood import Brood
 from hora.launch.processes import (
     Processes,
     adopt_orphans,
@@ -40,7 +41,7 @@ from hora.launch.processes import (
     exit_code,
     send_signal,
 )
-from hora.launch.spawn import spawn
+from hora.launch.spawn import Spawned, spawn
 
 MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
 FRAME = struct.Struct(">cii")
@@ -68,6 +69,9 @@ class _Supervisor:
         self._paused = False  # the launcher is slow, workers' pipes are left unread
         self._deaf = False  # nobody listens to us any more
         self._secrets: dict[str, str] = {}  # secret -> path
+        self._brood: Brood | None = None
+        self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
+        self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid = guardian_pid
         self._silence_limit_s, self._heard = silence_limit_s, time.monotonic()
         self._watch(launcher_pid)
@@ -96,6 +100,8 @@ class _Supervisor:
         # A subreaper without children has no descendants.
         while self._ending is None or self._reap():
             self._turn()
+        for worker in self._asked:
+            self._exited(worker, 128 + signal.SIGTERM, "")
         self._drain_pipes()
         limit = time.monotonic() + _FLUSH_LIMIT_S
         while self._output and not self._deaf and time.monotonic() < limit:
@@ -165,19 +171,74 @@ class _Supervisor:
             return
         env = dict(os.environ) if command["inherit_env"] else {}
         env |= command["env"] | {"HORA_SECRET_FILE": self._secret_file(command["secret"])}
+        if command["preload"] is None or not self._ask_nursery(command, env):
+            self._execute(command, env)
+
+    def _execute(self, command: dict[str, Any], env: dict[str, str]) -> None:
         try:
             spawned = spawn(command["argv"], env, command["cwd"])
         except OSError as error:
-            self._exited(worker, 127, str(error))
-            return
+            self._exited(command["worker"], 127, str(error))
+        else:
+            self._adopt(command["worker"], spawned)
+
+    def _adopt(self, worker: int, spawned: Spawned) -> None:
         self._pids[worker] = spawned.pid
         for read_end, kind in ((spawned.stdout, STDOUT), (spawned.stderr, STDERR)):
-            self._pipes[read_end] = (worker, kind)
-            if not self._paused:
-                self._selector.register(read_end, selectors.EVENT_READ)
+            self._listen_to(read_end, worker, kind)
         self._send(STARTED, worker, str(spawned.pid).encode())
 
+    # ---- workers from the nursery -------------------------------------------------------------------------
+
+    def _ask_nursery(self, command: dict[str, Any], env: dict[str, str]) -> bool:
+        """Have the nursery fork this worker. False if it has to be executed instead."""
+        executable, modules, worker = command["argv"][0], command["preload"], command["worker"]
+        if self._brood is None:
+            try:
+                # Not this worker's number: nothing that descends from the nursery shall be taken for its own.
+                shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
+                self._brood = Brood(executable, modules, shared, command["cwd"])
+            except OSError:  # executing the worker fails for the same reason, and reports it
+                return False
+            self._selector.register(self._brood, selectors.EVENT_READ, self._take_in)
+            for read_end, kind in ((self._brood.nursery.stdout, STDOUT), (self._brood.nursery.stderr, STDERR)):
+                self._listen_to(read_end, worker, kind)
+        if not self._brood.suits(executable, modules, env):
+            return False
+        self._asked[worker] = (command, env)
+        self._brood.ask(worker, env, command["cwd"])
+        return True
+
+    def _take_in(self) -> None:
+        assert self._brood is not None
+        try:
+            for worker, spawned in self._brood.born():
+                if worker in self._asked:
+                    del self._asked[worker]
+                    self._adopt(worker, spawned)
+                    if spawned.pid in self._strays:
+                        self._ended(worker, self._strays.pop(spawned.pid))
+                else:  # it was terminated before it was born
+                    send_signal(spawned.pid, signal.SIGKILL)
+                    os.close(spawned.stdout)
+                    os.close(spawned.stderr)
+        except EOFError:
+            self._selector.unregister(self._brood)
+            self._brood.close()
+            self._brood = None
+            asked, self._asked = self._asked, {}
+            for worker, (command, env) in asked.items():
+                if self._ending is None:
+                    self._execute(command, env)
+                else:
+                    self._exited(worker, 128 + signal.SIGTERM, "")
+
     # ---- output -------------------------------------------------------------------------------------------
+
+    def _listen_to(self, descriptor: int, worker: int, kind: bytes) -> None:
+        self._pipes[descriptor] = (worker, kind)
+        if not self._paused:
+            self._selector.register(descriptor, selectors.EVENT_READ)
 
     def _forward(self, descriptor: int) -> bool:
         """Forward what is there; False at the end of the pipe or when it is empty."""
@@ -246,11 +307,15 @@ class _Supervisor:
                 return False
             if pid == 0:
                 return True
-            for worker, first in self._pids.items():
-                if first == pid:
-                    self._drain_pipes(worker)
-                    self._exited(worker, exit_code(status), "")
-                    break
+            worker = next((worker for worker, first in self._pids.items() if first == pid), None)
+            if worker is not None:
+                self._ended(worker, status)
+            elif self._asked:
+                self._strays[pid] = status  # perhaps a worker whose birth we have not heard of yet
+
+    def _ended(self, worker: int, status: int) -> None:
+        self._drain_pipes(worker)
+        self._exited(worker, exit_code(status), "")
 
     def _exited(self, worker: int, code: int, reason: str) -> None:
         self._pids.pop(worker, None)
@@ -268,6 +333,8 @@ class _Supervisor:
     def _terminate(self, workers: list[int], grace_s: float) -> None:
         processes = Processes()
         for worker in workers:
+            if self._asked.pop(worker, None) is not None:
+                self._exited(worker, 128 + signal.SIGTERM, "")
             processes.terminate(self._family(worker, processes))
             self._killing.setdefault(worker, time.monotonic() + grace_s)
 
