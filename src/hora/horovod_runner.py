@@ -39,13 +39,10 @@ class HorovodRunner:
     # No annotations on these two: callers inspect the signatures.
     def __init__(self, *, np, driver_log_verbosity="log_callback_only"):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         if isinstance(np, bool) or not isinstance(np, int):
-            raise ValueError(
-                f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}"
-            )
+            raise ValueError(f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}")
         if driver_log_verbosity not in _VERBOSITIES:
             raise ValueError(
-                "driver_log_verbosity must be 'log_callback_only' or 'all', "
-                f"but it is {driver_log_verbosity!r}"
+                f"driver_log_verbosity must be 'log_callback_only' or 'all', but it is {driver_log_verbosity!r}"
             )
         self.num_processor = np
         self._driver_log_verbosity = driver_log_verbosity
@@ -65,9 +62,7 @@ class HorovodRunner:
                 DeprecationWarning,
                 stacklevel=2,
             )
-        return _run_on_spark(
-            main, kwargs, self.num_processor, stream_output=self._driver_log_verbosity == "all"
-        )
+        return _run_on_spark(main, kwargs, self.num_processor, stream_output=self._driver_log_verbosity == "all")
 
 
 def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int) -> Any:
@@ -77,9 +72,7 @@ def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: in
     return _value_of_rank_0(result)
 
 
-def _run_on_spark(
-    main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool
-) -> Any:
+def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool) -> Any:
     function = cloudpickle.dumps((main, (), dict(kwargs)))
     context = context_or_new()
     num_slots = require_slots(context, num_proc)

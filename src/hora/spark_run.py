@@ -50,9 +50,7 @@ def run(
         raise ValueError(f"fn must be a function, but it is {fn!r}")
     context = active_context()
     if context is None:
-        raise RuntimeError(
-            "Could not find an active SparkContext: create a SparkSession first, then call run()."
-        )
+        raise RuntimeError("Could not find an active SparkContext: create a SparkSession first, then call run().")
     num_proc = context.defaultParallelism if num_proc is None else num_proc
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise ValueError(f"num_proc must be an integer of at least 1, but it is {num_proc!r}")

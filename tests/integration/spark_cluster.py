@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -32,8 +32,16 @@ class StandaloneCluster:
     `SparkSession.builder.master` takes.
     """
 
-    def __init__(self, *, num_workers: int = 2, cores: int = 1, memory: str = "1g") -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int = 2,
+        cores: int = 1,
+        memory: str = "1g",
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         self.url = ""
+        self._settings = dict(settings or {})
         self._num_workers = num_workers
         self._cores = cores
         self._memory = memory
@@ -42,7 +50,9 @@ class StandaloneCluster:
         self.name = self._directory.name
 
     def __enter__(self) -> StandaloneCluster:
-        ports = ("--port", "0", "--webui-port", "0")
+        file = self._directory / "spark.conf"
+        file.write_text("".join(f"{key} {value}\n" for key, value in self._settings.items()))
+        ports = ("--port", "0", "--webui-port", "0", "--properties-file", str(file))
         size = ("--cores", str(self._cores), "--memory", self._memory)
         try:
             self.url = self._start("master.Master", *ports, found=r"master at (spark://\S+)")()
@@ -50,9 +60,7 @@ class StandaloneCluster:
             for index in range(self._num_workers):
                 work = ("--work-dir", str(self._directory / f"work{index}"))
                 arguments = (*ports, *size, *work, self.url)
-                waits.append(
-                    self._start("worker.Worker", *arguments, found=r"(Successfully registered) with")
-                )
+                waits.append(self._start("worker.Worker", *arguments, found=r"(Successfully registered) with"))
             for wait in waits:
                 wait()
         except BaseException:
@@ -80,9 +88,7 @@ class StandaloneCluster:
         deadline = time.monotonic() + within_s
         while True:
             found = [
-                _command(process)
-                for process in self._family()
-                if "hora.launch" in _command(process).replace("/", ".")
+                _command(process) for process in self._family() if "hora.launch" in _command(process).replace("/", ".")
             ]
             if not found or time.monotonic() > deadline:
                 return found
@@ -104,8 +110,7 @@ class StandaloneCluster:
         spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
         process = subprocess.Popen(
             [str(spark_class), f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
-            env=cluster_environment()
-            | {"SPARK_LOCAL_DIRS": str(self._directory), "SPARK_TEST_CLUSTER": self.name},
+            env=cluster_environment() | {"SPARK_LOCAL_DIRS": str(self._directory), "SPARK_TEST_CLUSTER": self.name},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -74,9 +74,7 @@ def test_a_failing_rank_is_a_runtime_error_with_name_and_code(spark):
 def test_the_job_runs_in_its_own_group(spark, monkeypatch):
     groups = []
     cancel_group = spark.sparkContext.cancelJobGroup
-    monkeypatch.setattr(
-        spark.sparkContext, "cancelJobGroup", lambda group: (groups.append(group), cancel_group(group))
-    )
+    monkeypatch.setattr(spark.sparkContext, "cancelJobGroup", lambda group: (groups.append(group), cancel_group(group)))
     with pytest.raises(Exception, match="Timed out"):
         horovod.spark.run(lambda: None, num_proc=4, start_timeout=1)
     assert len(groups) == 1

@@ -216,9 +216,7 @@ def _meet(tasks: SparkTasks, stage: SparkStage, wanted: SparkJob) -> list[TaskPl
             started = time.monotonic()
             if started - began > _NOTICE_AFTER_S and not noticed:
                 noticed = True
-                _log.warning(
-                    "waiting for %d free Spark task slots (job group %s)", wanted.num_proc, stage.group
-                )
+                _log.warning("waiting for %d free Spark task slots (job group %s)", wanted.num_proc, stage.group)
         elif time.monotonic() - started > wanted.start_timeout_s:
             raise StartTimeoutError(
                 f"Timed out waiting for Spark tasks to start. Tasks {tasks.missing()} of {wanted.num_proc} "

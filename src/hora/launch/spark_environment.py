@@ -32,9 +32,7 @@ def start_timeout_s(environ: Mapping[str, str] | None = None) -> float:
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise ValueError(
-            f"HOROVOD_SPARK_START_TIMEOUT must be a positive number of seconds, but it is {text!r}"
-        )
+        raise ValueError(f"HOROVOD_SPARK_START_TIMEOUT must be a positive number of seconds, but it is {text!r}")
     return seconds
 
 

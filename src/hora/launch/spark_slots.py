@@ -36,9 +36,7 @@ def require_slots(context: Any, num_slots: int) -> int:
     settled = _settled_at(context)
     while True:
         slots = count_slots(context)
-        if slots >= wanted and (
-            num_slots > 0 or time.time() >= settled or context.master.startswith("local")
-        ):
+        if slots >= wanted and (num_slots > 0 or time.time() >= settled or context.master.startswith("local")):
             return slots
         if time.time() >= settled:
             raise ValueError(_too_few(context, num_slots, slots))
@@ -51,9 +49,7 @@ def _settled_at(context: Any) -> float:
     if context.master.startswith("local"):
         return started
     waiting = context.getConf().get("spark.scheduler.maxRegisteredResourcesWaitingTime", "")
-    limit_s = (
-        float(waiting.removesuffix("s")) if waiting.removesuffix("s").isdigit() else _REGISTRATION_LIMIT_S
-    )
+    limit_s = float(waiting.removesuffix("s")) if waiting.removesuffix("s").isdigit() else _REGISTRATION_LIMIT_S
     return started + limit_s
 
 

@@ -72,9 +72,7 @@ class SparkStage:
 
     def _run(self) -> None:
         try:
-            self._context.setJobGroup(
-                self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True
-            )
+            self._context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
             rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
             stage = rdd if _allocates_dynamically(self._context) else rdd.barrier()
             stage.mapPartitions(_TaskBody(self._body)).collect()

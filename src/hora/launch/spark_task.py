@@ -89,9 +89,7 @@ class _Supervisor:
             self._launcher.close()
 
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
-        secret = mask_secret(
-            self._task.secret, bytes.fromhex(header["nonce"]), bytes.fromhex(header["secret"])
-        )
+        secret = mask_secret(self._task.secret, bytes.fromhex(header["nonce"]), bytes.fromhex(header["secret"]))
         executable = header["executable"]
         inherited = dict(os.environ)
         if not executable:
@@ -154,9 +152,7 @@ def host_hash() -> str:
     """A name for the place whose processes can share memory: the host, its namespaces and, on YARN, the
     container.
     """
-    spaces = [
-        os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)
-    ]
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)]
     facts = [socket.gethostname(), *spaces, os.environ.get("CONTAINER_ID", "")]
     return f"{socket.gethostname()}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}"
 

@@ -115,9 +115,7 @@ class SparkTasks:
                 return
             peer.worker, peer.name = task, f"Spark task {task}"
             self._peers[task] = peer
-            self._places[task] = TaskPlace(
-                task=task, host=str(header["host"]), gpus=tuple(map(str, header["gpus"]))
-            )
+            self._places[task] = TaskPlace(task=task, host=str(header["host"]), gpus=tuple(map(str, header["gpus"])))
             self._arrived.notify_all()
 
     def _send(self, task: int, header: Header, payload: bytes) -> None:
