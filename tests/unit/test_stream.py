@@ -15,12 +15,13 @@ from hora.engine.transport.stream import copy, cut, put, take, total
 def test_pieces_are_full_in_order_and_cover_everything(sizes, piece):
     flat = torch.arange(sum(sizes))
     pieces = cut(flat.split(sizes), piece)
-    lengths = [total(part) for part in pieces]
+    lengths = [piece.count for piece in pieces]
+    assert lengths == [total(piece.parts) for piece in pieces]
     assert lengths == [len(part) for part in flat.split(piece) if len(part)]
-    assert all(view.numel() for part in pieces for view in part)
+    assert all(view.numel() for part in pieces for view in part.parts)
     if pieces:
-        assert torch.cat([view for part in pieces for view in part]).tolist() == flat.tolist()
-        addresses = [view.data_ptr() for part in pieces for view in part]
+        assert torch.cat([view for part in pieces for view in part.parts]).tolist() == flat.tolist()
+        addresses = [view.data_ptr() for part in pieces for view in part.parts]
         assert addresses[0] == flat.data_ptr()
 
 
@@ -29,12 +30,12 @@ def test_pieces_are_full_in_order_and_cover_everything(sizes, piece):
 def test_what_is_put_into_slots_is_taken_out_again(sizes, piece):
     source, target = torch.arange(sum(sizes)), torch.zeros(sum(sizes), dtype=torch.int64)
     for sent, received in zip(cut(source.split(sizes), piece), cut([target], piece), strict=True):
-        slot = torch.empty(total(sent), dtype=torch.int64)
+        slot = torch.empty(sent.count, dtype=torch.int64)
         put(sent, slot)
         take(slot, received)
     again = [torch.zeros(size, dtype=torch.int64) for size in sizes]
     for sent, received in zip(cut([target], piece), cut(again, piece), strict=True):
-        slot = torch.empty(total(sent), dtype=torch.int64)
+        slot = torch.empty(sent.count, dtype=torch.int64)
         put(sent, slot)
         take(slot, received)
     assert torch.equal(torch.cat(again), source)

@@ -92,7 +92,11 @@ class Ring:
 
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Private memory for what lies between two operations, at most a slot of it; always the same."""
-        return self._view(-1, count, dtype)
+        key = (-1, count, dtype)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._scratch.view(dtype)[:count]
+        return view
 
     def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         key = (offset, count, dtype)
@@ -100,10 +104,7 @@ class Ring:
         if view is None:
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
-            if offset < 0:
-                view = self._scratch.view(dtype)[:count]
-            else:
-                view = self._segment.tensor(offset, count, dtype)
+            view = self._segment.tensor(offset, count, dtype)
             self._views[key] = view
         return view
 

@@ -26,7 +26,7 @@ from hora.engine.transport.base import Guard, Tensors
 from hora.engine.transport.region import reduce_everywhere, reduce_slice, shared_slice
 from hora.engine.transport.ring import AHEAD, Ring
 from hora.engine.transport.stream import Piece, copy, cut, put, take, total
-from hora.engine.transport.threads import single_threaded
+from hora.engine.transport.threads import SERIAL_ELEMENTS, single_threaded
 
 __all__ = ["ShmTransport"]
 
@@ -93,7 +93,7 @@ class ShmTransport:
         num_bytes = count * dtype.itemsize
         ring = self._ring_for(num_bytes)
         direct = num_members <= 2 or num_bytes * num_members <= DIRECT_BYTES
-        if direct and num_bytes <= ring.slot_bytes:
+        if direct and num_bytes <= ring.slot_bytes and count <= SERIAL_ELEMENTS:
             self._allreduce_at_once(ring, inputs, outputs, count, arithmetic)
         elif direct:
             self._allreduce_direct(ring, inputs, outputs, arithmetic)
