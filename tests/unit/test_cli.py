@@ -164,6 +164,7 @@ FACTS = {
     "hostname": "h", "python": "3.11.7", "executable": "/p", "hora": "0.1", "torch": "2.13.0+cpu",
     "pyspark": "4.0", "foreign_horovod": None, "cores": 2, "memfd": None, "memory_bytes": 8 << 30,
     "shm_bytes": 8 << 30, "tmp_bytes": 8 << 30, "open_files": 65536, "gpus": [], "java": "openjdk 17", "build": {},
+    "clock_ahead_s": 0.2,
 }  # fmt: skip
 
 
@@ -215,6 +216,12 @@ def test_versions_must_agree_between_hosts():
     assert "2.13.0+cpu on a, 2.9.0+cu128 on b" in torch.text
     assert torch.advice.endswith("pip install torch==2.13.0+cpu")
     assert [f.level for f in findings.agreement({"a": FACTS, "b": FACTS | {"python": "3.11.9"}})] == ["ok"]
+
+
+def test_a_clock_far_off_is_worth_a_note():
+    ok, note = findings.agreement({"a": FACTS, "b": FACTS | {"clock_ahead_s": -95.3}})
+    assert (ok.level, note.level) == ("ok", "note")
+    assert "the clock of b differs from ours by -95 s" in note.text
 
 
 def test_ports_that_cannot_be_reached_are_named_with_both_ends():

@@ -74,6 +74,7 @@ class _Patient:
             text=True,
             errors="replace",
         )
+        self.heard_at_s = 0.0  # by our clock, when its last answer came
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._complaints: list[str] = []
         for target in (self._read, self._listen):
@@ -84,6 +85,7 @@ class _Patient:
         for line in self._process.stdout:
             _, mark, answer = line.partition(MARK)
             if mark:
+                self.heard_at_s = time.time()
                 self._answers.put(answer)
         self._answers.put(None)
 
@@ -129,7 +131,7 @@ def _examine(names: list[str], ssh: Ssh) -> int:
             if isinstance(answer, RuntimeError):
                 found = [_unreachable(str(answer), patient.name in remote, ssh)]
             else:
-                facts[patient.name] = answer
+                facts[patient.name] = answer | {"clock_ahead_s": answer["clock_s"] - patient.heard_at_s}
                 found = host_findings(answer)
             findings += found
             _show(patient.name, found)

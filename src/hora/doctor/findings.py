@@ -18,6 +18,7 @@ _LEAST_OPEN_FILES = 1024
 _LEAST_MEMORY_BYTES = 1 << 30
 _LEAST_SHM_BYTES = 256 << 20
 _LEAST_TMP_BYTES = 64 << 20
+_CLOCK_SLACK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,20 @@ def agreement(facts: Mapping[str, Facts]) -> list[Finding]:
         found.append(Finding("problem", f"{name} differs between hosts: {listed}", install.format(newest)))
     if not found:
         found.append(Finding("ok", "Python, PyTorch and Hora agree on all hosts"))
-    return found
+    return found + _clocks(facts)
+
+
+def _clocks(facts: Mapping[str, Facts]) -> list[Finding]:
+    """Only gross differences: what we know includes the time an answer travelled."""
+    return [
+        Finding(
+            "note",
+            f"the clock of {host} differs from ours by {each['clock_ahead_s']:+.0f} s: times in logs and "
+            "timelines cannot be compared (use NTP)",
+        )
+        for host, each in facts.items()
+        if abs(each["clock_ahead_s"]) > _CLOCK_SLACK_S
+    ]
 
 
 def _numbers(version: str) -> list[int]:

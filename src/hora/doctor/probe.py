@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 __all__ = ["MARK", "facts"]
@@ -145,7 +146,8 @@ def main() -> None:
         server.bind((listen_address, 0))
         server.listen()
         threading.Thread(target=_serve, args=(server,), name="hora-doctor-accept", daemon=True).start()
-        print(MARK + json.dumps(facts() | {"port": server.getsockname()[1]}), flush=True)
+        known = facts() | {"port": server.getsockname()[1]}
+        print(MARK + json.dumps(known | {"clock_s": time.time()}), flush=True)
         line = sys.stdin.readline()
         if line:
             answers = [_reach(address, port) for address, port in json.loads(line)]
