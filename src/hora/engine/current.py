@@ -23,6 +23,7 @@ log = logging.getLogger("hora")
 
 _lock = threading.RLock()
 _runtime: Runtime | None = None
+_inherited: Runtime | None = None  # of the parent, in a forked child
 _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
 _registered_exit = False
 _last_place: World | None = None
@@ -116,3 +117,12 @@ def current() -> Runtime:
     if runtime is None:
         raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
     return runtime
+
+
+def _forget_in_child() -> None:
+    """A forked child has no runtime: the parent's is used by the parent. It is kept from being destroyed here."""
+    global _runtime, _lock, _inherited
+    _inherited, _runtime, _lock = _runtime, None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

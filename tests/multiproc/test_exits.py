@@ -1,0 +1,75 @@
+"""Ranks started with nothing but environment variables, which end without a word or too early."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+LIMIT_S = 60
+
+
+def start_by_hand(script: str, size: int) -> list[subprocess.Popen]:
+    """The script as `size` ranks with nothing but environment variables, as a foreign launcher would start it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", script],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+NEVER_SHUTS_DOWN = """
+import torch, horovod.torch as hvd
+hvd.init()
+assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+left = hvd.allreduce_async(torch.ones(1), name=f"nobody waits for it {hvd.rank()}")
+hvd.barrier()
+print("done", hvd.rank())
+"""
+ENDS_BY_ITSELF = """
+import sys, torch, horovod.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(1))
+if hvd.rank() == 1:
+    sys.exit(3)
+try:
+    while True:
+        hvd.allreduce(torch.ones(1))
+except hvd.HorovodInternalError as error:
+    print("stopped:", error)
+"""
+
+
+def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each."""
+    try:
+        texts = [process.communicate(timeout=LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_process_that_never_calls_shutdown(size):
+    assert finish(start_by_hand(NEVER_SHUTS_DOWN, size)) == [(0, f"done {rank}\n", "") for rank in range(size)]
+
+
+def test_a_rank_that_ends_early_stops_the_others():
+    (code, output, errors), (early, _, _) = finish(start_by_hand(ENDS_BY_ITSELF, 2))
+    assert early == 3
+    assert (code, errors) == (0, "")
+    assert "stopped: Horovod has been shut down by rank 1" in output

@@ -1,0 +1,148 @@
+"""Starting and stopping many times, much at once, threads, DataLoader workers, forks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import psutil
+import pytest
+import torch
+from hvd_session import assert_equal, assert_runtime_works, raises, session
+
+import horovod.torch as hvd
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+LIMIT_S = 60
+
+
+@pytest.mark.ranks(1, 2)
+def test_300_cycles_leave_nothing_behind():
+    def cycle():
+        hvd.init()
+        assert hvd.allreduce(torch.ones(10), op=hvd.Sum).tolist() == [hvd.size()] * 10
+        handle = hvd.allreduce_async(torch.ones(1), name="kept in the background")
+        hvd.synchronize(handle)
+        hvd.barrier()
+        hvd.shutdown()
+
+    def usage():
+        gc.collect()
+        me = psutil.Process()
+        return me.num_fds(), threading.active_count(), me.num_threads(), me.memory_info().rss
+
+    for _ in range(50):
+        cycle()
+    before = usage()
+    for _ in range(250):
+        cycle()
+    after = usage()
+    assert after[:3] == before[:3], (before, after)
+    # 250 leaked staging areas, or even control pages, would be far more than this.
+    assert after[3] - before[3] < 10 * 2**20, (before, after)
+
+
+@session
+def test_handle_numbers_and_leftovers_do_not_outlive_a_shutdown():
+    first = hvd.allreduce_async(torch.ones(1), name="a")
+    hvd.synchronize(first)
+    left = hvd.grouped_allreduce_async([torch.ones(1)], name="left")
+    hvd.barrier()
+    hvd.shutdown()
+    with raises(hvd.HorovodInternalError):
+        hvd.synchronize(left)
+    hvd.init()
+    assert hvd.allreduce_async(torch.ones(1), name="a") == first
+    assert hvd.synchronize(left) is None
+    assert_equal(hvd.synchronize(first), torch.ones(1))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@session
+def test_10000_small_operations_in_flight():
+    n = hvd.size()
+    handles = [hvd.allreduce_async(torch.full((4,), float(i)), name=f"n{i}", op=hvd.Sum) for i in range(10_000)]
+    for i, handle in enumerate(handles):
+        assert hvd.synchronize(handle)[0].item() == i * n
+
+
+@session
+def test_eight_threads_submit_at_once():
+    n, problems = hvd.size(), []
+
+    def work(number):
+        try:
+            for i in range(60):
+                name = f"t{number}.{i}"
+                handle = hvd.allreduce_async(torch.full((3,), float(number)), name=name, op=hvd.Sum)
+                gathered = hvd.allgather(torch.tensor([hvd.rank()]), name=name)
+                mixed = hvd.grouped_allreduce([torch.ones(1), torch.ones(1).int()], name=name, op=hvd.Sum)
+                assert hvd.synchronize(handle).tolist() == [number * n] * 3
+                assert gathered.tolist() == list(range(n))
+                assert [t.item() for t in mixed] == [n, n]
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not problems, problems
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@session
+def test_a_blocked_thread_does_not_block_others():
+    """One thread waits for a name that comes last; the others' operations go through meanwhile."""
+    results = []
+    waiter = threading.Thread(target=lambda: results.append(hvd.allreduce(torch.ones(1), name="z", op=hvd.Sum)))
+    if hvd.rank() == 0:
+        waiter.start()
+    for i in range(20):
+        assert hvd.allreduce(torch.ones(1), name=f"m{i}", op=hvd.Sum).item() == hvd.size()
+    if hvd.rank() != 0:
+        waiter.start()
+    waiter.join(LIMIT_S)
+    assert [result.item() for result in results] == [hvd.size()]
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        return torch.tensor(float(i * i))
+
+
+@pytest.mark.ranks(1, 2)
+@session
+def test_data_loader_workers_beside_a_running_engine():
+    for method in ("fork", "spawn"):
+        loader = torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=method)
+        total, pending = torch.zeros(()), []
+        for i, batch in enumerate(loader):
+            pending.append(hvd.allreduce_async(batch.sum(), name=f"{method}{i}", op=hvd.Sum))
+        for handle in pending:
+            total += hvd.synchronize(handle)
+        assert total.item() == sum(i * i for i in range(24)) * hvd.size()
+    assert_runtime_works()
+
+
+@session
+def test_a_forked_child_neither_has_nor_harms_the_runtime():
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert not hvd.is_initialized()
+            try:
+                hvd.allreduce(torch.ones(1))
+            except hvd.HorovodInternalError:
+                hvd.shutdown()
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert_runtime_works()
