@@ -39,7 +39,7 @@ class Ranks:
 
     def __init__(self, num: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "numpy", "pytest"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._runs = 0
         self.processes, self._connections = [], []
@@ -51,9 +51,7 @@ class Ranks:
             self.processes.append(process)
             self._connections.append(here)
 
-    def run(
-        self, function: Callable[..., Any], size: int, *arguments: Any, lost: tuple[int, ...] = ()
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any, lost: tuple[int, ...] = ()) -> list[Any]:
         """The ranks' results; a rank in `lost` is expected to die and gives None."""
         self._runs += 1
         for connection in self._connections[:size]:

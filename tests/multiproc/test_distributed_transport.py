@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import ranks
-from transport_checks import check_everything
+from transport_checks import PIECE_BYTES, check_everything
 
+from hora.engine.transport import distributed
 from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
 
@@ -26,6 +27,7 @@ def pool():
 
 
 def make(rank, size, store, guard=lambda: None, limit_s=LIMIT_S):
+    distributed._PIECE_BYTES = PIECE_BYTES
     return DistributedTransport(store, rank, size, guard, limit_s, device="cpu", address="127.0.0.1")
 
 
@@ -121,6 +123,32 @@ def test_a_killed_peer_is_an_error_on_every_other_member(size, victim):
         if rank != victim:
             assert result[0] < 5
             assert "over gloo failed" in result[1]
+
+
+def die_with_a_forked_child(rank, size, store):
+    """A data loader's worker, say, that outlives its parent and has inherited everything."""
+    transport = make(rank, size, store)
+    transport.barrier()
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        store.set("child", str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    child = int(store.get("child"))
+    start = time.monotonic()
+    try:
+        with pytest.raises(HorovodInternalError):
+            reduce_for_ever(transport)
+        os.kill(child, 0)  # it is still there
+    finally:
+        os.kill(child, signal.SIGKILL)
+    return time.monotonic() - start
+
+
+def test_a_child_of_the_killed_peer_does_not_keep_its_connections_alive():
+    with ranks(2) as own_pool:
+        assert own_pool.run(die_with_a_forked_child, 2, lost=(1,))[0] < 5
 
 
 def stopped_by_guard(rank, size, store):

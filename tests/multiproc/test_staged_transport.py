@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from rank_pool import ranks
-from transport_checks import check_everything
+from transport_checks import PIECE_BYTES, check_everything
 
 from hora.engine.transport import staged
 from hora.engine.transport.distributed import DistributedTransport
@@ -19,6 +19,7 @@ from hora.engine.transport.distributed import DistributedTransport
 def everything(rank, size, store):
     cpu = DistributedTransport(store, rank, size, lambda: None, 60.0, address="127.0.0.1")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staged, "_PIECE_BYTES", PIECE_BYTES)
         patch.setattr(staged, "_record", lambda: SimpleNamespace(synchronize=lambda: None))
         transport = staged.StagedTransport(cpu)
         assert transport.name == "staged-gloo"

@@ -64,9 +64,7 @@ class Checker:
             assert torch.equal(got, expected), f"{what}: {got[:8]} is not {expected[:8]}"
         else:
             limit = {torch.float16: 2e-2, torch.bfloat16: 1e-1}.get(got.dtype, 1e-5)
-            torch.testing.assert_close(
-                got, expected, rtol=limit, atol=limit, msg=f"{what}: {got} / {expected}"
-            )
+            torch.testing.assert_close(got, expected, rtol=limit, atol=limit, msg=f"{what}: {got} / {expected}")
 
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
         return [data(seed, m, count, dtype) for m in range(self.size)]
@@ -127,9 +125,7 @@ class Checker:
             parts.append(data(5, sender, sum(row) + unsent, dtype)[start : start + row[me]])
         assert torch.equal(output.cpu(), torch.cat(parts)), f"alltoall {splits} {dtype}"
 
-    def reducescatter(
-        self, dtype: torch.dtype, op: int, counts: list[list[int]], prescale: float = 1.0
-    ) -> None:
+    def reducescatter(self, dtype: torch.dtype, op: int, counts: list[list[int]], prescale: float = 1.0) -> None:
         sources = [self.own(i, sum(each), dtype) for i, each in enumerate(counts)]
         outputs = [torch.empty(each[self.member], dtype=dtype, device=self.device) for each in counts]
         self.transport.reducescatter(sources, outputs, counts, op=op, prescale=prescale, postscale=1.0)
@@ -163,27 +159,31 @@ class Checker:
             self.reducescatter(dtype, ReduceOp.SUM, [[m + 1 for m in range(n)], [4] * n, [0] * n])
         self.allreduce(torch.float64, ReduceOp.PRODUCT, [50, 3], in_place=True)
         self.allreduce(torch.float32, ReduceOp.SUM, [60000, 17, 12 * 5000], in_place=True)
-        self.allreduce(torch.float32, ReduceOp.SUM, [2_500_001])
-        self.allreduce(torch.int64, ReduceOp.AVERAGE, [1_200_000, 5, 0], in_place=True)
+        self.allreduce(torch.float32, ReduceOp.SUM, [600_001])
+        self.allreduce(torch.int64, ReduceOp.AVERAGE, [200_000, 5, 0], in_place=True)
         self.allreduce(torch.float32, ReduceOp.SUM, [0])
         self.scaling()
         self.reducescatter(torch.float64, ReduceOp.AVERAGE, [[3] * n])
         self.reducescatter(torch.float32, ReduceOp.SUM, [[0] * (n - 1) + [5]], prescale=0.5)
-        self.reducescatter(torch.float32, ReduceOp.SUM, [[300_000 + m for m in range(n)]])
+        self.reducescatter(torch.float32, ReduceOp.SUM, [[100_000 + m for m in range(n)]])
         for dtype in ALL_DTYPES:
             self.gather(dtype, [list(range(n)), [4] * n, [0] * n])
             self.broadcast(dtype, [3, 0, 500], root=n - 1)
             self.alltoall(dtype, [[s + r for r in range(n)] for s in range(n)], unsent=2)
-        self.gather(torch.float32, [[100_000 * (m + 1) for m in range(n)]])
-        self.gather(torch.float32, [[400_000] * n, [1] * n])
-        self.broadcast(torch.float32, [2_500_001, 2], root=0)
+        self.gather(torch.float32, [[70_000 * (m + 1) for m in range(n)]])
+        self.gather(torch.float32, [[150_000] * n, [1] * n])
+        self.broadcast(torch.float32, [600_001, 2], root=0)
         self.alltoall(torch.int64, [[0] * n for _ in range(n)])
-        self.alltoall(torch.float32, [[50_000 * s for _ in range(n)] for s in range(n)])
+        self.alltoall(torch.float32, [[20_000 * s for _ in range(n)] for s in range(n)])
         if n & (n - 1) == 0:
             for dtype in FLOATS:
                 self.adasum(dtype)
         self.transport.barrier()
         return self.results
+
+
+# Transports cut batches into pieces of megabytes; tests set this instead, so that small tensors have many.
+PIECE_BYTES = 2**20
 
 
 def check_everything(transport, member: int, size: int, **options) -> list[bytes]:
