@@ -320,7 +320,7 @@ class Lane:
         for request in requests:
             request.error = error
             self._in_flight.pop(request.key, None)
-            if error is None:
+            if error is None and request.device_event is None:  # on a GPU it is done on the caller's stream
                 for target, result in request.copy_back:
                     target.detach().copy_(result)
             request.done = True

@@ -238,6 +238,8 @@ class Runtime:
         if request.device_event is not None:
             stream = torch.cuda.current_stream(request.tensors[0].device)
             stream.wait_event(request.device_event)
+            for target, result in request.copy_back:
+                target.detach().copy_(result)
             for tensor in request.outputs or ():
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
