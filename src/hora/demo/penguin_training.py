@@ -12,7 +12,17 @@ from torch.utils.data import TensorDataset
 
 import hora.torch as hvd
 from hora.data.penguins import DIVISORS, FEATURES, Penguins, Rows
-from hora.workflow import Feature, History, accuracy, fit, make_loaders, save, seed_everything
+from hora.workflow import (
+    Feature,
+    History,
+    Recipe,
+    Schedule,
+    accuracy,
+    fit,
+    make_loaders,
+    save,
+    seed_everything,
+)
 from hora.workflow.architectures import MLP
 
 __all__ = ["Run", "features_of", "train"]
@@ -50,10 +60,11 @@ def train(
     history = fit(
         model,
         make_loaders(_dataset(data.train), _dataset(data.test), batch_size=batch_size, seed=seed),
-        torch.optim.Adam(model.parameters(), lr=learning_rate * hvd.size()),
+        torch.optim.Adam(model.parameters(), lr=learning_rate),
         torch.nn.functional.cross_entropy,
         epochs=epochs,
         metrics={"accuracy": accuracy},
+        recipe=Recipe(schedule=Schedule(decay="cosine")),  # scaled with the number of ranks, then down to 0
         progress=progress,
     )
     if model_path is not None and hvd.rank() == 0:

@@ -127,7 +127,8 @@ def _train(data: Penguins, spark: SparkSession | None, np: int, epochs: int, fol
     )
     num = np if spark is not None else -np
     _step(f"4. Distributed: HorovodRunner(np={num}), {'Spark tasks' if spark is not None else 'processes'}")
-    runner = HorovodRunner(np=num, driver_log_verbosity="all")
+    # A local Spark's tasks print to this terminal anyway; sending their lines here too would show them twice.
+    runner = HorovodRunner(np=num, driver_log_verbosity="all" if spark is None else "log_callback_only")
     together = runner.run(train, data=data, epochs=epochs, model_path=model_path)
     return {"one process": alone, "HorovodRunner, 1 rank": single, f"HorovodRunner, {np} ranks": together}
 

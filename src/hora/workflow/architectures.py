@@ -27,9 +27,7 @@ class MLP(torch.nn.Module):
         if not 2 <= len(sizes) <= _MAX_LAYERS or not all(
             isinstance(width, int) and 0 < width <= _MAX_WIDTH for width in sizes
         ):
-            raise ValueError(
-                f"sizes must be 2 to {_MAX_LAYERS} positive whole numbers, but they are {sizes!r}"
-            )
+            raise ValueError(f"sizes must be 2 to {_MAX_LAYERS} positive whole numbers, but they are {sizes!r}")
         self.architecture = {"kind": "mlp", "sizes": list(sizes)}
         self.layers = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in pairwise(sizes))
 

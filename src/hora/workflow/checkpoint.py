@@ -82,9 +82,7 @@ class Checkpoints:
             try:
                 return _payload(path)
             except ValueError as error:
-                warnings.warn(
-                    f"checkpoint {path} is damaged ({error}); trying the one before it", stacklevel=2
-                )
+                warnings.warn(f"checkpoint {path} is damaged ({error}); trying the one before it", stacklevel=2)
         return None
 
     @staticmethod

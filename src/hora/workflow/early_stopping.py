@@ -52,9 +52,7 @@ class EarlyStopping:
         if gain > self.min_delta:
             self._best, self._num_stale = value, 0
             if self.restore_best:
-                self._weights = {
-                    name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()
-                }
+                self._weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
         else:
             self._num_stale += 1
         return self._num_stale >= self.patience

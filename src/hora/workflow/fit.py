@@ -185,6 +185,8 @@ class _Run:
             for _ in range(self.steps_done):
                 next(chunks)
             tally.load_state_dict(midway["tally"])
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(midway["buffers"][name])
             randomness.restore(midway["rng"])
         return chunks, rng_at_start
 
@@ -203,8 +205,11 @@ class _Run:
         """
         if self.checkpoints is None:
             return
-        sums = tally.state_dict() if tally is not None else {}
-        ranks = peers.gather({"rng": randomness.capture(), "rng_at_start": rng_at_start, "tally": sums})
+        mine: dict[str, Any] = {"rng": randomness.capture(), "rng_at_start": rng_at_start}
+        if tally is not None:  # within an epoch each rank has sums and running statistics of its own
+            buffers = {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
+            mine |= {"tally": tally.state_dict(), "buffers": buffers}
+        ranks = peers.gather(mine)
         if not peers.is_chief():
             return
         scaler, stopping = self.stepper.scaler, self.early_stopping

@@ -86,9 +86,7 @@ class ModelFile:
         if not self.features:
             raise ValueError("this model file names no features; give a tensor to predict_tensor instead")
         rows = [self._row(observation) for observation in observations]
-        return self.predict_tensor(
-            torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(self.features))
-        )
+        return self.predict_tensor(torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(self.features)))
 
     def predict_tensor(self, inputs: torch.Tensor) -> list[Prediction]:
         """Predictions for inputs that already have the model's form, one per row."""
@@ -96,8 +94,7 @@ class ModelFile:
         with torch.no_grad():
             rows = torch.softmax(self.model(inputs).float(), dim=-1).tolist()
         return [
-            Prediction(self.classes[row.index(max(row))], dict(zip(self.classes, row, strict=True)))
-            for row in rows
+            Prediction(self.classes[row.index(max(row))], dict(zip(self.classes, row, strict=True))) for row in rows
         ]
 
     def _row(self, observation: Mapping[str, Any]) -> list[float]:
@@ -105,11 +102,7 @@ class ModelFile:
         missing = [name for name in names if name not in observation]
         unknown = [name for name in observation if name not in names]
         if missing or unknown:
-            wrong = (
-                f"lacks {', '.join(missing)}"
-                if missing
-                else f"has the unknown {', '.join(map(str, unknown))}"
-            )
+            wrong = f"lacks {', '.join(missing)}" if missing else f"has the unknown {', '.join(map(str, unknown))}"
             raise ValueError(f"an observation {wrong}; it needs {', '.join(names)}")
         return [feature.number(observation[feature.name]) for feature in self.features]
 
@@ -127,9 +120,7 @@ def save(
 
     folder, plain = Path(path), getattr(model, "_orig_mod", model)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = encode(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in plain.state_dict().items()}
-    )
+    weights = encode({name: tensor.detach().cpu().contiguous().clone() for name, tensor in plain.state_dict().items()})
     digest = hashlib.sha256(weights).hexdigest()
     card = {
         "format": _FORMAT,
@@ -147,9 +138,7 @@ def save(
     _write(folder / f"weights-{digest[:16]}.safetensors", weights)
     _write(folder / _CARD, json.dumps({**card, "sha256": _card_digest(card)}, indent=1).encode())
     for old in folder.iterdir():
-        if old.suffix == ".partial" or (
-            _WEIGHTS.match(old.name) and old.name != f"weights-{digest[:16]}.safetensors"
-        ):
+        if old.suffix == ".partial" or (_WEIGHTS.match(old.name) and old.name != f"weights-{digest[:16]}.safetensors"):
             old.unlink()
     return folder
 
@@ -164,12 +153,8 @@ def load(path: str | Path, model: torch.nn.Module | None = None) -> ModelFile:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != found:
-        differing = sorted(
-            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
-        )
-        raise ModelFileError(
-            f"{folder}: the weights do not fit the network; they differ in {', '.join(differing[:5])}"
-        )
+        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise ModelFileError(f"{folder}: the weights do not fit the network; they differ in {', '.join(differing[:5])}")
     model.load_state_dict(tensors, assign=True)
     return ModelFile(
         model=model.eval(),
@@ -197,9 +182,7 @@ def _read_card(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(_MAX_CARD_BYTES + 1)
     except OSError as error:
-        raise ModelFileError(
-            f"{path} cannot be read ({error.strerror}); is it a folder written by save()?"
-        ) from error
+        raise ModelFileError(f"{path} cannot be read ({error.strerror}); is it a folder written by save()?") from error
     if len(text) > _MAX_CARD_BYTES:
         raise ModelFileError(f"{path} is larger than {_MAX_CARD_BYTES} bytes: not a model card")
     try:
@@ -234,9 +217,7 @@ def _read_weights(folder: Path, entry: Mapping[str, Any]) -> dict[str, torch.Ten
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read ({error.strerror})") from error
     if size != num_bytes:
-        raise ModelFileError(
-            f"{path} has {size} bytes instead of {num_bytes}: it is truncated or another file"
-        )
+        raise ModelFileError(f"{path} has {size} bytes instead of {num_bytes}: it is truncated or another file")
     if hashlib.sha256(content).hexdigest() != digest:
         raise ModelFileError(f"{path} has been changed since it was written: its checksum is wrong")
     try:
@@ -267,6 +248,4 @@ def _feature(folder: Path, entry: Any) -> Feature:
             divisor=divisor,
         )
     except (TypeError, KeyError, ValueError) as error:
-        raise ModelFileError(
-            f"{folder / _CARD} has a feature that cannot be understood: {entry!r}"
-        ) from error
+        raise ModelFileError(f"{folder / _CARD} has a feature that cannot be understood: {entry!r}") from error

@@ -40,9 +40,7 @@ def is_chief() -> bool:
     return rank() == 0
 
 
-def distribute(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumulate: int
-) -> torch.optim.Optimizer:
+def distribute(optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumulate: int) -> torch.optim.Optimizer:
     """The optimizer that also averages gradients over the ranks.
 
     The same object alone, or if it already does.
@@ -81,9 +79,7 @@ def average_buffers(model: torch.nn.Module) -> None:
         return
     floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if floats:
-        for buffer, mean in zip(
-            floats, hvd.grouped_allreduce(floats, name="hora.workflow.buffers"), strict=True
-        ):
+        for buffer, mean in zip(floats, hvd.grouped_allreduce(floats, name="hora.workflow.buffers"), strict=True):
             buffer.copy_(mean)
 
 
@@ -102,9 +98,7 @@ def broadcast_bytes(payload: bytes | None) -> bytes | None:
     """Rank 0's bytes, or None if it has none."""
     if size() == 1:
         return payload
-    num_bytes = hvd.broadcast_object(
-        None if payload is None else len(payload), root_rank=0, name="hora.workflow.len"
-    )
+    num_bytes = hvd.broadcast_object(None if payload is None else len(payload), root_rank=0, name="hora.workflow.len")
     if num_bytes is None:
         return None
     data = torch.empty(num_bytes, dtype=torch.uint8)

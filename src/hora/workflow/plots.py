@@ -60,9 +60,7 @@ def plot_history(history: History | Mapping[str, History], *, title: str = "Trai
     names = [key.removeprefix("valid_") for key in first if key.startswith("valid_")][:2]
     if not names:
         raise ValueError("the history has no validation values; give fit() a validation loader")
-    figure, panels = plt.subplots(
-        1, len(names), figsize=(5.2 * len(names), 3.8), squeeze=False, layout="constrained"
-    )
+    figure, panels = plt.subplots(1, len(names), figsize=(5.2 * len(names), 3.8), squeeze=False, layout="constrained")
     for axes, name in zip(panels[0], names, strict=True):
         draw_curves(axes, histories, name)
         polish(axes, f"{title}: {name}", x="epoch")
@@ -99,14 +97,10 @@ def plot_weights(
         polish(axes, f"layer {number}: {layer.in_features} → {layer.out_features}")
         axes.grid(visible=False)
         inputs = (
-            list(feature_names)
-            if number == 1 and feature_names
-            else [str(i + 1) for i in range(layer.in_features)]
+            list(feature_names) if number == 1 and feature_names else [str(i + 1) for i in range(layer.in_features)]
         )
         axes.set_xticks([*range(layer.in_features), layer.in_features + 1], [*inputs, "bias"], rotation=90)
-        outputs = (
-            list(class_names) if number == len(layers) and class_names else range(1, layer.out_features + 1)
-        )
+        outputs = list(class_names) if number == len(layers) and class_names else range(1, layer.out_features + 1)
         axes.set_yticks(range(layer.out_features), [str(name) for name in outputs])
     figure.colorbar(image, ax=panels[0, -1], shrink=0.8).outline.set_visible(False)
     return figure

@@ -41,9 +41,7 @@ class _Block(nn.Module):
         # The last normalisation starts at zero: at first every block is its shortcut, which trains better.
         nn.init.zeros_(parts[-1][1].weight)  # type: ignore[arg-type]
         self.parts = nn.ModuleList(parts)
-        self.shortcut = (
-            nn.Identity() if stride == 1 and inputs == outputs else _convolution(inputs, outputs, 1, stride)
-        )
+        self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else _convolution(inputs, outputs, 1, stride)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = inputs

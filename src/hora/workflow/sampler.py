@@ -42,7 +42,7 @@ class ShardSampler(Sampler[int]):
     def indices(self) -> torch.Tensor:
         """My rows, in the order of this epoch."""
         if not self.shuffle:
-            return torch.arange(peers.rank(), self.num_rows, peers.size())
+            return torch.arange(self.num_rows)[peers.rank() :: peers.size()]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(self.num_rows, generator=generator)
         total = len(self) * peers.size()

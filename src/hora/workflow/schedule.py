@@ -27,9 +27,7 @@ class Schedule:
         if self.warmup_epochs < 0:
             raise ValueError(f"warmup_epochs must not be negative, but it is {self.warmup_epochs}")
         if self.scale is not None and self.scale <= 0:
-            raise ValueError(
-                f"scale must be positive, or None for the number of ranks, but it is {self.scale}"
-            )
+            raise ValueError(f"scale must be positive, or None for the number of ranks, but it is {self.scale}")
         if self.decay not in ("none", "cosine", "steps"):
             raise ValueError(f"decay must be none, cosine or steps, but it is {self.decay!r}")
 

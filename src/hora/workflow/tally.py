@@ -46,9 +46,7 @@ class Tally:
         sums = peers.sum_floats(self._sums)
         if not sums[-1]:
             raise ValueError(f"the {prefix} loader gave no batch on any rank; it needs at least one row")
-        return {
-            f"{prefix}_{name}": float(value / sums[-1]) for name, value in zip(self.names, sums, strict=False)
-        }
+        return {f"{prefix}_{name}": float(value / sums[-1]) for name, value in zip(self.names, sums, strict=False)}
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """For a checkpoint in the middle of an epoch."""
