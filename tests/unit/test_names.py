@@ -24,7 +24,7 @@ cuda_built rocm_built
 ProcessSet global_process_set add_process_set remove_process_set
 Average Sum Adasum Min Max Product HorovodInternalError _check_has_gpu
 """
-FRONT = "DistributedOptimizer SyncBatchNorm"
+FRONT = "elastic DistributedOptimizer SyncBatchNorm"
 MPI_OPS = """
 is_homogeneous handle_average_backwards_compatibility gpu_available num_rank_is_power_2 _basics
 HorovodAllreduce HorovodGroupedAllreduce HorovodAllgather HorovodGroupedAllgather HorovodBroadcast
@@ -39,6 +39,11 @@ NAMES = {
     "horovod.torch.functions": STATE,
     "horovod.torch.optimizer": "DistributedOptimizer",
     "horovod.torch.sync_batch_norm": "SyncBatchNorm",
+    "horovod.torch.elastic": "run TorchState ElasticSampler",
+    "horovod.torch.elastic.state": """TorchState StateHandler ModelStateHandler OptimizerStateHandler
+        SamplerStateHandler get_handler_registry set_handler_registry""",
+    "horovod.torch.elastic.sampler": "ElasticSampler",
+    "horovod.common.elastic": "State ObjectState run_fn notification_manager",
     "horovod.common.exceptions": """HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError
         get_version_mismatch_message""",
     "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
