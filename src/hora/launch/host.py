@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Protocol
 
 from hora.launch import supervisor
 from hora.launch.spec import LaunchEvents, WorkerExit, WorkerSpec
@@ -43,10 +44,23 @@ def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...
     return (executable, "-I", "-S", "-c", _RUN_SUPERVISOR, source)
 
 
+class SupervisorProcess(Protocol):
+    """What a host needs of its supervisor's process: `subprocess.Popen`, or something like it."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class Host:
     """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
 
     `heartbeat_s`: how often to send a sign of life, which a supervisor beyond a network waits for.
+    `process`: a supervisor that runs already; `command` is not used then.
     """
 
     def __init__(
@@ -58,11 +72,12 @@ class Host:
         inherit_env: bool = False,
         env: Mapping[str, str] | None = None,
         heartbeat_s: float | None = None,
+        process: SupervisorProcess | None = None,
     ) -> None:
         self.name = name
         self._events, self._inherit_env, self._heartbeat_s = events, inherit_env, heartbeat_s
         # Its own session: Ctrl-C in a terminal reaches the launcher only, which ends the workers in order.
-        self._process = subprocess.Popen(
+        self._process: SupervisorProcess = process or subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

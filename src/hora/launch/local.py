@@ -30,9 +30,12 @@ class LocalLauncher:
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         if self._host is None:
-            self._host = Host("localhost", local_supervisor_command(), events)
+            self._host = self._open_host(events)
         self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
         self._host.start(workers)
+
+    def _open_host(self, events: LaunchEvents) -> Host:
+        return Host("localhost", local_supervisor_command(), events)
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         if self._host is not None:

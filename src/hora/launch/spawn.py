@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from hora.launch.processes import die_with_parent
 
-__all__ = ["Spawned", "spawn"]
+__all__ = ["Execute", "Spawned", "spawn"]
+
+# Turns the forked process into the worker and does not return.
+Execute = Callable[[str, list[str], Mapping[str, str]], NoReturn]
 
 _RESET = ("SIGPIPE", "SIGXFSZ", "SIGCHLD", "SIGTERM", "SIGINT", "SIGHUP")
 
@@ -26,12 +29,19 @@ class Spawned(NamedTuple):
     stderr: int
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, *, stdin: int | None = None) -> Spawned:
+def spawn(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str | None,
+    *,
+    stdin: int | None = None,
+    execute: Execute = os.execvpe,
+) -> Spawned:
     """Start a process. OSError, with a text for users, if it cannot be executed."""
     out, err, trouble = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
     pid = os.fork()
     if pid == 0:
-        _become(argv, env, cwd, (stdin, out[1], err[1]), trouble[1])
+        _become(argv, env, cwd, (stdin, out[1], err[1]), trouble[1], execute)
     for _, write_end in (out, err, trouble):
         os.close(write_end)
     # The end of this pipe without a word means that exec has closed it.
@@ -53,6 +63,7 @@ def _become(
     cwd: str | None,
     streams: tuple[int | None, int, int],
     trouble: int,
+    execute: Execute,
 ) -> NoReturn:
     """In the forked child: turn into the worker, or say why not."""
     parent = os.getppid()
@@ -69,7 +80,7 @@ def _become(
             os.dup2(source, target)
         if cwd is not None:
             os.chdir(cwd)
-        os.execvpe(argv[0], list(argv), env)
+        execute(argv[0], list(argv), env)
     except (OSError, ValueError) as error:
         doing = f"run {argv[0]!r}" if cwd is None or os.path.isdir(cwd) else f"enter the directory {cwd!r}"
         os.write(trouble, f"cannot {doing}: {getattr(error, 'strerror', None) or error}".encode())

@@ -41,7 +41,7 @@ from hora.launch.processes import (
     exit_code,
     send_signal,
 )
-from hora.launch.spawn import Spawned, spawn
+from hora.launch.spawn import Execute, Spawned, spawn
 
 MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
 FRAME = struct.Struct(">cii")
@@ -57,7 +57,7 @@ _DEFAULT_GRACE_S = 5.0
 class _Supervisor:
     """Started -> running -> (input ended, finish, SIGTERM, guardian or launcher dead) -> ending -> out."""
 
-    def __init__(self, launcher_pid: int, guardian_pid: int, silence_limit_s: float | None) -> None:
+    def __init__(self, launcher_pid: int, guardian_pid: int, silence_limit_s: float | None, execute: Execute) -> None:
         self._selector = selectors.DefaultSelector()
         self._pids: dict[int, int] = {}  # worker -> pid of its first process, while that runs
         self._pipes: dict[int, tuple[int, bytes]] = {}  # descriptor -> worker, kind
@@ -72,7 +72,7 @@ class _Supervisor:
         self._brood: Brood | None = None
         self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
-        self._guardian_pid = guardian_pid
+        self._guardian_pid, self._become_worker = guardian_pid, execute
         self._silence_limit_s, self._heard = silence_limit_s, time.monotonic()
         self._watch(launcher_pid)
 
@@ -176,7 +176,7 @@ class _Supervisor:
 
     def _execute(self, command: dict[str, Any], env: dict[str, str]) -> None:
         try:
-            spawned = spawn(command["argv"], env, command["cwd"])
+            spawned = spawn(command["argv"], env, command["cwd"], execute=self._become_worker)
         except OSError as error:
             self._exited(command["worker"], 127, str(error))
         else:
@@ -382,15 +382,19 @@ def _guard(supervisor: int) -> int:
 
 def main() -> int:
     """`python -m hora.launch.supervisor [seconds of the launcher's silence after which to end]`"""
+    return supervise(float(sys.argv[1]) if len(sys.argv) > 1 else None)
+
+
+def supervise(silence_limit_s: float | None = None, *, execute: Execute = os.execvpe) -> int:
+    """Be guardian and supervisor, to the end. The launcher is this process's parent."""
     launcher_pid, guardian_pid = os.getppid(), os.getpid()
-    silence_limit_s = float(sys.argv[1]) if len(sys.argv) > 1 else None
     adopt_orphans()
     pid = os.fork()
     if pid:
         return _guard(pid)
     if die_with_parent(guardian_pid, signal.SIGTERM):
         adopt_orphans()
-        _Supervisor(launcher_pid, guardian_pid, silence_limit_s).run()
+        _Supervisor(launcher_pid, guardian_pid, silence_limit_s, execute).run()
     return 0
 
 
