@@ -12,9 +12,9 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import IO, Any
 
 from hora.launch import address
+from hora.launch.controller import run_job
 from hora.launch.hosts import HostInfo, get_host_assignments, parse_host_files, parse_hosts
 from hora.launch.local import LocalLauncher
 from hora.launch.options import Options
@@ -29,8 +29,6 @@ def start(
     *,
     function: bytes | None = None,
     executable: str | None = None,
-    stdout: IO[Any] | None = None,
-    stderr: IO[Any] | None = None,
 ) -> JobResult:
     """Run the command of `options`, or the pickled `function`, to its end.
 
@@ -41,9 +39,7 @@ def start(
     options = options.filled_from(environ)
     if options.elastic:
         return _start_elastic(options, environ, function=function, executable=executable)
-    from hora.launch.controller import run_job
-
-    job = make_job(options, environ, function=function, executable=executable, stdout=stdout, stderr=stderr)
+    job = make_job(options, environ, function=function, executable=executable)
     launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
     return run_job(job, launcher)
 
@@ -67,8 +63,6 @@ def make_job(
     *,
     function: bytes | None = None,
     executable: str | None = None,
-    stdout: IO[Any] | None = None,
-    stderr: IO[Any] | None = None,
 ) -> Job:
     """The job that `options` ask for: exactly `-np` ranks, with our environment and what was asked for."""
     hosts = find_hosts(options, environ)
@@ -88,8 +82,6 @@ def make_job(
         output=OutputOptions(
             timestamp=bool(options.prefix_output_with_timestamp),
             directory=options.output_filename,
-            stdout=stdout,
-            stderr=stderr,
         ),
         start_timeout_s=float(options.effective("start_timeout")),
         verbose=bool(options.verbose),
