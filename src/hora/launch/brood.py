@@ -28,7 +28,7 @@ class Brood:
     def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            argv = (executable, "-m", "hora.launch.nursery", *modules)
+            argv = (executable, "-m", "hora.launch.worker", "--nursery", *modules)
             self.nursery = spawn(argv, env, cwd, stdin=theirs.fileno())
         ours.setblocking(False)
         self._socket = ours

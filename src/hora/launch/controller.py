@@ -31,6 +31,7 @@ __all__ = ["run_job"]
 
 _TAIL_LINES = 30
 _KILL_SLACK_S = 10.0
+_LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
 _INTERRUPTIBLE_S = 3600.0
 
 
@@ -73,12 +74,11 @@ class _Run:
         )
 
     def to_the_end(self) -> JobResult:
-        job = self._job
-        self._start()
-        deadline = time.monotonic() + job.start_timeout_s
+        limit_s = self._start()
+        deadline = time.monotonic() + limit_s
         while True:
             now = time.monotonic()
-            match policy.decide(self._facts(deadline), now):
+            match policy.decide(self._facts(deadline, limit_s), now):
                 case policy.Wait(until):
                     self._wait(until)
                 case policy.Finish():
@@ -89,7 +89,8 @@ class _Run:
                     self._end_workers()
                     raise StartTimeoutError(message)
 
-    def _start(self) -> None:
+    def _start(self) -> float:
+        """Start everything; returns how many seconds the workers have to connect."""
         job = self._job
         self.rendezvous.publish(0, {slot.rank: slot.world(self._meeting) for slot in job.slots})
         argv = job.command
@@ -99,8 +100,8 @@ class _Run:
             same = job.executable == sys.executable
             self.rendezvous.set(PATH_KEY, json.dumps(sys.path if same else []).encode())
             argv = (job.executable, "-m", "hora.launch.worker")
-            # A function that names torch will import it: once for all workers of a host, then.
-            preload = ("torch",) if b"torch" in job.function else ()
+            # A function that names them will import them: once for all workers of a host, then.
+            preload = tuple(name for name in ("torch", "horovod.torch") if name.encode() in job.function)
         workers = [
             WorkerSpec(
                 worker=slot.rank,
@@ -117,13 +118,14 @@ class _Run:
         if job.verbose:
             self._tell(f"starting {len(workers)} processes: {' '.join(argv)}")
         self._launcher.start(workers, self)
+        return job.start_timeout_s + (_LOADING_LIMIT_S if preload else 0.0)
 
-    def _facts(self, deadline: float) -> policy.Facts:
+    def _facts(self, deadline: float, limit_s: float) -> policy.Facts:
         return policy.Facts(
             num_workers=self._job.num_proc,
             needs_results=self._job.function is not None,
             start_deadline=deadline,
-            start_timeout_s=self._job.start_timeout_s,
+            start_timeout_s=limit_s,
             started=frozenset(self._started),
             joined=frozenset(self._joined),
             returned_at=dict(self._returned_at),

@@ -4,7 +4,7 @@ Sixteen ranks on a host then import torch once instead of sixteen times and shar
 function come from here (commands are executed); their supervisor asks for them over the socket that is this process's
 standard input, passing each one's stdout and stderr. A worker is forked twice, so that the supervisor, a subreaper,
 becomes its parent and sees its end. Importing does not start threads that a fork would lose, and nothing is computed
-here. Started by `supervisor` as `python -m hora.launch.nursery module …`.
+here. Started by `supervisor` as `python -m hora.launch.worker --nursery module …`.
 
 Request: {"worker", "env", "unset", "cwd", "supervisor"} with two descriptors. Answer: {"worker", "pid"}.
 """
@@ -19,34 +19,36 @@ import signal
 import socket
 import sys
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 from hora.launch.processes import die_with_parent
 
-__all__ = ["main"]
+__all__ = ["serve"]
 
 _MAX_REQUEST_BYTES = 256 * 1024
 
 
-def main() -> int:
-    for name in ("hora.launch.worker", "cloudpickle", *sys.argv[1:]):
+def serve(modules: list[str]) -> None:
+    """Load the modules, then fork workers on request until the supervisor is gone."""
+    for name in ("hora.launch.worker", "cloudpickle", *modules):
         try:
             importlib.import_module(name)
         except Exception as error:  # the worker that needs it will say so itself, in its own traceback
             print(f"hora: {name} could not be loaded in advance: {error!r}", file=sys.stderr)
+    del sys.argv[1:]  # they are no arguments of the user's function
     gc.collect()
     gc.freeze()  # what is loaded stays in pages that the workers share
     with socket.socket(fileno=os.dup(0)) as supervisor:
         while True:
             data, descriptors, _, _ = socket.recv_fds(supervisor, _MAX_REQUEST_BYTES, 2)
             if not data:
-                return 0
+                return
             request = json.loads(data)
             if _fork(request, supervisor):
                 break
             for descriptor in descriptors:
                 os.close(descriptor)
-    return _live(request, descriptors)
+    _live(request, descriptors)
 
 
 def _fork(request: dict[str, Any], supervisor: socket.socket) -> bool:
@@ -68,11 +70,11 @@ def _fork(request: dict[str, Any], supervisor: socket.socket) -> bool:
     return True
 
 
-def _live(request: dict[str, Any], descriptors: list[int]) -> int:
+def _live(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """In the worker: put on its environment and work."""
     os.setsid()
     if not die_with_parent(request["supervisor"], signal.SIGKILL):
-        return 128 + signal.SIGKILL
+        os._exit(128 + signal.SIGKILL)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in zip((nothing, *descriptors), (0, 1, 2), strict=True):
         os.dup2(source, target)
@@ -82,14 +84,10 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> int:
     os.environ.update(request["env"])
     if request["cwd"] is not None:
         os.chdir(request["cwd"])
-    gc.unfreeze()
     if "numpy" in sys.modules:
         # Python and torch see to their generators themselves; NumPy's would be the same on every rank.
         sys.modules["numpy"].random.seed()
+    from hora.launch.worker import leave
     from hora.launch.worker import main as work
 
-    return work()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    leave(work())

@@ -1,0 +1,135 @@
+"""Workers that are forked from a process which has loaded their modules: they are like any others."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from job_process import wait_until
+
+import horovod
+
+pytestmark = pytest.mark.usefixtures("by_value")
+
+
+def nurseries() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            # Workers that were forked show its command line too; only its own input is a socket.
+            reads = os.readlink(f"/proc/{process.pid}/fd/0")
+            if "--nursery" in process.cmdline() and reads.startswith("socket:"):
+                found.append(process)
+        except (psutil.NoSuchProcess, OSError):
+            continue
+    return found
+
+
+def test_modules_that_the_function_names_are_loaded_once_and_random_numbers_differ():
+    def look() -> dict[str, object]:
+        loaded = "torch" in sys.modules and "horovod.torch" in sys.modules
+        import random
+
+        import numpy
+        import torch
+
+        import horovod.torch  # noqa: F401 - the name in the function is the point
+
+        return {
+            "loaded": loaded,
+            "parent": os.getppid(),
+            "session": os.getsid(0) == os.getpid(),
+            "arguments": sys.argv[1:],
+            "seed": torch.initial_seed(),
+            "random": (random.random(), numpy.random.rand()),
+            "sum": torch.ones(100_000).sum().item(),
+        }
+
+    first, second = horovod.run(look, num_proc=2)
+    assert first["loaded"]
+    assert first["parent"] == second["parent"]
+    assert first["session"]
+    assert first["arguments"] == []
+    assert first["seed"] == second["seed"]  # as in freshly started processes
+    assert first["random"][0] != second["random"][0]
+    assert first["random"][1] != second["random"][1]
+    assert first["sum"] == second["sum"] == 100_000.0
+
+
+def test_exit_handlers_run_and_threads_are_waited_for(tmp_path: Path):
+    def work() -> None:
+        import atexit
+
+        folder, rank = tmp_path, os.environ["HOROVOD_RANK"]
+        atexit.register(lambda: (folder / f"handler {rank}").touch())
+
+        def late() -> None:
+            time.sleep(0.3)
+            (folder / f"thread {rank}").touch()
+
+        threading.Thread(target=late).start()
+        sys.stdout.write("a last word")
+
+    horovod.run(work, num_proc=2, output_filename=str(tmp_path / "logs"))
+    made = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert made == ["handler 0", "handler 1", "thread 0", "thread 1"]
+    assert (tmp_path / "logs/rank.1/stdout").read_text() == "[1]<stdout>:a last word\n"
+
+
+def test_a_nursery_that_dies_while_it_loads_is_done_without():
+    killed = []
+
+    def kill() -> None:
+        wait_until("a nursery runs", nurseries)
+        nurseries()[0].kill()
+        killed.append(True)
+
+    def work() -> str:
+        import torch
+
+        return torch.__name__
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert horovod.run(work, num_proc=2) == ["torch", "torch"]
+    thread.join()
+    assert killed
+
+
+def test_workers_survive_the_nursery(tmp_path: Path):
+    flag, here = tmp_path / "go on", tmp_path / "here"
+
+    def work() -> int:
+        rank = os.environ["HOROVOD_RANK"]
+        here.with_name(f"here {rank}").touch()
+        deadline = time.monotonic() + 60
+        while not flag.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return int(rank)
+
+    def kill() -> None:
+        wait_until("both ranks work", lambda: len(list(tmp_path.glob("here ?"))) == 2)
+        nurseries()[0].kill()
+        wait_until("it is dead", lambda: not nurseries())
+        flag.touch()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    assert horovod.run(work, num_proc=2) == [0, 1]
+    thread.join()
+
+
+def test_a_single_worker_needs_no_nursery():
+    def look() -> bool:
+        import psutil
+
+        return any("--nursery" in p.cmdline() for p in psutil.Process(os.getppid()).children())
+
+    assert horovod.run(look, num_proc=1) == [False]
+    assert horovod.run(look, num_proc=2) == [True, True]
