@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[name](rest)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output (`| head`) has gone
-        sys.stderr.close()
-        return 141
+    except BrokenPipeError:  # the reader of our output (`| head`) has gone; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _help() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +17,8 @@ import sys
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
-_SEPARATION = Path("/run/sshd")  # sshd insists on it when root runs it
+# Root's sshd insists on an empty /run/sshd, which only its service makes: so give ours a /run of its own.
+_OWN_RUN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec "$@"', "sh")
 
 
 class SshServer:
@@ -37,9 +37,7 @@ class SshServer:
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
             subprocess.run(command, check=True, timeout=30)
         (self._folder / "authorized").write_text(self.key.with_suffix(".pub").read_text())
-        self._made_separation = os.geteuid() == 0 and not _SEPARATION.exists()
-        if self._made_separation:
-            _SEPARATION.mkdir(mode=0o755)
+        own_run = _OWN_RUN if os.geteuid() == 0 and not os.path.isdir("/run/sshd") else ()
         config = self._folder / "sshd_config"
         config.write_text(
             f"HostKey {self._folder}/host_key\nAuthorizedKeysFile {self._folder}/authorized\nStrictModes no\n"
@@ -47,7 +45,7 @@ class SshServer:
         )
         addresses = list(self._names.values())
         self._process = subprocess.Popen(
-            [*self._prefix, sys.executable, __file__, str(config), *addresses],
+            [*self._prefix, *own_run, sys.executable, __file__, str(config), *addresses],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -78,8 +76,6 @@ class SshServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
-        if self._made_separation:
-            shutil.rmtree(_SEPARATION, ignore_errors=True)
 
 
 def serve(config: str, addresses: list[str]) -> None:

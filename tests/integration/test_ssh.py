@@ -189,6 +189,21 @@ def test_a_host_that_never_answers(number, tmp_path):
     assert number is not None or "nodez: no answer within 2 s (--start-timeout)" in err
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare (util-linux)")
+def test_a_host_that_does_not_have_the_working_directory(tmp_path_factory):
+    """There, something else is mounted where the launcher's directory is here."""
+    folder = tmp_path_factory.mktemp("mounted")
+    (folder / "work").mkdir()
+    elsewhere = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none {folder} && exec "$@"', "sh")
+    with SshServer(tmp_path_factory.mktemp("ssh"), {"elsewhere": "127.0.0.1"}, prefix=elsewhere) as server:
+        code, _, err = run_command(
+            "hora", "run", "-np", "1", "-H", "elsewhere:1", "pwd", cwd=folder / "work", env={"HORA_SSH": server.command}
+        )
+    assert code == 127
+    assert f"cannot enter the directory '{folder}/work': No such file or directory" in err
+    assert "process 0 on host elsewhere" in err
+
+
 def test_wrong_key_and_host_down_are_told_for_each_host(hosts, ready):
     """nodea is fine, but with two hosts out of reach nothing is started there either."""
     env = {"HORA_SSH": hosts.command, "READY": str(ready)}
