@@ -49,9 +49,7 @@ def histories(draw):
             seen[name] += 1
         logs.append(log)
     signatures = {
-        name: allreduce(
-            name, dtype=draw(st.sampled_from(["float32", "float64"])), shape=(draw(st.integers(0, 5)),)
-        )
+        name: allreduce(name, dtype=draw(st.sampled_from(["float32", "float64"])), shape=(draw(st.integers(0, 5)),))
         for name in names
     }
     return size, logs, signatures, draw(st.integers(0, 2**32)), draw(st.integers(0, 64))
@@ -190,9 +188,7 @@ def test_a_group_is_all_or_nothing():
     assert [part.index for part in batch.parts] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.BARRIER]
-)
+@pytest.mark.parametrize("kind", [Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.BARRIER])
 def test_what_join_does_not_support_is_an_error_and_life_goes_on(kind):
     p = planner(2)
     p.feed(1, JOIN, 0)
@@ -214,3 +210,19 @@ def test_a_completed_join_knows_the_highest_unnamed_number():
     p.feed(0, JOIN, 0)
     p.close_round()
     assert p.unnamed["allreduce"] == 5
+
+
+@pytest.mark.parametrize("signature", [allreduce("x"), allreduce(None), allreduce("b", extra=(1,))])
+def test_the_short_way_gives_what_the_long_way_gives(signature):
+    long, short = planner(3), planner(3)
+    for instance in (0, 1):
+        for member in range(3):
+            long.feed(member, signature, instance)
+        (expected,), (found,) = long.close_round(), short.plan_one(signature, instance)
+        assert shape_of([found]) == shape_of([expected])
+        assert found.signature is expected.signature
+        assert list(found.parts[0].signatures) == list(expected.parts[0].signatures)
+    assert short.unnamed == long.unnamed
+    assert short.idle and long.idle
+    short.feed(0, signature, 5)
+    assert not short.idle

@@ -18,13 +18,14 @@ from typing import Protocol
 
 from hora.engine.futex import LINE_BYTES, Counter
 from hora.engine.plan import Batch, Planner
-from hora.engine.request import Signature
+from hora.engine.request import Kind, Signature
 from hora.engine.segment import Segment, aligned
 
 __all__ = ["Agreement", "Announcer", "LocalAgreement", "MeshAgreement", "Reader", "ShmAgreement"]
 
 _RECORD = struct.Struct("<II")
 _DEFINE = 0xFFFFFFFF  # the record's second word is the length of the signature that follows, padded to whole records
+_KEPT_SIGNATURES = 65536
 _FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
 
 
@@ -60,14 +61,21 @@ class Announcer:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._numbers: dict[Signature, int] = {}
+        self._by_id: dict[int, tuple[Signature, int]] = {}  # the same, without hashing; holds the signatures
 
     def encode(self, signature: Signature, instance: int) -> bytes:
+        known = self._by_id.get(id(signature))
+        if known is not None:
+            return _RECORD.pack(known[1], instance)
         number = self._numbers.get(signature)
         if number is not None:
+            if len(self._by_id) < 4 * max(self._capacity, 1):
+                self._by_id[id(signature)] = (signature, number)
             return _RECORD.pack(number, instance)
         prefix = b""
         if len(self._numbers) >= max(self._capacity, 1):
             self._numbers.clear()
+            self._by_id.clear()
             prefix = _RECORD.pack(_FORGET, 0)
         number = self._numbers[signature] = len(self._numbers)
         text = signature.encode()
@@ -82,6 +90,10 @@ class Reader:
         self._interned = interned
         self._known: list[Signature] = []
         self._partial = b""  # a signature may be longer than what its writer could place in one go
+
+    def known(self, number: int) -> Signature | None:
+        """The signature with this number; None when it is no number but the beginning of something else."""
+        return self._known[number] if number < len(self._known) and not self._partial else None
 
     def decode(self, data: bytes) -> list[tuple[Signature, int]]:
         if self._partial:
@@ -101,6 +113,8 @@ class Reader:
                     break
                 start = (position + 2) * 4
                 signature = Signature.decode(data[start : start + instance])
+                if len(self._interned) >= _KEPT_SIGNATURES:
+                    self._interned.clear()  # then equal ones may be two objects: slower to compare, still right
                 known.append(self._interned.setdefault(signature, signature))
                 position = after
                 continue
@@ -226,29 +240,64 @@ class ShmAgreement:
     def _lead(self, planner: Planner) -> list[Batch] | None:
         # The bell is read before the heads: news that comes after the heads were read changes it, and `wait` returns.
         self._bell_seen = self._bells[0].value
-        self._feed(planner, [head.value for head in self._heads])
-        # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
-        filled = any(fed - cut > self.RING_BYTES // 4 for fed, cut in zip(self._fed, self._published, strict=True))
-        if not (planner.has_ready or filled) or not self._cut_is_free():
+        heads = [head.value for head in self._heads]
+        same = self._same_record(heads) if planner.idle and self._cut_is_free() else None
+        if same is not None:
+            self._publish()
+            return self._end_round(planner.plan_one(*same))
+        self._feed(planner, heads)
+        if not planner.has_ready and not self._filled():
             return None
+        if not self._cut_is_free():
+            return None
+        self._publish()
+        return self._end_round(planner.close_round())
+
+    def _publish(self) -> None:
         self._rounds += 1
         self._published = list(self._fed)
         self._cut.pack_into(self._memory, self._cut_offset(), *self._fed)
         self._round.set(self._rounds)
-        return self._end_round(planner)
 
     def _follow(self, planner: Planner) -> list[Batch] | None:
         if self._round.value == self._rounds:
             return None
         self._rounds += 1
-        self._feed(planner, self._cut.unpack_from(self._memory, self._cut_offset()))
-        return self._end_round(planner)
+        cut = self._cut.unpack_from(self._memory, self._cut_offset())
+        same = self._same_record(cut) if planner.idle else None
+        if same is not None:
+            return self._end_round(planner.plan_one(*same))
+        self._feed(planner, cut)
+        return self._end_round(planner.close_round())
 
-    def _end_round(self, planner: Planner) -> list[Batch]:
+    def _same_record(self, upto: Sequence[int]) -> tuple[Signature, int] | None:
+        """The request, if the news up to there is that every member announces the same known simple one."""
+        fed, at = self._fed, self._rings_at
+        same: tuple[Signature, int] | None = None
+        for member, position in enumerate(fed):
+            if upto[member] - position != _RECORD.size:
+                return None
+            number, instance = _RECORD.unpack_from(self._memory, at + position % self.RING_BYTES)
+            signature = self._readers[member].known(number)
+            if signature is None or signature.kind != Kind.ALLREDUCE or len(signature.dtypes) != 1:
+                return None
+            if same is None:
+                same = (signature, instance)
+            elif signature is not same[0] or instance != same[1]:
+                return None
+            at += self.RING_BYTES
+        self._fed[:] = upto
+        return same
+
+    def _end_round(self, batches: list[Batch]) -> list[Batch]:
         with self._cuts_lock:
             self._own_cuts.append((self._rounds, self._fed[self._member]))
         self._rounds_done[self._member].store(self._rounds)
-        return planner.close_round()
+        return batches
+
+    def _filled(self) -> bool:
+        # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
+        return sum(self._fed) - sum(self._published) > self.RING_BYTES // 4
 
     def _cut_offset(self) -> int:
         return self._cuts_at + (self._rounds % self._NUM_CUTS) * self._cut.size

@@ -26,6 +26,7 @@ from hora.engine.plan import Batch, Planner
 from hora.engine.request import Key, Kind, ReduceOp, Request, Signature, full_names
 from hora.engine.stall import StallInspector
 from hora.engine.transport.base import Transport
+from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
 from hora.events import Timeline
 
@@ -74,6 +75,7 @@ class Lane:
         self.ranks = tuple(ranks)
         self.member = member
         self.agreement = agreement
+        self.validator = Validator(ranks)
         self._planner = planner
         self._stall = stall
         self._fate = fate
@@ -93,8 +95,7 @@ class Lane:
         self._executing_since = 0.0
         self._executing = ""
         self._background: threading.Thread | None = None
-        if planner.on_arrival is None and ranks[0] == 0 and member == 0:
-            planner.on_arrival = self._on_arrival
+        self._records = ranks[member] == 0  # rank 0 writes the timeline
 
     def submit(self, request: Request, *, background: bool) -> None:
         """Put a request in flight. `background`: somebody else than the caller must drive it."""
@@ -158,8 +159,8 @@ class Lane:
             finally:
                 self._progress.release()
             self._hand_over()
-        elif self._executing_since and self._stall.due(time.monotonic()):
-            waited = time.monotonic() - self._executing_since
+        elif (since := self._executing_since) and (waited := time.monotonic() - since) > self._stall.warning_s:
+            self._executing_since = time.monotonic()  # the next warning comes after another interval
             log.warning(
                 "rank(s) %s: still in %s after %.0f s; a member is slow or stopped",
                 list(self.ranks),
@@ -218,6 +219,7 @@ class Lane:
             with self._lock:
                 self.agreement.flush()
         self._planner.now = time.monotonic()
+        self._planner.on_arrival = self._on_arrival if self._records and self._host.timeline is not None else None
         batches = self.agreement.poll(self._planner)
         if batches is None:
             self._fate.guard()
@@ -231,7 +233,8 @@ class Lane:
         return True
 
     def _carry_out(self, batch: Batch) -> None:
-        requests = {part.key: self._in_flight[part.key] for part in batch.parts if part.key in self._in_flight}
+        in_flight = self._in_flight
+        requests = {part[0]: in_flight[part[0]] for part in batch.parts if part[0] in in_flight}
         if batch.kind is Kind.JOIN:
             self._end_join(batch)
         elif batch.error is not None:

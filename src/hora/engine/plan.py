@@ -13,24 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
-from hora.engine.request import ITEM_BYTES, Key, Kind, ReduceOp, Signature, full_names
+from hora.engine.request import ITEM_BYTES, KINDS, Key, Kind, ReduceOp, Signature, full_names
 
 __all__ = ["Batch", "Part", "Pending", "Planner"]
 
-_FUSIBLE = frozenset((Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.REDUCESCATTER))
-_ALLOWED_WITH_JOIN = frozenset((Kind.ALLREDUCE, Kind.JOIN))
+_FUSIBLE = frozenset(map(int, (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.REDUCESCATTER)))
+_KEPT_SIGNATURES = 8192
 
 
 class Pending:
     """A request that some members have announced. `signatures` has None for the others."""
 
-    __slots__ = ("first_seen", "key", "num_announced", "order", "ready", "signatures")
+    __slots__ = ("first_seen", "key", "num_announced", "order", "ready", "signatures", "uniform")
 
     def __init__(self, key: Key, num_members: int, now: float) -> None:
         self.key = key
         self.signatures: list[Signature | None] = [None] * num_members
         self.num_announced = 0
+        self.uniform: Signature | None = None  # the signature, while all have announced the same
         self.order = (num_members, 0)
         self.ready = False
         self.first_seen = now
@@ -42,12 +44,11 @@ class Pending:
         return [member for member, signature in enumerate(self.signatures) if signature is None]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a batch: tensor `index` of request `key`, and every member's signature (None: has joined)."""
 
     key: Key
-    index: int
+    index: int  # type: ignore[assignment] # a tuple has a method of this name, which nobody calls here
     signatures: Sequence[Signature | None]
 
 
@@ -76,6 +77,7 @@ class Planner:
         self._num_members = len(self.ranks)
         self._positions = [0] * self._num_members
         self._pending: dict[Key, Pending] = {}
+        self._fusion: dict[int, tuple[Signature, list[tuple[object, int]]]] = {}
         self._ready: list[Pending] = []
         self._joined: set[int] = set()
         self._joined_this_round: set[int] = set()
@@ -111,12 +113,38 @@ class Planner:
             entry = self._pending[key] = Pending(key, self._num_members, self.now)
         assert entry.signatures[member] is None, (key, member)
         entry.signatures[member] = signature
+        if entry.num_announced == 0:
+            entry.uniform = signature
+        elif entry.uniform is not signature:
+            entry.uniform = None
         entry.num_announced += 1
         if member < entry.order[0]:
             entry.order = (member, self._positions[member])
         if self.on_arrival is not None:
             self.on_arrival(member, key, signature)
         self._mark_if_ready(entry)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is pending and nobody has joined or watches: then a round may be planned by `plan_one`."""
+        return not self._pending and not self._joined and self.on_arrival is None
+
+    def plan_one(self, signature: Signature, instance: int) -> list[Batch]:
+        """What `feed` for every member and `close_round` would give for a round of one request, on an idle planner.
+
+        Blocking collectives come like this, and it is several times faster.
+        """
+        for member in range(self._num_members):
+            self._positions[member] += 1
+        if signature.name is None:
+            key: Key = (signature.operation, instance)
+            if instance >= self.unnamed.get(signature.operation, 0):
+                self.unnamed[signature.operation] = instance + 1
+        else:
+            key = (signature.operation, signature.name)
+        signatures = (signature,) * self._num_members
+        num_bytes = self._fusion_of(signature)[0][1]
+        return [Batch(KINDS[signature.kind], signature, [Part(key, 0, signatures)], num_bytes=num_bytes)]
 
     def close_round(self) -> list[Batch]:
         """The batches that the announcements fed so far allow, in the order in which every member carries them out."""
@@ -155,47 +183,51 @@ class Planner:
         batches: list[Batch] = []
         open_batches: dict[object, Batch] = {}
         for entry in ready:
-            first = entry.signatures[0]
-            uniform = first is not None and all(signature is first for signature in entry.signatures)
-            signature = first if uniform and first is not None else entry.any_signature()
-            error = self._error(entry, signature, uniform)
-            if error is not None:
-                batches.append(Batch(Kind(signature.kind), signature, [Part(entry.key, 0, entry.signatures)], error))
-            elif signature.kind in _FUSIBLE and not signature.extra:
+            uniform = entry.uniform if entry.num_announced == self._num_members else None
+            signature = uniform or entry.any_signature()
+            error = self._error(entry, signature, uniform is not None)
+            if error is None and signature.kind in _FUSIBLE and not signature.extra:
                 self._add_fusible(entry, signature, batches, open_batches)
             else:
-                batches.append(Batch(Kind(signature.kind), signature, [Part(entry.key, 0, entry.signatures)]))
+                part = Part(entry.key, 0, entry.signatures)
+                batches.append(Batch(KINDS[signature.kind], signature, [part], error))
         return batches
 
     def _add_fusible(
         self, entry: Pending, signature: Signature, batches: list[Batch], open_batches: dict[object, Batch]
     ) -> None:
-        grouped = len(signature.dtypes) > 1 or signature.operation.startswith("grouped_")
-        own_batch = entry.key if grouped and not self._group_fusion else None
-        agreed = (
-            signature.kind,
-            signature.device,
-            signature.op,
-            signature.prescale,
-            signature.postscale,
-            signature.root,
-        )
-        for index, (dtype, shape) in enumerate(zip(signature.dtypes, signature.shapes, strict=True)):
-            num_bytes = ITEM_BYTES[dtype] * prod(shape)
-            fusion_key = (agreed, dtype, own_batch)
-            batch = open_batches.get(fusion_key)
-            if batch is None or (batch.num_bytes + num_bytes > self._threshold and (own_batch is None)):
-                batch = open_batches[fusion_key] = Batch(Kind(signature.kind), signature)
+        for index, (fusion_key, num_bytes) in enumerate(self._fusion_of(signature)):
+            key: object = fusion_key
+            if not self._group_fusion and signature.operation.startswith("grouped_"):
+                key = (fusion_key, entry.key)
+            batch = open_batches.get(key)
+            if batch is None or (batch.num_bytes + num_bytes > self._threshold and key is fusion_key):
+                batch = open_batches[key] = Batch(KINDS[signature.kind], signature)
                 batches.append(batch)
             batch.parts.append(Part(entry.key, index, entry.signatures))
             batch.num_bytes += num_bytes
 
+    def _fusion_of(self, signature: Signature) -> list[tuple[object, int]]:
+        """For each tensor: what another one must share to be fused with it, and its size."""
+        known = self._fusion.get(id(signature))
+        if known is None:
+            if len(self._fusion) >= _KEPT_SIGNATURES:
+                self._fusion.clear()
+            s = signature
+            shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device)
+            tensors = zip(signature.dtypes, signature.shapes, strict=True)
+            sizes: list[tuple[object, int]] = [
+                ((shared, dtype), ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in tensors
+            ]
+            known = self._fusion[id(signature)] = (signature, sizes)  # the signature itself keeps its id from reuse
+        return known[1]
+
     def _error(self, entry: Pending, signature: Signature, uniform: bool) -> str | None:
-        kind = Kind(signature.kind)
-        if self._joined and kind not in _ALLOWED_WITH_JOIN:
+        if self._joined and signature.kind != Kind.ALLREDUCE:
             joined = ", ".join(str(self.ranks[member]) for member in sorted(self._joined))
-            return f"{kind.name} is not supported with Join: rank(s) {joined} have joined already ({_names(entry)})"
-        if kind is Kind.ALLGATHER and any(not shape for shape in signature.shapes):
+            name = KINDS[signature.kind].name
+            return f"{name} is not supported with Join: rank(s) {joined} have joined already ({_names(entry)})"
+        if signature.kind == Kind.ALLGATHER and any(not shape for shape in signature.shapes):
             return f"allgather cannot gather a rank-zero tensor ({_names(entry)}); reshape it to one dimension first"
         if uniform:
             return None

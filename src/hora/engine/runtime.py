@@ -34,7 +34,6 @@ from hora.engine.segment import Segment
 from hora.engine.stall import StallInspector
 from hora.engine.transport.base import Transport
 from hora.engine.transport.factory import Neighbourhood, make_transport
-from hora.engine.validation import make_request
 from hora.errors import HorovodInternalError
 from hora.events import Timeline
 from hora.world import World
@@ -132,7 +131,7 @@ class Runtime:
             # Reserved names, and numbered all the same: two barriers of two threads are two barriers.
             request = Request(Signature(int(kind), kind.name.lower(), None), (), None)
         else:
-            request = make_request(
+            request = lane.validator.request(
                 kind,
                 tensors,
                 outputs=outputs,
@@ -143,7 +142,6 @@ class Runtime:
                 root_rank=root_rank,
                 splits=splits,
                 grouped=grouped,
-                ranks=lane.ranks,
             )
             if request.signature.device == "cuda":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()

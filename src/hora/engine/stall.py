@@ -31,7 +31,7 @@ class StallInspector:
 
     def __init__(self, ranks: Sequence[int], *, warning_s: float, shutdown_s: float) -> None:
         self._ranks = tuple(ranks)
-        self._warning_s = warning_s
+        self.warning_s = warning_s
         self.shutdown_s = shutdown_s if shutdown_s >= warning_s else 0.0
         self.refused_shutdown_s = shutdown_s if 0 < shutdown_s < warning_s else 0.0
         self._next = 0.0
@@ -40,16 +40,16 @@ class StallInspector:
         """Whether it is time to look; at most twice per warning interval, and not more than four times a second."""
         if now < self._next:
             return False
-        self._next = now + max(min(self._warning_s, self.shutdown_s or self._warning_s) / 2, 0.25)
+        self._next = now + max(min(self.warning_s, self.shutdown_s or self.warning_s) / 2, 0.25)
         return True
 
     def inspect(self, pending: Iterable[Pending], joined: frozenset[int], now: float) -> StallReport | None:
         """A report on what has waited longer than the warning time, or None."""
-        late = [entry for entry in pending if now - entry.first_seen > self._warning_s]
+        late = [entry for entry in pending if now - entry.first_seen > self.warning_s]
         if not late:
             return None
         doomed = [entry for entry in late if self.shutdown_s and now - entry.first_seen > self.shutdown_s]
-        self._next = now + self._warning_s if not self.shutdown_s else self._next
+        self._next = now + self.warning_s if not self.shutdown_s else self._next
         missing: dict[int, list[str]] = {}
         guilty: set[int] = set()
         for entry in late:
@@ -60,7 +60,7 @@ class StallInspector:
                     if entry in doomed:
                         guilty.add(self._ranks[member])
         lines = [
-            f"Some ranks have not submitted tensors for which others have waited more than {self._warning_s:g} s. "
+            f"Some ranks have not submitted tensors for which others have waited more than {self.warning_s:g} s. "
             "Either the ranks run different code, or these ranks are slow or stuck.",
             "Missing ranks:",
         ]

@@ -7,13 +7,14 @@ the ranks can show is found by `plan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 
 from hora.engine.request import Kind, ReduceOp, Request, Signature, dtype_name
 from hora.errors import HorovodInternalError
 
-__all__ = ["make_request"]
+__all__ = ["Validator"]
 
 _MOVED = frozenset(
     (
@@ -34,63 +35,107 @@ _SMALL = frozenset((torch.uint8, torch.int8, torch.int16))
 _OPS = frozenset(int(op) for op in ReduceOp)
 _SMALL_OPS = frozenset((ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX))
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_KEPT_SIGNATURES = 8192
 _OPERATIONS = {kind: kind.name.lower() for kind in Kind}
 
 
-def make_request(
-    kind: Kind,
-    tensors: Sequence[torch.Tensor],
-    *,
-    outputs: Sequence[torch.Tensor] | None,
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    root_rank: int,
-    splits: Sequence[int] | torch.Tensor | None,
-    grouped: bool,
-    ranks: Sequence[int],
-) -> Request:
-    """Check the arguments of a collective on tensors for a set with these global ranks, and build its request."""
-    if not tensors:
-        raise ValueError(f"{_OPERATIONS[kind]} needs at least one tensor, but the list is empty")
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it was given {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise ValueError(
-                f"{_OPERATIONS[kind]} takes dense tensors, but it was given {tensor.layout}; use sparse_allreduce_async"
-            )
-        if not _accepts(kind, op, tensor.dtype):
-            raise ValueError(_refused_dtype(kind, op, tensor.dtype))
-    device = _device(tensors)
-    extra = _check_kind(kind, tensors, op, root_rank, splits, ranks)
-    signature = Signature(
-        int(kind),
-        f"grouped_{_OPERATIONS[kind]}" if grouped else _OPERATIONS[kind],
-        name,
-        tuple([dtype_name(tensor.dtype) for tensor in tensors]),
-        tuple([tuple(tensor.shape) for tensor in tensors]),
-        int(op) if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else int(ReduceOp.SUM),
-        float(prescale),
-        float(postscale),
-        root_rank if kind is Kind.BROADCAST else -1,
-        device,
-        extra,
-    )
-    return _with_contiguous_tensors(signature, kind, tensors, outputs)
+class Validator:
+    """Checks the arguments of collectives for one set with these global ranks.
+
+    What depends on nothing but a tensor's kind is checked once: training repeats itself.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._known: dict[object, Signature] = {}
+
+    def request(
+        self,
+        kind: Kind,
+        tensors: Sequence[torch.Tensor],
+        *,
+        outputs: Sequence[torch.Tensor] | None,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        root_rank: int,
+        splits: Sequence[int] | torch.Tensor | None,
+        grouped: bool,
+    ) -> Request:
+        """The request for a collective on tensors."""
+        arguments = (kind._value_, name, int(op), prescale, postscale, root_rank, grouped)
+        if splits is not None or len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
+            signature = self._check(kind, tensors, splits, *arguments[1:])
+        else:
+            tensor = tensors[0]
+            key = (arguments, tensor.dtype, tensor.shape, tensor.device, tensor.layout)
+            found = self._known.get(key)
+            if found is None:
+                found = self._check(kind, tensors, splits, *arguments[1:])
+                if len(self._known) >= _KEPT_SIGNATURES:
+                    self._known.clear()
+                self._known[key] = found
+            signature = found
+        return _with_contiguous_tensors(signature, kind, tensors, outputs)
+
+    def _check(
+        self,
+        kind: Kind,
+        tensors: Sequence[torch.Tensor],
+        splits: Sequence[int] | torch.Tensor | None,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        root_rank: int,
+        grouped: bool,
+    ) -> Signature:
+        operation = _OPERATIONS[kind]
+        if not tensors:
+            raise ValueError(f"{operation} needs at least one tensor, but the list is empty")
+        for tensor in tensors:
+            _check_tensor(kind, op, tensor)
+        device = _device(tensors)
+        extra = _check_kind(kind, tensors, op, root_rank, splits, self._ranks)
+        return Signature(
+            int(kind),
+            f"grouped_{operation}" if grouped else operation,
+            name,
+            tuple([dtype_name(tensor.dtype) for tensor in tensors]),
+            tuple([tuple(tensor.shape) for tensor in tensors]),
+            op if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else int(ReduceOp.SUM),
+            float(prescale),
+            float(postscale),
+            root_rank if kind is Kind.BROADCAST else -1,
+            device,
+            extra,
+        )
+
+
+def _check_tensor(kind: Kind, op: int, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it was given {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{_OPERATIONS[kind]} takes dense tensors, but it was given {tensor.layout}; use sparse_allreduce_async"
+        )
+    if not _accepts(kind, op, tensor.dtype):
+        raise ValueError(_refused_dtype(kind, op, tensor.dtype))
 
 
 def _with_contiguous_tensors(
     signature: Signature, kind: Kind, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
 ) -> Request:
-    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    inputs = [
+        tensor if not tensor.requires_grad and tensor.is_contiguous() else tensor.detach().contiguous()
+        for tensor in tensors
+    ]
     if outputs is None:
         if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
             return Request(signature, inputs, [torch.empty_like(tensor) for tensor in inputs])
         return Request(signature, inputs, None)
-    in_place = outputs is tensors or all(a is b for a, b in zip(outputs, tensors, strict=True))
-    if in_place:
+    if outputs is tensors or all(map(is_, outputs, tensors)):
         results = inputs
     else:
         results = [
@@ -99,9 +144,7 @@ def _with_contiguous_tensors(
     request = Request(signature, inputs, results)
     # A tensor that is not contiguous is worked on in a copy, which goes back at the end.
     request.copy_back = [
-        (output, result)
-        for output, result in zip(outputs, results, strict=True)
-        if output.data_ptr() != result.data_ptr() or not output.is_contiguous()
+        pair for pair in zip(outputs, results, strict=True) if pair[0] is not pair[1] and not pair[0].is_contiguous()
     ]
     request.result = list(outputs)
     return request
