@@ -58,6 +58,25 @@ def test_handle_numbers_and_leftovers_do_not_outlive_a_shutdown():
     assert_equal(hvd.synchronize(first), torch.ones(1))
 
 
+@pytest.mark.ranks(2, 3)
+def test_restart_as_an_elastic_loop_does_it():
+    """The next world has its own sets and handles, whatever was left in the one before."""
+    from hora.torch import basics
+
+    hvd.init(process_sets=[alone := hvd.ProcessSet([0])])
+    left = hvd.grouped_allreduce_async([torch.ones(1)])
+    hvd.synchronize(left)
+    hvd.grouped_allreduce_async([torch.ones(1)])
+    hvd.barrier()
+    basics.restart()
+    assert alone.process_set_id is None
+    assert hvd.global_process_set.ranks == list(range(hvd.size()))
+    assert hvd.allreduce_async(torch.ones(1), name="x") == left
+    assert_equal(hvd.synchronize(left), torch.ones(1))
+    hvd.barrier()
+    hvd.shutdown()
+
+
 @pytest.mark.ranks(1, 2, 4)
 @session
 def test_10000_small_operations_in_flight():

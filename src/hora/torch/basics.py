@@ -66,6 +66,14 @@ def shutdown() -> None:
     sets.unbind()
 
 
+def restart() -> None:
+    """Leave the world and enter the next one, which may have another size; for elastic training."""
+    engine.restart()
+    submission.clear()
+    sets.unbind()
+    sets.bind([])
+
+
 def is_initialized() -> bool:
     """Whether the runtime is running."""
     return bool(engine.is_initialized())

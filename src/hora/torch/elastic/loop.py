@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from hora import engine
 from hora.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hora.torch import basics
 from hora.torch.elastic.notification import notification_manager
 from hora.torch.elastic.state import State
 
@@ -31,7 +31,7 @@ def run(func: Training) -> Training:
 
 def reset() -> None:
     """Leave the world and enter the next one, however many attempts that takes."""
-    engine.restart()
+    basics.restart()
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:
