@@ -19,7 +19,7 @@ from hora.engine.transport.stream import copy
 __all__ = ["reduce_everywhere", "reduce_slice", "shared_slice"]
 
 # All members' pieces and the scratch stay in the second-level cache together.
-_PIECE_BYTES = 131072
+_PIECE_BYTES = 262144
 
 Tensors = Sequence[torch.Tensor]
 
