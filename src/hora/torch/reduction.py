@@ -201,9 +201,7 @@ class EachAlone:
 
 
 def _submit_sparse(parameter: Parameter, name: str, recipe: Recipe) -> Callable[[], None]:
-    from hora.torch.ops import (
-        sparse_allreduce_async,
-    )  # the ops import the engine; only sparse models need them here
+    from hora.torch.sparse import sparse_allreduce_async  # only models with sparse gradients need it
 
     gradient = parameter.grad
     assert gradient is not None, name

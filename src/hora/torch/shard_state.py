@@ -8,6 +8,7 @@ group and every rank keeps its own. Called by `sharded.ShardedOptimizer`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +19,43 @@ from hora.torch.buckets import view_like
 from hora.torch.shards import Piece, Shards, _in_memory_order
 from hora.torch.shared_memory import SharedMemory
 
-__all__ = ["ShardState"]
+__all__ = ["Kinds", "ShardState", "kinds_of"]
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Parameters that can lie in one piece: of one group, and with the same scalars ("step") in their state."""
+
+    of: dict[torch.Tensor, int]
+    groups: list[int]  # the parameter group of each kind
+
+
+def kinds_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> Kinds:
+    """The kinds of these parameters, as the state is now."""
+    group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found: dict[tuple[int, object], int] = {}
+    of = {p: found.setdefault((group_of[p], _scalar_values(optimizer.state.get(p))), len(found)) for p in parameters}
+    return Kinds(of, [group for group, _ in found])
+
+
+def _scalar_values(state: dict[str, Any] | None) -> object:
+    if not state:
+        return None
+    return tuple(sorted((key, float(value)) for key, value in state.items() if key in _SCALARS and value is not None))
 
 
 class ShardState:
     """Where the state of each element is. `optimizer` is the user's, `inner` the one that steps the pieces."""
 
-    def __init__(self, optimizer: Any, specs: Sequence[BucketSpec]) -> None:
+    def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: Kinds) -> None:
         self._optimizer = optimizer
         self._specs = specs
-        group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._group_of = group_of
+        self._kinds = kinds
         # Tensors per bucket: what the groups of its parameters keep for every element.
         self._keys: list[dict[str, torch.dtype]] = []
         for spec in specs:
             keys: dict[str, torch.dtype] = {}
-            for group in sorted({group_of[p] for p in spec.parameters}):
+            for group in sorted({kinds.groups[kinds.of[p]] for p in spec.parameters}):
                 keys.update(_elementwise_state(optimizer, group, spec.parameters[0]))
             self._keys.append(keys)
         self._flats: list[dict[str, torch.Tensor]] = [{} for _ in specs]
@@ -54,13 +76,13 @@ class ShardState:
             for spec, keys, flats in zip(self._specs, self._keys, self._flats, strict=True):
                 for key, dtype in sorted(keys.items()):
                     flats[key] = memory.take(spec.num_elements, dtype)
-        self._adopted = False
-        self.load()
+        self.load(own_slices_only=True)
 
-    def load(self) -> None:
+    def load(self, *, own_slices_only: bool = False) -> None:
         """Divide the whole state that lies in `optimizer.state` now.
 
-        Into shared memory every rank writes all of it, so that it is enough if one rank has loaded a checkpoint.
+        Between steps every rank writes all of it into shared memory, so that it is enough if one has loaded a checkpoint;
+        within a step others may be stepping their slices already.
         """
         managed = self._shards.slots
         whole = {p: state for p, state in self._optimizer.state.items() if p in managed}
@@ -77,7 +99,7 @@ class ShardState:
                     self._inner.state[idle] = {**{key: torch.zeros_like(idle) for key in keys}, **scalars}
         self._adopted = False
         if self._shards.shared and self._inner.state:
-            for parameter, state in whole.items():
+            for parameter, state in ({} if own_slices_only else whole).items():
                 bucket, index = managed[parameter]
                 flats = self._flats[self._shards.buckets.index(bucket)]
                 for key in _elementwise_keys(whole, [parameter]):
@@ -90,7 +112,7 @@ class ShardState:
         overlaps = [item for item in Shards.overlaps(bucket, piece) if whole.get(item[0])]
         if not overlaps:
             return
-        state: dict[str, Any] = self._scalars(whole, piece.group)
+        state: dict[str, Any] = self._scalars(whole, piece.kind)
         for key in _elementwise_keys(whole, [item[0] for item in overlaps]):
             dtype = next(whole[p][key].dtype for p, _, _ in overlaps if key in whole[p])
             flat = torch.zeros(piece.end - piece.begin, dtype=dtype, device=piece.parameter.device)
@@ -101,11 +123,21 @@ class ShardState:
             state[key] = flat
         self._inner.state[piece.parameter] = state
 
-    def _members(self, group: int) -> list[torch.Tensor]:
-        return [p for p in self._optimizer.param_groups[group]["params"] if p in self._shards.slots]
+    def fits(self) -> bool:
+        """Whether the whole state that lies in `optimizer.state` now can be divided in the present layout."""
+        wanted = kinds_of(self._optimizer, list(self._kinds.of))
+        pairs = {(self._kinds.of[p], wanted.of[p]) for p in wanted.of}
+        keys = all(
+            set(_elementwise_keys(dict(self._optimizer.state), spec.parameters)) <= set(keys)
+            for spec, keys in zip(self._specs, self._keys, strict=True)
+        )
+        return keys and len(pairs) == len({mine for mine, _ in pairs})
 
-    def _scalars(self, whole: dict[torch.Tensor, dict[str, Any]], group: int) -> dict[str, Any]:
-        for parameter in self._members(group):
+    def _members(self, kind: int) -> list[torch.Tensor]:
+        return [parameter for parameter, its in self._kinds.of.items() if its == kind]
+
+    def _scalars(self, whole: dict[torch.Tensor, dict[str, Any]], kind: int) -> dict[str, Any]:
+        for parameter in self._members(kind):
             state = whole.get(parameter)
             if state:
                 keys = _elementwise_keys(whole, [parameter])
@@ -136,16 +168,19 @@ class ShardState:
         flats = self._flats if self._shards.shared else self._gathered()
         for index, bucket in enumerate(self._shards.buckets):
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-                mine = self._inner_state(self._group_of[parameter])
+                mine = self._inner_state(self._kinds.of[parameter])
                 if mine is None:
                     continue
                 state = self._optimizer.state[parameter]
                 for key, value in mine.items():
                     flat = flats[index].get(key)
-                    state[key] = value if flat is None else view_like(flat, offset, parameter)
+                    if flat is not None:
+                        state[key] = view_like(flat, offset, parameter)
+                    else:  # a copy each: a plain optimizer that loads this counts every parameter's steps by itself
+                        state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
-    def _inner_state(self, group: int) -> dict[str, Any] | None:
-        for parameter in self._inner.param_groups[group]["params"]:
+    def _inner_state(self, kind: int) -> dict[str, Any] | None:
+        for parameter in self._inner.param_groups[kind]["params"]:
             state: dict[str, Any] | None = self._inner.state.get(parameter)
             if state:
                 return state
@@ -176,16 +211,12 @@ class ShardState:
             state = self._optimizer.state.get(parameter)
             if state:
                 self._optimizer.state[parameter] = {
-                    key: value.clone(memory_format=torch.preserve_format)
-                    if isinstance(value, torch.Tensor)
-                    else value
+                    key: value.clone(memory_format=torch.preserve_format) if isinstance(value, torch.Tensor) else value
                     for key, value in state.items()
                 }
 
 
-def _elementwise_keys(
-    whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]
-) -> list[str]:
+def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
     """Which entries of the state have the parameter's shape. Scalars ("step") have none, whatever the parameter."""
     return sorted(
         {

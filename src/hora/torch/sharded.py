@@ -25,7 +25,7 @@ from hora.torch.compression import NoneCompressor
 from hora.torch.error_feedback import ErrorFeedback, wire_dtype
 from hora.torch.optimizer import _DistributedOptimizer, bare_copy
 from hora.torch.reduction import Recipe
-from hora.torch.shard_state import ShardState
+from hora.torch.shard_state import ShardState, kinds_of
 from hora.torch.shards import Shards
 from hora.torch.shared_memory import SharedMemory
 
@@ -47,9 +47,7 @@ ELEMENTWISE = (
 )
 
 
-def check_shardable(
-    recipe: Recipe, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]
-) -> None:
+def check_shardable(recipe: Recipe, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]) -> None:
     """ValueError for what cannot be sharded."""
     kind = type(optimizer)
     if kind.__name__ not in ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
@@ -62,9 +60,7 @@ def check_shardable(
     if isinstance(recipe.compression, ErrorFeedback) or not (
         recipe.compression is NoneCompressor or wire_dtype(recipe.compression) is not None
     ):
-        raise ValueError(
-            "sharded=True supports Compression.none, fp16 and bf16; use one of them, or sharded=False"
-        )
+        raise ValueError("sharded=True supports Compression.none, fp16 and bf16; use one of them, or sharded=False")
     if groups:
         raise ValueError("sharded=True arranges gradients by itself; leave groups and num_groups out")
 
@@ -75,6 +71,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     _shards: Shards | None = None
     _shard_state: ShardState
     _inner: Any = None
+    _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
     _reduced = ""  # since the last step: "" not yet, "slices", or "whole" (in .grad)
 
     @property
@@ -184,9 +181,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             if self._shards is not None:
                 self._shards.meet()
         elif not self._should_synchronize:
-            raise AssertionError(
-                "a sharded optimizer cannot step without synchronize(): no rank has whole gradients"
-            )
+            raise AssertionError("a sharded optimizer cannot step without synchronize(): no rank has whole gradients")
         elif self._shards is None:
             super().synchronize()
             self._reduced = "whole"
@@ -196,9 +191,9 @@ class ShardedOptimizer(_DistributedOptimizer):
     def _inner_step(self) -> None:
         shards, inner = self._shards, self._inner
         assert shards is not None
-        for mine, theirs in zip(inner.param_groups, self.param_groups, strict=True):
+        for mine, origin in zip(inner.param_groups, self._inner_origin, strict=True):
             members = mine["params"]
-            mine.update(theirs)
+            mine.update(self.param_groups[origin])  # what schedulers and users have changed
             mine["params"] = members
         inner.step()
         self._shard_state.adopt(inner)
@@ -209,31 +204,38 @@ class ShardedOptimizer(_DistributedOptimizer):
     def _shard(self) -> bool:
         """Agree on a layout and move parameters and state into it (collective). False when not every member took part."""
         hooked = self._hooked
+        for parameter in hooked:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                name = self._parameter_names[parameter]
+                raise ValueError(
+                    f"sharded=True does not support sparse gradients, and {name} has one; use sharded=False"
+                )
         order = agree_on_order(self._recipe, self._parameter_names, hooked, self._last_arrivals, set())
         if order is None or not hooked:
             return False
-        group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        kinds = kinds_of(self, hooked)
         size = self._recipe.process_set.size() or 1
         specs = plan_buckets(
             order.parameters,
             self._parameter_names,
             wire_dtype=wire_dtype(self._recipe.compression),
-            group_of=group_of.__getitem__,
+            group_of=kinds.of.__getitem__,
             granularity=64 * size,
             label=order.label,
         )
-        state = ShardState(self, specs)
+        state = ShardState(self, specs, kinds)
         memory = None
         if all(p.device.type == "cpu" for p in hooked):
             set_id = self._recipe.process_set.process_set_id
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
             memory = SharedMemory.allocate(self._runtime, set_id, num_bytes)
-        shards = Shards(self._runtime, self._recipe, specs, group_of.__getitem__, memory)
+        shards = Shards(self._runtime, self._recipe, specs, kinds.of.__getitem__, memory)
         inner = bare_copy(self, self._base_class)
         inner.state = defaultdict(dict)
-        inner.param_groups = shards.inner_groups(self.param_groups)
+        inner.param_groups = shards.inner_groups([self.param_groups[group] for group in kinds.groups])
         state.divide(shards, inner, memory)
         self._shards, self._shard_state, self._inner, self._reducer = shards, state, inner, shards
+        self._inner_origin = kinds.groups
         return True
 
     def _trial(self, groups: list[dict[str, Any]]) -> Any:
@@ -254,6 +256,11 @@ class ShardedOptimizer(_DistributedOptimizer):
                 "the world changed and took its slices of the optimizer state along; load a state that was saved",
                 stacklevel=3,
             )
+        self._leave_shards()
+
+    def _leave_shards(self) -> None:
+        shards = self._shards
+        assert shards is not None
         for parameter, view in shards.values():
             parameter.data = view.clone(memory_format=torch.preserve_format)
         shards.release()
@@ -278,4 +285,9 @@ class ShardedOptimizer(_DistributedOptimizer):
         self._synchronized = False
         self._reset_budgets()
         torch.optim.Optimizer.load_state_dict(self, *args, **kwargs)
-        self._shard_state.load()
+        if self._shard_state.fits():
+            self._shard_state.load()
+        else:  # other counts of steps, or other entries: arrange everything anew in the next step
+            self._leave_shards()
+            super()._start_over()
+            self._adaptation.possible = False

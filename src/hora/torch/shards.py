@@ -11,7 +11,6 @@ A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. Nobody
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +28,10 @@ __all__ = ["Piece", "Shards"]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A run of elements of one bucket that this rank owns, all of one parameter group, as a parameter to step."""
+    """A run of elements of one bucket that this rank owns, all of one kind, as a parameter to step."""
 
     parameter: torch.nn.Parameter
-    group: int
+    kind: int
     bucket: int
     begin: int
     end: int
@@ -57,9 +56,7 @@ class _Bucket:
         self.gradients = gradients  # this rank's
         self.binding = binding  # the prepared reduction of everybody's gradients when shared
         self.begin, self.end = begin, end
-        self.views = [
-            view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)
-        ]
+        self.views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
         self.num_ready = 0
         self.handle: int | None = None
 
@@ -76,7 +73,7 @@ class Shards:
         runtime: Any,
         recipe: Recipe,
         specs: Sequence[BucketSpec],
-        group_of: Callable[[torch.Tensor], int],
+        kind_of: Callable[[torch.Tensor], int],
         memory: SharedMemory | None,
     ) -> None:
         self.runtime = runtime
@@ -86,7 +83,7 @@ class Shards:
         self._member: int = recipe.process_set.rank()
         self._size: int = recipe.process_set.size()
         self.buckets = [self._make_bucket(spec, memory) for spec in specs]
-        self.pieces = [piece for index in range(len(specs)) for piece in self._cut(index, group_of)]
+        self.pieces = [piece for index in range(len(specs)) for piece in self._cut(index, kind_of)]
         self.slots = {
             parameter: (bucket, index)
             for bucket in self.buckets
@@ -121,16 +118,13 @@ class Shards:
             for spec in specs
         )
 
-    def _cut(self, index: int, group_of: Callable[[torch.Tensor], int]) -> list[Piece]:
-        """This rank's slice of a bucket, divided where the parameter group changes."""
+    def _cut(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Piece]:
+        """This rank's slice of a bucket, divided where the kind changes."""
         bucket = self.buckets[index]
-        starts = [
-            (offset, group_of(p))
-            for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)
-        ]
+        starts = [(offset, kind_of(p)) for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)]
         edges = [start for k, start in enumerate(starts) if k == 0 or start[1] != starts[k - 1][1]]
         pieces = []
-        for k, (offset, group) in enumerate(edges):
+        for k, (offset, kind) in enumerate(edges):
             stop = edges[k + 1][0] if k + 1 < len(edges) else bucket.spec.num_elements
             begin, end = max(offset, bucket.begin), min(stop, bucket.end)
             if begin < end:
@@ -139,7 +133,7 @@ class Shards:
                     parameter.grad = bucket.gradients[begin:end]
                 else:
                     parameter.grad = torch.zeros_like(parameter)
-                pieces.append(Piece(parameter, group, index, begin, end))
+                pieces.append(Piece(parameter, kind, index, begin, end))
         return pieces
 
     def _move_parameters(self) -> None:
@@ -171,9 +165,7 @@ class Shards:
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse:
-            raise ValueError(
-                "sharded=True does not support sparse gradients; use sparse=False, or sharded=False"
-            )
+            raise ValueError("sharded=True does not support sparse gradients; use sparse=False, or sharded=False")
         elif gradient is not view:
             view.copy_(gradient.detach())
         parameter.grad = None
@@ -224,17 +216,13 @@ class Shards:
         """Give every parameter its whole reduced gradient, on all ranks (collective)."""
         handles = []
         for index, bucket in enumerate(self.buckets):
-            mine = torch.zeros(
-                bucket.end - bucket.begin, dtype=bucket.parameter_dtype, device=bucket.values.device
-            )
+            mine = torch.zeros(bucket.end - bucket.begin, dtype=bucket.parameter_dtype, device=bucket.values.device)
             for piece in self.pieces:
                 if piece.bucket == index:
                     assert piece.parameter.grad is not None
                     mine[piece.begin - bucket.begin : piece.end - bucket.begin] = piece.parameter.grad
             handles.append(
-                self.runtime.submit(
-                    Kind.ALLGATHER, [mine], name=bucket.spec.name, process_set_id=self._set_id
-                )
+                self.runtime.submit(Kind.ALLGATHER, [mine], name=bucket.spec.name, process_set_id=self._set_id)
             )
         for bucket, handle in zip(self.buckets, handles, strict=True):
             (whole,) = self.runtime.synchronize(handle)
@@ -316,23 +304,19 @@ class Shards:
         return total.float().squeeze(0)
 
     def inner_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The user's parameter groups with this rank's pieces in place of the parameters.
+        """A parameter group for each kind, with the options given for it and this rank's pieces.
 
-        A rank without a piece of some group steps one idle element instead, to know the scalars of its state.
+        A rank without a piece of some kind steps one idle element instead, to know the scalars of its state.
         """
-        members: dict[int, list[torch.nn.Parameter]] = defaultdict(list)
-        for piece in self.pieces:
-            members[piece.group].append(piece.parameter)
         result = []
-        for index, group in enumerate(groups):
-            if not members[index]:
-                like = group["params"][0] if group["params"] else torch.zeros(())
-                idle = torch.nn.Parameter(
-                    torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False
-                )
+        for kind, group in enumerate(groups):
+            members = [piece.parameter for piece in self.pieces if piece.kind == kind]
+            if not members:
+                like = group["params"][0]
+                idle = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False)
                 idle.grad = torch.zeros_like(idle)
-                members[index].append(idle)
-            result.append({**group, "params": members[index]})
+                members.append(idle)
+            result.append({**group, "params": members})
         return result
 
 

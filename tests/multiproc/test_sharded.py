@@ -1,0 +1,266 @@
+"""sharded=True: every optimizer equals its unsharded self, and its state is whole for whoever asks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from hvd_session import assert_same_everywhere, raises, session
+from torch import nn
+from torch.nn import functional
+from training import assert_close, assert_states_close, batch, everybodys, mine, mlp, train, weights
+
+import horovod.torch as hvd
+
+pytestmark = pytest.mark.ranks(1, 2, 4)
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01},
+    "Adamax": {"lr": 0.01},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01, "momentum": 0.5, "centered": True},
+    "Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "ASGD": {"lr": 0.1, "t0": 2},
+    "Rprop": {"lr": 0.01},
+}
+
+
+def adam(model, **options):
+    return torch.optim.Adam(model.parameters(), **{"lr": 0.01, **options})
+
+
+def sharded(optimizer, **options):
+    return hvd.DistributedOptimizer(optimizer, sharded=True, **options)
+
+
+@pytest.mark.ranks(2, 4)
+@session
+def test_every_elementwise_optimizer_equals_its_unsharded_self():
+    from hora.torch.sharded import ELEMENTWISE
+
+    assert set(OPTIMIZERS) == set(ELEMENTWISE)
+    for name, options in OPTIMIZERS.items():
+        kind = getattr(torch.optim, name)
+        models = [mlp(), mlp()]
+        optimizer = sharded(kind(models[0].parameters(), foreach=True, **options))
+        unsharded = hvd.DistributedOptimizer(kind(models[1].parameters(), foreach=False, **options))
+        for model, opt in zip(models, (optimizer, unsharded), strict=True):
+            train(model, opt, 4, mine())
+        assert_close(weights(models[0]), weights(models[1]), 1e-5)
+        assert_states_close(optimizer.state_dict(), unsharded.state_dict(), 1e-5)
+
+
+@session
+def test_what_cannot_be_sharded_is_refused_by_name():
+    model = mlp()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    for optimizer in (
+        torch.optim.LBFGS(model.parameters()),
+        torch.optim.SparseAdam(model.parameters()),
+        torch.optim.Adafactor(model.parameters()),
+        type("LARS", (torch.optim.SGD,), {})(model.parameters(), lr=0.1),
+        *([torch.optim.Muon(matrices)] if hasattr(torch.optim, "Muon") else []),
+    ):
+        with raises(ValueError, "sharded=True", type(optimizer).__name__):
+            sharded(optimizer)
+    with raises(ValueError, "Average or Sum"):
+        sharded(adam(model), op=hvd.Max)
+    with raises(ValueError, "groups"):
+        sharded(adam(model), groups=2)
+    with raises(ValueError, "Compression"):
+        sharded(adam(model), compression=hvd.ErrorFeedback(hvd.Compression.fp16))
+    if hvd.size() > 1:
+        table = nn.Embedding(5, 2, sparse=True)
+        optimizer = sharded(torch.optim.SGD(table.parameters(), lr=0.1))
+        table(torch.tensor([1])).sum().backward()
+        with raises(ValueError, "sparse gradients", "noname"):
+            optimizer.step()
+
+
+def two_groups(model):
+    bias = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": bias, "lr": 0.05, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@session
+def test_groups_schedulers_frozen_layers_accumulation_and_compression():
+    for options, tolerance in (({}, 1e-5), ({"compression": hvd.Compression.fp16}, 1e-2)):
+        model, single = mlp(), mlp()
+        for net in (model, single):
+            net[2].weight.requires_grad_(False)
+        optimizer, plain = sharded(two_groups(model), backward_passes_per_step=2, **options), two_groups(single)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (optimizer, plain)]
+        for _ in range(3):
+            train(model, optimizer, 2, mine(), accumulate=2)
+            train(single, plain, 2, everybodys(), accumulate=2)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert_close(weights(model), weights(single), tolerance)
+        for net in (model, single):
+            net[2].weight.requires_grad_(True)
+        train(model, optimizer, 3, mine(), accumulate=2)
+        train(single, plain, 3, everybodys(), accumulate=2)
+        assert_close(weights(model), weights(single), 3 * tolerance)
+        assert_same_everywhere(weights(model))
+
+
+@session
+def test_clipping_by_the_global_norm():
+    for clip in (
+        lambda net: hvd.clip_grad_norm_(net.parameters(), 0.05),
+        lambda net: hvd.clip_grad_norm_(net.parameters(), 0.05, norm_type=float("inf")),
+        lambda net: hvd.clip_grad_norm_([net[0].weight], 0.01),
+    ):
+        norms: list[list[torch.Tensor]] = [[], []]
+        models = [mlp(), mlp()]
+        optimizers = [sharded(adam(models[0])), hvd.DistributedOptimizer(adam(models[1]))]
+        for model, optimizer, found in zip(models, optimizers, norms, strict=True):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                train(model, optimizer, 5, mine(), lambda net, found=found: found.append(clip(net)))
+        assert_close(norms[0], norms[1])
+        assert_close(weights(models[0]), weights(models[1]))
+        assert_same_everywhere(norms[0])
+
+
+@session
+def test_whole_gradients_after_synchronize():
+    model, single = mlp(), mlp()
+    optimizer, plain = sharded(adam(model)), adam(single)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, targets = batch(hvd.rank(), step)
+        functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.synchronize()
+        plain.zero_grad()
+        inputs, targets = everybodys()(step)
+        functional.cross_entropy(single(inputs), targets).backward()
+        assert_close([p.grad for p in model.parameters()], [p.grad for p in single.parameters()])
+        for net in (model, single):
+            torch.nn.utils.clip_grad_value_(net.parameters(), 0.01)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        plain.step()
+    assert_close(weights(model), weights(single))
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    if hvd.size() > 1:
+        with raises(AssertionError, "without synchronize"), optimizer.skip_synchronize():
+            optimizer.step()
+
+
+@session
+def test_state_is_portable():
+    """Saved sharded at this size; loaded by a plain optimizer, a sharded one, and a sharded one in mid-training."""
+    model = mlp()
+    optimizer = sharded(two_groups(model))
+    train(model, optimizer, 4, mine())
+    state, values = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    single = mlp()
+    plain = two_groups(single)
+    train(single, plain, 4, everybodys())
+    assert_states_close(state, plain.state_dict())
+    train(single, plain, 3, lambda step: everybodys()(step + 4))
+    for warm in (0, 2):
+        for wrap, data in ((sharded, mine()), (lambda o: o, everybodys())):
+            other = mlp()
+            loaded = wrap(two_groups(other))
+            train(other, loaded, warm, data)
+            other.load_state_dict(values)
+            loaded.load_state_dict(copy.deepcopy(state))
+            train(other, loaded, 3, lambda step, data=data: data(step + 4))
+            assert_close(weights(other), weights(single))
+            assert_states_close(loaded.state_dict(), plain.state_dict())
+
+
+@session
+def test_a_checkpoint_of_rank_0_alone_reaches_everybody():
+    model = mlp()
+    optimizer = sharded(adam(model))
+    train(model, optimizer, 3, mine())
+    checkpoint = None
+    if hvd.rank() == 0:  # nobody else is asked
+        checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, 2, mine())
+    if hvd.rank() == 0:
+        model.load_state_dict(checkpoint[0])
+        optimizer.load_state_dict(checkpoint[1])
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, 2, lambda step: batch(hvd.rank(), step + 3))
+    single = mlp()
+    train(single, adam(single), 5, everybodys())
+    assert_close(weights(model), weights(single))
+    assert_same_everywhere(weights(model))
+
+
+@session
+def test_parameters_and_state_lie_once_in_shared_memory():
+    if hvd.size() == 1:
+        pytest.skip("nobody to share with")
+    parameter = nn.Parameter(torch.zeros(100))
+    optimizer = sharded(torch.optim.SGD([parameter], lr=1.0, momentum=0.9))
+    for _ in range(2):
+        optimizer.zero_grad()
+        parameter.sum().backward()
+        optimizer.step()
+    hvd.barrier()
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            parameter[7] = 42.0
+            optimizer.state[parameter]["momentum_buffer"][3] = 43.0
+    hvd.barrier()
+    assert parameter[7] == 42.0
+    assert optimizer.state[parameter]["momentum_buffer"][3] == 43.0
+    with raises(hvd.HorovodInternalError, "not supported with Join"):
+        if hvd.rank() == 0:
+            parameter.sum().backward()
+            optimizer.step()
+        raise hvd.HorovodInternalError(f"not supported with Join {hvd.join()}")
+    hvd.join() if hvd.rank() == 0 else None
+
+
+@session
+def test_training_goes_on_after_a_new_init():
+    """What elastic training does: shut down, init, and step with the same optimizer."""
+    model, single = mlp(), mlp()
+    optimizer, plain = sharded(adam(model)), adam(single)
+    train(model, optimizer, 3, mine())
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
+    train(model, optimizer, 3, lambda step: batch(hvd.rank(), step + 3))
+    train(single, plain, 6, everybodys())
+    assert_close(weights(model), weights(single))
+
+
+@pytest.mark.ranks(2, 3, env={"HORA_TRANSPORT": "gloo"})
+@session
+def test_without_shared_memory():
+    """As between hosts: reduce-scatter, step the slice, all-gather."""
+    model, single = mlp(), mlp()
+    optimizer, plain = sharded(two_groups(model)), two_groups(single)
+    clip = lambda net: hvd.clip_grad_norm_(net.parameters(), 0.1)  # noqa: E731
+    train(model, optimizer, 3, mine(), clip)
+    train(single, plain, 3, everybodys(), lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+    assert_states_close(optimizer.state_dict(), plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, 3, mine(), clip)
+    train(single, plain, 3, everybodys(), lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+    assert_close(weights(model), weights(single))
+    unsharded = mlp()
+    train(unsharded, hvd.DistributedOptimizer(two_groups(unsharded)), 3, mine())
+    again = mlp()
+    train(again, two_groups(again), 3, everybodys())
+    assert_close(weights(unsharded), weights(again))
