@@ -13,8 +13,9 @@ import pytest
 
 from hora.control import ControlClient
 from hora.errors import AuthenticationError, HorovodInternalError
+from hora.launch import listener
 from hora.launch.rendezvous import Rendezvous
-from hora.wire import new_secret
+from hora.wire import ClientHandshake, new_secret
 from hora.world import Meeting, World
 
 LIMIT_S = 20.0
@@ -70,9 +71,7 @@ def place() -> Iterator[Place]:
     place.close()
 
 
-def gather(
-    client: ControlClient, rank: int, size: int, key: str = "k", limit_s: float = LIMIT_S
-) -> list[bytes]:
+def gather(client: ControlClient, rank: int, size: int, key: str = "k", limit_s: float = LIMIT_S) -> list[bytes]:
     return client.allgather(key, b"from %d" % rank, rank=rank, size=size, timeout_s=limit_s)
 
 
@@ -186,9 +185,7 @@ def test_results_errors_and_lines_reach_the_controller(place: Place):
     assert place.events.next() == ("returned", 3, b"42")
     client.say("hello")
     assert place.events.next() == ("said", 3, "hello")
-    client.send_error(
-        type_name="E", message="m" * 10**6, traceback="t" * 10**6, consequence=True, pickled=b"p"
-    )
+    client.send_error(type_name="E", message="m" * 10**6, traceback="t" * 10**6, consequence=True, pickled=b"p")
     name, worker, report = place.events.next()
     assert (name, worker, report.type_name, report.consequence, report.pickled) == (
         "raised",
@@ -210,9 +207,7 @@ def test_a_polite_leaver_is_not_lost(place: Place):
 
 def test_survivors_get_the_next_world_and_others_are_told_to_leave(place: Place):
     clients = {worker: place.connect(worker, worker=worker) for worker in (0, 1)}
-    worlds = {
-        w: World(rank=w, size=2, local_rank=w, local_size=2, worker=w, hostname=f"h{w}") for w in (0, 1)
-    }
+    worlds = {w: World(rank=w, size=2, local_rank=w, local_size=2, worker=w, hostname=f"h{w}") for w in (0, 1)}
     with ThreadPoolExecutor(2) as pool:
         waiting = {w: pool.submit(clients[w].next_world, worlds[w], timeout_s=LIMIT_S) for w in (0, 1)}
         heard = {place.events.next() for _ in range(4)}
@@ -239,9 +234,7 @@ def test_an_unreadable_secret_is_a_clear_error(place: Place):
 def test_a_closed_port_is_a_clear_error(place: Place):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    meeting = Meeting(
-        kind="hora", address="127.0.0.1", port=port, secret_file=place.meeting.secret_file, job="job"
-    )
+    meeting = Meeting(kind="hora", address="127.0.0.1", port=port, secret_file=place.meeting.secret_file, job="job")
     with pytest.raises(ConnectionError, match="cannot reach the rendezvous of job job"):
         ControlClient.connect(meeting, name="rank 0", timeout_s=1)
 
@@ -269,6 +262,32 @@ def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
             waiting.result(LIMIT_S)
     with pytest.raises(ConnectionError, match="has ended"):
         client.set("a", b"")
+
+
+def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(listener, "HANDSHAKE_LIMIT_S", 0.1)
+    with socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) as sock:
+        assert sock.recv(1) == b""
+    place.connect(0).close()
+    assert "did not identify itself within 0.1 s" in caplog.text
+
+
+def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 4)
+    patient = socket.create_connection(
+        ("127.0.0.1", place.server.port), timeout=LIMIT_S, source_address=("127.0.0.2", 0)
+    )
+    crowd = [socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) for _ in range(20)]
+    try:
+        assert crowd[0].recv(1) == b""
+        place.connect(0).close()
+        # The only stranger from its address is still welcome although it came first.
+        handshake = ClientHandshake(place.secret, "job")
+        patient.sendall(handshake.hello)
+        assert handshake.answer(patient.recv(handshake.challenge_bytes, socket.MSG_WAITALL))
+    finally:
+        for sock in (patient, *crowd):
+            sock.close()
 
 
 def test_no_thread_is_left():
