@@ -112,7 +112,7 @@ def in_a_hurry(rank, size, store, seed):
     transport = make(rank, size, store)
     plan, own = random.Random(seed), random.Random(seed * 100 + rank)
     for number in range(100):
-        kind = plan.choice(("allreduce", "fused", "gather", "broadcast", "barrier", "alltoall"))
+        kind = plan.choice(("allreduce", "fused", "gather", "broadcast", "barrier", "alltoall", "scatter"))
         count = plan.choice((1, 50, 9000, 16384, 40_000, 131_073, 400_000))
         if own.random() < 0.2:
             late = time.perf_counter() + own.random() * 0.002
@@ -135,6 +135,11 @@ def in_a_hurry(rank, size, store, seed):
             root = plan.randrange(size)
             transport.broadcast([mine], root)
             assert torch.equal(mine, inputs[root])
+        elif kind == "scatter":
+            counts = [count // size] * (size - 1) + [count - count // size * (size - 1)]
+            out = torch.empty(counts[rank])
+            transport.reducescatter([mine], [out], [counts], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+            assert torch.equal(out, combined(inputs, ReduceOp.SUM).split(counts)[rank])
         elif kind == "alltoall":
             each = count // size
             out = torch.empty(each * size)
@@ -317,6 +322,19 @@ def nobody_comes(rank, size, store):
 
 def test_a_member_that_never_comes_is_named(pool):
     pool.run(nobody_comes, 2)
+
+
+def test_without_memory_for_large_slots_the_transport_can_still_be_closed():
+    def provider(num_bytes):
+        if num_bytes > 1 << 20:
+            raise MemoryError("no more")
+        return Segment.create(num_bytes)
+
+    transport = ShmTransport(provider, 0, 1, lambda: None, LIMIT_S)
+    tensor = torch.ones(1 << 20)
+    with pytest.raises(MemoryError, match="no more"):
+        transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    transport.close()
 
 
 def three_for_adasum(rank, size, store):

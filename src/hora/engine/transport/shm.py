@@ -81,8 +81,8 @@ class ShmTransport:
     def _ring_for(self, num_bytes: int) -> Ring:
         """The ring; with large slots once an operation has wanted them, which all members see alike."""
         if num_bytes > self._ring.slot_bytes == SMALL_SLOT_BYTES:
-            self._ring.close()
-            self._ring = self._make_ring(LARGE_SLOT_BYTES)
+            small, self._ring = self._ring, self._make_ring(LARGE_SLOT_BYTES)
+            small.close()
         return self._ring
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
