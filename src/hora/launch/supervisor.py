@@ -33,6 +33,7 @@ import time
 from typing import Any
 
 from hora.launch.brood import Brood
+from hora.launch.guardian import guard
 from hora.launch.processes import (
     Processes,
     adopt_orphans,
@@ -171,6 +172,8 @@ class _Supervisor:
             return
         env = dict(os.environ) if command["inherit_env"] else {}
         env |= command["env"] | {"HORA_SECRET_FILE": self._secret_file(command["secret"])}
+        # N ranks that each start a thread per core would fight for the cores.
+        env.setdefault("OMP_NUM_THREADS", _fair_share(env))
         if command["preload"] is None or not self._ask_nursery(command, env):
             self._execute(command, env)
 
@@ -360,24 +363,10 @@ class _Supervisor:
             processes.kill(processes.descendants(os.getpid()))
 
 
-def _guard(supervisor: int) -> int:
-    """The guardian's life: wait for the supervisor, then end whatever it left behind."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: send_signal(supervisor, signal.SIGTERM))
-    for descriptor in (0, 1):
-        os.close(descriptor)
-    code = None
-    while code is None:
-        pid, status = os.waitpid(-1, 0)
-        if pid == supervisor:
-            code = exit_code(status)
-    while True:
-        processes = Processes()
-        processes.kill(processes.descendants(os.getpid()))
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return code
+
+def _fair_share(env: dict[str, str]) -> str:
+    """This host's cores, divided among its ranks."""
+    return str(max(len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1")), 1))
 
 
 def main() -> int:
@@ -391,7 +380,7 @@ def supervise(silence_limit_s: float | None = None, *, execute: Execute = os.exe
     adopt_orphans()
     pid = os.fork()
     if pid:
-        return _guard(pid)
+        return guard(pid)
     if die_with_parent(guardian_pid, signal.SIGTERM):
         adopt_orphans()
         _Supervisor(launcher_pid, guardian_pid, silence_limit_s, execute).run()
