@@ -37,7 +37,6 @@ class JobProcess:
         self.temporary.mkdir()
         self.log = work / "log"
         name, value = self.token.decode().split("=")
-        self.shared_memory = set(os.listdir("/dev/shm"))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 argv,
@@ -79,7 +78,6 @@ class JobProcess:
         return sorted(found, key=lambda p: p.pid)
 
     def assert_nothing_left(self, limit_s: float = 20.0) -> None:
-        """No process, no temporary file, no shared memory; a port cannot outlive its process."""
+        """No process, no temporary file. A port or a memfd segment cannot outlive its processes."""
         wait_until("every process of the job is gone", lambda: not self.processes(), limit_s)
         assert list(self.temporary.iterdir()) == []
-        assert set(os.listdir("/dev/shm")) <= self.shared_memory

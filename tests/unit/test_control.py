@@ -219,6 +219,21 @@ def test_survivors_get_the_next_world_and_others_are_told_to_leave(place: Place)
     assert world.meeting == place.meeting
 
 
+def test_late_news_of_an_earlier_generation_harms_nobody(place: Place):
+    """Worker 1 was rank 1; it died, and worker 2 has its rank now."""
+    first, dead = place.connect(0), place.connect(1)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(gather, first, 0, 2), pool.submit(gather, dead, 1, 2)]:
+            future.result(LIMIT_S)
+        place.server.publish(1, {w: World(rank=r, size=2, generation=1) for w, r in ((0, 0), (2, 1))})
+        waiting = pool.submit(gather, first, 0, 2, "1/k")
+        first.set("it waits", b"")
+        place.server.worker_exited(1, "was killed by signal 9", failed=True)
+        dead._connection.shutdown()
+        assert gather(place.connect(1), 1, 2, "1/k") == [b"from 0", b"from 1"]
+        assert waiting.result(LIMIT_S) == [b"from 0", b"from 1"]
+
+
 def test_a_wrong_secret_is_a_clear_error(place: Place):
     os.pwrite(place.secret_fd, new_secret(), 0)
     with pytest.raises(AuthenticationError, match=r"127\.0\.0\.1:\d+, the rendezvous of job job"):

@@ -21,7 +21,7 @@ import sys
 import warnings
 from typing import Any, NoReturn
 
-from hora.launch.processes import die_with_parent
+from hora.launch.processes import die_with_parent, name_process
 
 __all__ = ["serve"]
 
@@ -38,6 +38,7 @@ def serve(modules: list[str]) -> None:
     del sys.argv[1:]  # they are no arguments of the user's function
     gc.collect()
     gc.freeze()  # what is loaded stays in pages that the workers share
+    name_process("hora-nursery")
     with socket.socket(fileno=os.dup(0)) as supervisor:
         while True:
             data, descriptors, _, _ = socket.recv_fds(supervisor, _MAX_REQUEST_BYTES, 2)
@@ -82,6 +83,7 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     for name in request["unset"]:
         os.environ.pop(name, None)
     os.environ.update(request["env"])
+    name_process(f"hora-rank-{request['worker']}")
     if request["cwd"] is not None:
         os.chdir(request["cwd"])
     if "numpy" in sys.modules:

@@ -105,7 +105,7 @@ class Rendezvous:
         self._worlds = _Worlds()
         self._gone: dict[int, str] = {}  # rank of the current generation -> how it went
         self._failed = False  # one of them went badly
-        self._ranks: dict[Peer, int] = {}
+        self._ranks: dict[Peer, tuple[int, int]] = {}  # generation and rank for which a peer spoke last
         self._listener = Listener(bind_address, secret=secret, job=job, handler=self)
         self.port = self._listener.port
         self._listener.start()
@@ -119,7 +119,7 @@ class Rendezvous:
 
     def worker_exited(self, worker: int, how: str, *, failed: bool) -> None:
         """A worker's process has ended: whoever waits for it need not wait any longer."""
-        self._listener.call(lambda: self._rank_gone(self._rank_of(worker), how, failed))
+        self._listener.call(lambda: self._worker_gone(worker, how, failed))
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
         """Give workers (by number) their places in a new generation; a worker without one is told to
@@ -143,9 +143,10 @@ class Rendezvous:
         for worker, (one, _) in list(self._next_worlds.items()):
             if one.peer is peer:
                 del self._next_worlds[worker]
-        rank = self._ranks.pop(peer, None)
+        # News of a rank of an earlier generation says nothing about today's bearer of its number.
+        generation, rank = self._ranks.pop(peer, (None, -1))
         for key, gather in list(self._gathers.items()):
-            if rank is not None and rank in gather.missing():
+            if generation == self._worlds.generation and rank in gather.missing():
                 self._fail_gather(key, f"rank {rank} closed its connection without a good-bye")
             elif any(one.peer is peer for one in gather.parked.values()):
                 self._fail_gather(key, f"{peer.name} closed its connection without a good-bye")
@@ -198,18 +199,12 @@ class Rendezvous:
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
             # Whoever waits already would wait in vain: everybody hears of the disagreement.
-            why = (
-                f"rank {rank} of {size} does not fit: it meets ranks {sorted(gather.parked)} of {gather.size}"
-            )
-            self._park(peer, header, str).answer(
-                {"error": "mismatch", "message": f"all-gather {key!r}: {why}"}
-            )
+            why = f"rank {rank} of {size} does not fit: it meets ranks {sorted(gather.parked)} of {gather.size}"
+            self._park(peer, header, str).answer({"error": "mismatch", "message": f"all-gather {key!r}: {why}"})
             self._fail_gather(key, why)
             return
-        self._ranks[peer] = rank
-        gather.parked[rank] = self._park(
-            peer, header, lambda: f"ranks {gather.missing()} are missing", payload
-        )
+        self._ranks[peer] = (self._worlds.generation, rank)
+        gather.parked[rank] = self._park(peer, header, lambda: f"ranks {gather.missing()} are missing", payload)
         if not gather.missing():
             del self._gathers[key]
             self._complete(gather)
@@ -275,11 +270,11 @@ class Rendezvous:
         for peer in self._listener.peers:
             peer.send(notice)
 
-    def _rank_of(self, worker: int) -> int:
+    def _worker_gone(self, worker: int, how: str, failed: bool) -> None:
         world = self._worlds.by_worker.get(worker)
-        return worker if world is None else world.rank
-
-    def _rank_gone(self, rank: int, how: str, failed: bool) -> None:
+        if world is None and self._worlds.by_worker:
+            return  # it has no place in this generation: nobody waits for it
+        rank = worker if world is None else world.rank
         self._gone[rank] = how
         self._failed = self._failed or failed
         for key, gather in list(self._gathers.items()):
