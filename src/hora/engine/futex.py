@@ -32,7 +32,7 @@ _SLICE_S = 0.05
 # every counter finds out: after `patience` sleeps that were over soon it looks longer; when that has been in
 # vain three times in a row it gives up again, and has twice the patience from then on.
 _FEW_LOOKS = 30
-_MANY_LOOKS = 1000
+_MANY_LOOKS = 600
 _SOON_S = 100e-6
 _MISSES = 3
 _LEAST_PATIENCE = 4
