@@ -77,6 +77,7 @@ def test_init_reports_bad_and_differing_sets_on_every_rank():
     for differing in (
         [hvd.ProcessSet([0])] if rank == 0 else [],
         [hvd.ProcessSet([rank % 2])],
+        [hvd.ProcessSet([0 if rank else 99])],
         [hvd.ProcessSet([0]), hvd.ProcessSet([1])] if rank == 0 else [hvd.ProcessSet([1]), hvd.ProcessSet([0])],
     ):
         with raises(ValueError, "initialization failed", "rank 0 has"):

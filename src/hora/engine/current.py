@@ -13,7 +13,7 @@ from hora import logs
 from hora.config import EngineConfig
 from hora.control import ControlClient
 from hora.engine.bootstrap import control_client
-from hora.engine.runtime import Runtime, check_ranks
+from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.world import World
 
@@ -45,22 +45,15 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
                 )
             config = replace(config, dynamic_process_sets=True)
         else:
-            sets = [_checked(ranks, place.size) for ranks in process_sets or ()]
+            sets = [tuple(sorted(ranks)) for ranks in process_sets or ()]
         _last_place = place
         logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
         epoch = _num_starts.get(place.generation, 0)
         _num_starts[place.generation] = epoch + 1
-        _runtime = Runtime.start(place, config, [ranks for ranks in sets if len(ranks) < place.size], epoch)
+        _runtime = Runtime.start(place, config, sets, epoch)
         if not _registered_exit:
             _registered_exit = True
             atexit.register(shutdown)
-
-
-def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    try:
-        return check_ranks(ranks, size)
-    except ValueError as error:
-        raise ValueError(f"Horovod initialization failed: {error}") from None
 
 
 def shutdown() -> None:

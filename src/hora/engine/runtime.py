@@ -95,9 +95,10 @@ class Runtime:
         runtime = cls(world, config, epoch)
         try:
             runtime._meet([sorted(ranks) for ranks in process_sets])
+            sets = [_checked(ranks, world.size) for ranks in process_sets]
             runtime._register(0, tuple(range(world.size)))
-            for index, ranks in enumerate(process_sets):
-                runtime._register(index + 1, tuple(sorted(ranks)))
+            for index, ranks in enumerate(ranks for ranks in sets if len(ranks) < world.size):
+                runtime._register(index + 1, ranks)
         except BaseException:
             runtime.close()
             raise
@@ -416,6 +417,9 @@ class Runtime:
                     "Horovod initialization failed: the ranks disagree on their process sets: rank 0 has "
                     f"{expected}, rank {peer.rank} has {peer.process_sets}"
                 )
+        # Only now: a rank that refused its sets alone, before the meeting, would keep the others waiting.
+        for ranks in expected:
+            _checked(ranks, self.world.size)
 
     def _gather(self, what: str, value: bytes) -> list[bytes]:
         assert self._gathering is not None
@@ -619,6 +623,13 @@ class Runtime:
             guard=self.fate.guard,
         )
         return make_transport(neighbourhood, device, lane.transport)
+
+
+def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    try:
+        return check_ranks(ranks, size)
+    except ValueError as error:
+        raise ValueError(f"Horovod initialization failed: {error}") from None
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
