@@ -67,7 +67,7 @@ def new_secret() -> bytes:
     return os.urandom(SECRET_BYTES)
 
 
-def tune(sock: socket.socket, *, silence_limit_s: int = 20) -> None:
+def tune(sock: socket.socket, *, silence_limit_s: int = 30) -> None:
     """Small messages leave at once; a peer whose host has vanished is noticed within the silence limit.
 
     The kernel answers keep-alive probes, so a process that is merely stopped or busy is not taken for dead.
@@ -208,9 +208,7 @@ class Opener:
                 return
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_FRAME_BYTES:
-                raise AuthenticationError(
-                    f"a frame of {length} bytes was announced; the limit is {MAX_FRAME_BYTES}"
-                )
+                raise AuthenticationError(f"a frame of {length} bytes was announced; the limit is {MAX_FRAME_BYTES}")
             if len(self._buffer) < _PREFIX_BYTES + length:
                 return
             with memoryview(self._buffer) as view:
@@ -229,9 +227,7 @@ class Opener:
         if self._header is None:
             (length,) = _LENGTH.unpack_from(body)
             if length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
-                raise AuthenticationError(
-                    f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}"
-                )
+                raise AuthenticationError(f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}")
             header = json.loads(body[_LENGTH.size : _LENGTH.size + length])
             if not isinstance(header, dict) or not isinstance(header.get("_n"), int):
                 raise AuthenticationError("a message had no proper header")

@@ -86,7 +86,7 @@ class _Run:
                 case policy.Fail(failure):
                     self._fail(failure)
                 case policy.GiveUp(message):
-                    self._end_workers()
+                    self._end_workers(message)
                     raise StartTimeoutError(message)
 
     def _start(self) -> float:
@@ -149,31 +149,30 @@ class _Run:
     def _finish(self) -> JobResult:
         lingering = [slot.rank for slot in self._job.slots if slot.rank not in self._exits]
         if lingering:
-            self._tell(f"ranks {lingering} have returned but their processes do not end: ending them")
-            self._end_workers()
+            self._end_workers(f"ranks {lingering} have returned but their processes do not end: ending them")
         return JobResult(
             job=self._id,
             exits=tuple(self._exits[worker] for worker in sorted(self._exits)),
             results=tuple(self._results.get(slot.rank) for slot in self._job.slots),
         )
 
-    def _end_workers(self) -> None:
+    def _end_workers(self, why: str) -> None:
         """SIGTERM, then SIGKILL; returns when all have ended, or when even SIGKILL should have done it."""
         self._ending = True
         left = [slot.rank for slot in self._job.slots if slot.rank not in self._exits]
         self._launcher.terminate(left, grace_s=self._job.grace_s)
+        self._tell(why)  # afterwards: a console that nobody reads must not keep the workers alive
         limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
         while len(self._exits) < self._job.num_proc and time.monotonic() < limit:
             self._wait(limit)
 
     def _fail(self, failure: policy.Failure) -> None:
         slot = self._job.slots[failure.worker]
-        self._tell(
+        self._end_workers(
             f"process {slot.rank} on host {slot.hostname} failed with exit code {failure.code}"
             + (f" ({failure.reason})" if failure.reason else "")
             + ("; ending the others" if self._job.num_proc > 1 else "")
         )
-        self._end_workers()
         report = self._reports.get(failure.worker)
         tail = self._output.tail(failure.worker)
         error = JobFailedError(

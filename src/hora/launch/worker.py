@@ -9,6 +9,7 @@ point: supervisors run them as they are. torch is imported when the function nee
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import sys
@@ -113,6 +114,7 @@ def leave(status: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)  # what libraries printed
     os._exit(status)
 
 
