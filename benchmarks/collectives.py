@@ -1,8 +1,8 @@
 """Collectives of hvd against torch.distributed's gloo, in the same run: latency and times faster.
 
-    python benchmarks/collectives.py -np 2                       the table of the README, about a minute
-    python benchmarks/collectives.py -np 4 --sizes 4K,1M --json results.json
-    python benchmarks/collectives.py -np 2 --cases allgather,broadcast,alltoall,reducescatter
+    python -m benchmarks.collectives -np 2                       the table of the README, about a minute
+    python -m benchmarks.collectives -np 4 --sizes 4K,1M --json results.json
+    python -m benchmarks.collectives -np 2 --cases allgather,broadcast,alltoall,reducescatter
 
 One thread a rank, float32, private tensors. The contenders take turns, several rounds of each, so that a machine that
 is busy for a while is busy for all of them. Numbers are medians of single calls on rank 0; "times" is the median over
@@ -54,7 +54,7 @@ def launch(arguments: argparse.Namespace) -> int:
     """Run this file on all ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    command = [horovodrun, "-np", str(arguments.num_ranks), sys.executable, __file__, "--worker"]
+    command = [horovodrun, "-np", str(arguments.num_ranks), sys.executable, "-m", "benchmarks.collectives", "--worker"]
     command += ["--sizes", arguments.sizes, "--cases", ",".join(arguments.cases), "--rounds", str(arguments.rounds)]
     if arguments.json:
         command += ["--json", str(arguments.json.absolute())]

@@ -1,6 +1,6 @@
 """Where the time of an allreduce through shared memory goes, and how far it is from a plain copy.
 
-    python benchmarks/shm_profile.py -np 2 --sizes 4K,64K,1M,16M,64M
+    python -m benchmarks.shm_profile -np 2 --sizes 4K,64K,1M,16M,64M
 
 Every phase is timed by wrapping the functions that do it, on rank 0, so phases of small operations look longer than
 they are; `total` is measured without the wrapping. Phases: `engine` is everything before and after the transport
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from collectives import SIZES, num_bytes
+from benchmarks.collectives import SIZES, num_bytes
 
 PHASES = ("engine", "copy in", "publish", "wait", "reduce", "rest")
 
@@ -118,5 +118,13 @@ if __name__ == "__main__":
         work([num_bytes(size) for size in arguments.sizes.split(",")])
     else:
         horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-        command = [horovodrun, "-np", str(arguments.num_ranks), sys.executable, __file__, "--worker"]
+        command = [
+            horovodrun,
+            "-np",
+            str(arguments.num_ranks),
+            sys.executable,
+            "-m",
+            "benchmarks.shm_profile",
+            "--worker",
+        ]
         sys.exit(subprocess.run([*command, "--sizes", arguments.sizes], check=False).returncode)
