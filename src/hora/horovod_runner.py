@@ -21,6 +21,7 @@ from hora.launch.spark_session import context_or_new
 from hora.launch.spark_slots import require_slots
 from hora.launch.spec import JobResult, OutputOptions
 from hora.launch.start import start
+from hora.world import World
 
 __all__ = ["HorovodRunner"]
 
@@ -68,12 +69,12 @@ class HorovodRunner:
 def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int) -> Any:
     """On this machine. What the processes print goes where this process prints: a cell, a terminal."""
     options = Options(num_proc=num_proc)
-    result = start(options, os.environ, function=cloudpickle.dumps((main, (), dict(kwargs))))
+    result = start(options, os.environ, function=_pickled(main, kwargs))
     return _value_of_rank_0(result)
 
 
 def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool) -> Any:
-    function = cloudpickle.dumps((main, (), dict(kwargs)))
+    function = _pickled(main, kwargs)
     context = context_or_new()
     num_slots = require_slots(context, num_proc)
     result = run_on_spark(
@@ -90,6 +91,21 @@ def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc:
         ),
     )
     return _value_of_rank_0(result)
+
+
+class _OnlyRank0Answers:
+    """Calls the function and keeps the other ranks' values, which nobody wants, from travelling."""
+
+    def __init__(self, main: Callable[..., Any]) -> None:
+        self._main = main
+
+    def __call__(self, **kwargs: Any) -> Any:
+        value = self._main(**kwargs)
+        return value if World.from_env().rank == 0 else None
+
+
+def _pickled(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> bytes:
+    return bytes(cloudpickle.dumps((_OnlyRank0Answers(main), (), dict(kwargs))))
 
 
 def _value_of_rank_0(result: JobResult) -> Any:

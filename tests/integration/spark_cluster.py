@@ -87,9 +87,7 @@ class StandaloneCluster:
         """Hora's processes that still run on the cluster after this time; empty as soon as there are none."""
         deadline = time.monotonic() + within_s
         while True:
-            found = [
-                _command(process) for process in self._family() if "hora.launch" in _command(process).replace("/", ".")
-            ]
+            found = [_command(process) for process in self._family() if _is_horas(process)]
             if not found or time.monotonic() > deadline:
                 return found
             threading.Event().wait(0.05)
@@ -133,6 +131,15 @@ class StandaloneCluster:
             return lines[-1][1:]
 
         return wait
+
+
+def _is_horas(process: psutil.Process) -> bool:
+    try:
+        # Ranks are forked from Spark's Python workers and have their command line, but a name of their own.
+        forked = Path(f"/proc/{process.pid}/comm").read_text().startswith("hora-")
+    except OSError:  # it ended meanwhile
+        return False
+    return forked or "hora.launch" in _command(process).replace("/", ".")
 
 
 def _command(process: psutil.Process) -> str:

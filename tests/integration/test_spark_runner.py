@@ -158,6 +158,14 @@ def test_a_result_that_cannot_be_pickled_is_named():
     with pytest.raises(JobFailedError, match=r"(?s)rank 0.*lock"):
         HorovodRunner(np=2).run(main)
 
+    def only_rank_0_counts():
+        import os
+        import threading
+
+        return 5 if os.environ["HOROVOD_RANK"] == "0" else threading.Lock()
+
+    assert HorovodRunner(np=2).run(only_rank_0_counts) == 5
+
 
 def test_a_large_result_comes_home():
     def main():
@@ -243,6 +251,56 @@ def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
         driver.wait()
         driver.stdout.close()
     assert spark_cluster.leftovers() == []
+
+
+def test_a_job_leaves_no_trace_in_the_next_one():
+    """Ranks are forked from warm processes; what a training does to its process must stay there."""
+
+    def vandal():
+        import os
+        import sys
+
+        import torch
+
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        torch.manual_seed(7)
+        os.environ["LEFT_BEHIND"] = "1"
+        sys.modules["left_behind"] = torch
+
+    def witness():
+        import os
+        import random
+        import sys
+
+        import numpy
+        import torch
+
+        import horovod.torch as hvd
+
+        hvd.init()
+        state = torch.get_default_dtype() is torch.float32, torch.is_grad_enabled(), torch.initial_seed()
+        left = "LEFT_BEHIND" in os.environ, "left_behind" in sys.modules
+        return state, left, hvd.allgather_object((numpy.random.rand(), random.random()))
+
+    HorovodRunner(np=2).run(vandal)
+    first, second = HorovodRunner(np=2).run(witness), HorovodRunner(np=2).run(witness)
+    assert first[:2] == second[:2]
+    assert first[0][:2] == (True, True)
+    assert first[1] == (False, False)
+    # A fresh process has random numbers of its own, on every rank and in every job.
+    assert len({*first[2], *second[2]}) == 4
+
+
+def test_udfs_do_not_run_in_the_workers_that_ranks_are_forked_from(spark):
+    def of_task(_):
+        import os
+        import sys
+
+        return "HORA_SPARK_WORKER" in os.environ, "hora" in sys.modules
+
+    HorovodRunner(np=2).run(lambda: None)
+    assert spark.sparkContext.parallelize(range(2), 2).map(of_task).collect() == [(False, False)] * 2
 
 
 @contextlib.contextmanager

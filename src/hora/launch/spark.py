@@ -141,6 +141,7 @@ class SparkLauncher:
             "executable": self._wanted.executable,
             "arguments": list(worker.argv[1:]),
             "grace_s": worker.grace_s,
+            "preload": worker.preload,
             "nonce": nonce.hex(),
             "secret": mask_secret(self._tasks.secret, nonce, worker.secret).hex(),
         }

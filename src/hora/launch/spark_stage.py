@@ -8,6 +8,7 @@ task.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
@@ -75,7 +76,10 @@ class SparkStage:
             self._context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
             rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
             stage = rdd if _allocates_dynamically(self._context) else rdd.barrier()
-            stage.mapPartitions(_TaskBody(self._body)).collect()
+            tasks = stage.mapPartitions(_TaskBody(self._body))
+            with _own_workers(self._context):
+                tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker
+            tasks.collect()
         except BaseException as error:  # whatever it is belongs to the thread that waits for the job
             self.error = error
         finally:
@@ -92,6 +96,21 @@ class _TaskBody:
         for index in partition:
             self._body(index)
         return iter(())
+
+
+@contextlib.contextmanager
+def _own_workers(context: Any) -> Iterator[None]:
+    """Have Spark run what is defined within this in Python workers of their own.
+
+    Spark keeps a set of Python workers for each environment that they ask for. No UDF shall run in ours, because ranks
+    are forked from them (`spark_warm`), and a rank shall not inherit what a UDF did.
+    """
+    environment = context.environment
+    context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
+    try:
+        yield
+    finally:
+        context.environment = environment
 
 
 def _allocates_dynamically(context: Any) -> bool:

@@ -1,6 +1,6 @@
 """What runs inside a Spark task: it starts the process of one rank, looks after it and ends it.
 
-The task itself stays a supervisor. It does not run the user's function, because Spark reuses its Python
+The task itself only looks after its rank. It does not run the user's function, because Spark reuses its Python
 workers: what a training does to modules, threads, devices and the environment must not reach the next job.
 It starts its process through the local launcher, so that killing the task (or its executor, or the driver)
 ends the process as well. Spark calls `SparkTask`; the driver's end of the connection is `spark_tasks`.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.local import LocalLauncher
+from hora.launch.spark_warm import WarmLauncher, prepare
 from hora.launch.spec import Slot, WorkerExit, WorkerSpec
 from hora.wire import Connection, Header
 
@@ -68,7 +69,7 @@ class _Supervisor:
 
     def __init__(self, connection: Connection, task: SparkTask) -> None:
         self._connection, self._task = connection, task
-        self._launcher = LocalLauncher()
+        self._launcher: LocalLauncher | None = None
         self._sending = threading.Lock()
         self._tails: dict[str, collections.deque[bytes]] = {}
 
@@ -78,15 +79,22 @@ class _Supervisor:
             while True:
                 header, payload = self._connection.receive()
                 if header["kind"] == "start":
-                    self._launcher.start([self._worker(header, payload)], self)
-                elif header["kind"] == "terminate":
+                    self._start(self._worker(header, payload))
+                elif header["kind"] == "terminate" and self._launcher is not None:
                     self._launcher.terminate([header["worker"]], grace_s=header["grace_s"])
                 elif header["kind"] == "leave":
                     return
         except (EOFError, OSError):
             return  # the driver is gone or has given up: nobody is left to tell, only the process to end
         finally:
-            self._launcher.close()
+            if self._launcher is not None:
+                self._launcher.close()
+
+    def _start(self, worker: WorkerSpec) -> None:
+        if self._launcher is None:
+            warm = worker.argv[0] == sys.executable and prepare(worker.preload or (), worker.env)
+            self._launcher = WarmLauncher() if warm else LocalLauncher()
+        self._launcher.start([worker], self)
 
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
         secret = mask_secret(self._task.secret, bytes.fromhex(header["nonce"]), bytes.fromhex(header["secret"]))
@@ -103,6 +111,7 @@ class _Supervisor:
             env=inherited | json.loads(payload),
             secret=secret,
             grace_s=header["grace_s"],
+            preload=None if header["preload"] is None else tuple(header["preload"]),
         )
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
