@@ -52,8 +52,9 @@ class _ControlGathering:
 
 
 class _StoreGathering:
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, meeting: Meeting, limit_s: float) -> None:
+        self._meeting = meeting
+        self._store = _tcp_store(meeting, limit_s, is_master=meeting.host_store)
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         keys = [f"hora/{key}/{peer}" for peer in range(size)]
@@ -71,9 +72,9 @@ class _StoreGathering:
             ) from error
 
     def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
-        store = PrefixStore(prefix, self._store)
-        store.set_timeout(timedelta(seconds=limit_s))
-        return store
+        # A connection of its own: a TCPStore lets one thread at a time use it, also while that one waits for a key.
+        # Two process sets that connect at the same time would wait for one another.
+        return PrefixStore(prefix, _tcp_store(self._meeting, limit_s, is_master=False))
 
 
 _open: dict[Meeting, Gathering] = {}
@@ -91,7 +92,7 @@ def open_gathering(world: World, *, limit_s: float) -> Gathering:
         client = ControlClient.connect(meeting, name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
         gathering = _ControlGathering(client)
     else:
-        gathering = _StoreGathering(_tcp_store(meeting, limit_s))
+        gathering = _StoreGathering(meeting, limit_s)
     _open[meeting] = gathering
     return gathering
 
@@ -102,12 +103,12 @@ def control_client(world: World) -> ControlClient | None:
     return gathering.client if isinstance(gathering, _ControlGathering) else None
 
 
-def _tcp_store(meeting: Meeting, limit_s: float) -> Store:
+def _tcp_store(meeting: Meeting, limit_s: float, *, is_master: bool) -> Store:
     try:
         return TCPStore(
             meeting.address,
             meeting.port,
-            is_master=meeting.host_store,
+            is_master=is_master,
             wait_for_workers=False,
             timeout=timedelta(seconds=limit_s),
         )
