@@ -8,13 +8,14 @@ lanes. One runtime exists at a time; `hora.engine` keeps it. States:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class _Facts:
 
 
 class Runtime:
-    """One initialised world. Made by `Runtime.start`."""
+    """One initialised world, after `start`."""
 
     def __init__(self, world: World, config: EngineConfig, epoch: int) -> None:
         self.world = world
@@ -84,27 +85,28 @@ class Runtime:
         self._mesh: Mesh | None = None
         self._gathering: Gathering | None = None
         self._peers: list[_Facts] = []
+        self._serials: dict[int, int] = {}
+        self._num_registered = 0
         self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
         self._rounds_lock = threading.Lock()
         self._num_segments: dict[str, int] = {}
         self.pid = os.getpid()
 
-    @classmethod
-    def start(cls, world: World, config: EngineConfig, process_sets: Sequence[Sequence[int]], epoch: int) -> Runtime:
+    def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all are there, within the limit."""
-        runtime = cls(world, config, epoch)
+        size = self.world.size
         try:
-            runtime._meet([sorted(ranks) for ranks in process_sets])
-            sets = [_checked(ranks, world.size) for ranks in process_sets]
-            runtime._register(0, tuple(range(world.size)))
-            for index, ranks in enumerate(ranks for ranks in sets if len(ranks) < world.size):
-                runtime._register(index + 1, ranks)
+            self._meet([sorted(ranks) for ranks in process_sets])
+            sets = [_checked(ranks, size) for ranks in process_sets]
+            with self._peers_may_go():
+                self._register(0, tuple(range(size)))
+                for index, ranks in enumerate(ranks for ranks in sets if len(ranks) < size):
+                    self._register(index + 1, ranks)
         except BaseException:
-            runtime.close()
+            self.close()
             raise
-        if config.timeline and config.timeline.upper() != "DYNAMIC":
-            runtime.start_timeline(config.timeline, config.timeline_mark_cycles)
-        return runtime
+        if self.config.timeline and self.config.timeline.upper() != "DYNAMIC":
+            self.start_timeline(self.config.timeline, self.config.timeline_mark_cycles)
 
     # Operations.
 
@@ -383,6 +385,13 @@ class Runtime:
         """End the job for everybody because these ranks keep the others waiting."""
         self._broken(f"rank(s) {', '.join(map(str, ranks))} {text}; Horovod has been shut down", tell=True)
 
+    def lost(self, rank: int, how: str) -> None:
+        """The launcher tells that a rank is gone."""
+        mesh = self._mesh
+        if rank != self.world.rank and mesh is not None and rank not in mesh.goodbyes:
+            self._broken(f"rank {rank} {how}. Horovod has been shut down")
+            mesh.stop_waiting(self.fate.reason)
+
     def _broken(self, text: str, *, tell: bool = False) -> None:
         self.fate.fault(text)
         if tell and self._mesh is not None:
@@ -407,7 +416,16 @@ class Runtime:
         self._check_agreement_on_sets()
         mesh.start(bytes.fromhex(self._peers[0].secret))
         self.hosts = self._prove_hosts()
-        self._join_mesh()
+        with self._peers_may_go():
+            self._join_mesh()
+
+    @contextlib.contextmanager
+    def _peers_may_go(self) -> Iterator[None]:
+        """What a peer's sudden end does to its connections is a lost rank, not a problem of this one."""
+        try:
+            yield
+        except OSError as error:
+            raise HorovodInternalError(f"rank {self.world.rank} could not meet the others: {error}") from error
 
     def _check_agreement_on_sets(self) -> None:
         expected = self._peers[0].process_sets
@@ -516,6 +534,8 @@ class Runtime:
         return lane
 
     def _register(self, number: int, ranks: tuple[int, ...]) -> None:
+        self._num_registered += 1  # on every rank, whether a member or not
+        self._serials[number] = self._num_registered
         lane = self._make_lane(number, ranks) if self.world.rank in ranks else None
         with self._rounds_lock:  # the mesh thread must neither drop a round now nor deliver one before the early ones
             if lane is not None:
@@ -572,7 +592,7 @@ class Runtime:
         mesh = self._mesh
         assert mesh is not None
         if self._shares_memory(ranks):
-            segment = self._share(f"set{number}/control", ranks, ShmAgreement.num_bytes(len(ranks)))
+            segment = self._share(f"{self._label(number)}/control", ranks, ShmAgreement.num_bytes(len(ranks)))
             return ShmAgreement(segment, member, len(ranks), cache_capacity=self.config.cache_capacity)
         return MeshAgreement(
             lambda data: mesh.announce(number, member, data),
@@ -584,6 +604,10 @@ class Runtime:
         kind = self._peers[0].config["transport"]
         return kind != "gloo" and futex.supported() and any(set(ranks) <= set(host) for host in self.hosts)
 
+    def _label(self, process_set_id: int) -> str:
+        """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
+        return f"set{process_set_id}.{self._serials[process_set_id]}"
+
     def _share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
         """The same new memory for all these ranks, which are on one host (collective)."""
         assert self._mesh is not None
@@ -594,7 +618,7 @@ class Runtime:
         return self._mesh.fetch(self._peers[ranks[0]].mesh_name, key, limit_s=self.config.init_timeout_s)
 
     def _share_or_none(self, process_set_id: int, num_bytes: int) -> Segment | None:
-        key, ranks = f"set{process_set_id}/region", self._sets[process_set_id]
+        key, ranks = f"{self._label(process_set_id)}/region", self._sets[process_set_id]
         try:
             segment = self._share(key, ranks, num_bytes)
         except MemoryError as error:
@@ -606,14 +630,15 @@ class Runtime:
     def transport(self, lane: Lane, device: str) -> Transport:
         """Make the transport of a lane for a device type (collective among its members)."""
         gathering = self._gathering
-        prefix = f"{self._epoch}/set{lane.process_set_id}/{device}"
+        label = self._label(lane.process_set_id)
+        prefix = f"{self._epoch}/{label}/{device}"
         neighbourhood = Neighbourhood(
             ranks=lane.ranks,
             member=lane.member,
             hosts=self.hosts
             if self._peers and self._peers[0].config["transport"] != "gloo" and futex.supported()
             else [[r] for r in lane.ranks],
-            share=lambda ranks, num_bytes: self._share(f"set{lane.process_set_id}/{device}", ranks, num_bytes),
+            share=lambda ranks, num_bytes: self._share(f"{label}/{device}", ranks, num_bytes),
             store=lambda name: (
                 gathering.store(f"{prefix}/{name}", limit_s=self.config.init_timeout_s, guard=self.fate.guard)
                 if gathering
