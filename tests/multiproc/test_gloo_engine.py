@@ -1,0 +1,74 @@
+"""The engine over gloo inside one host (HORA_TRANSPORT=gloo): what meets through the store, and process sets."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import horovod.torch as hvd
+from hora import engine
+
+gloo = {"HORA_TRANSPORT": "gloo"}
+
+
+def reuse_a_number():
+    """Set 1 is first ranks 0 and 1, then 1 and 2: members of the second one know different pasts."""
+    hvd.init(process_sets="dynamic")
+    for ranks in ([0, 1], [1, 2], [0, 1], [0, 2]):
+        some = hvd.add_process_set(ranks)
+        assert some.process_set_id == 1
+        if some.included():
+            got = hvd.allgather(torch.full((100_000,), hvd.rank()), process_set=some)
+            assert got.tolist() == [ranks[0]] * 100_000 + [ranks[1]] * 100_000
+        assert hvd.remove_process_set(some)
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(3)
+def test_a_new_set_takes_over_a_number_in_memory():
+    reuse_a_number()
+
+
+@pytest.mark.ranks(3, env=gloo)
+def test_a_new_set_takes_over_a_number_over_gloo():
+    reuse_a_number()
+
+
+@pytest.mark.ranks(4, env=gloo)
+def test_sets_connect_at_the_same_time():
+    """Each rank is in two sets of different partners; every rank starts with another one."""
+    sets = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [2, 3], [1, 2], [0, 3], [0, 2], [1, 3])]
+    hvd.init(process_sets=sets)
+    mine = [some for some in sets if some.included()]
+    results = {}
+
+    def work(some):
+        results[some.process_set_id] = hvd.allreduce(torch.tensor([hvd.rank()]), op=hvd.Sum, process_set=some).item()
+
+    threads = [threading.Thread(target=work, args=(some,)) for some in (mine[::-1] if hvd.rank() % 2 else mine)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {some.process_set_id: sum(some.ranks) for some in mine}
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(2, env=gloo)
+def test_the_users_own_default_group_is_free():
+    hvd.init()
+    hvd.allreduce(torch.ones(3))
+    assert engine.current()._lane(0).transport("cpu").name == "gloo"
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert hvd.allreduce(tensor, op=hvd.Sum).tolist() == [2.0, 2.0]
+    finally:
+        dist.destroy_process_group()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    hvd.shutdown()
