@@ -174,8 +174,8 @@ class ControlClient:
     def on_notice(self, listener: Callable[[Notice], None]) -> None:
         """Call the listener with every notice, past and future ones, in the reader's thread: be quick.
 
-        `{"notice": "lost", "rank": r, "how": text}`: a rank's process died. `{"notice": "closed", "why":
-        text}`: the connection ended, the last notice of all. The launcher may send others.
+        `{"notice": "lost", "rank": r, "generation": g, "how": text}`: a rank's process died. `{"notice": "closed",
+        "why": text}`: the connection ended, the last notice of all. The launcher may send others.
         """
         with self._state_lock:
             self._listeners.append(listener)
@@ -233,6 +233,8 @@ class ControlClient:
                 )
             case "lost":
                 raise HorovodInternalError(f"{self._name}, waiting for {waiting_for}: {header['message']}")
+            case "refused":
+                raise HorovodInternalError(f"{self._name}: {header['message']}")
             case "mismatch":
                 raise HorovodInternalError(f"{self._name}: {header['message']}")
             case "closed":
@@ -259,7 +261,9 @@ class ControlClient:
         try:
             while True:
                 header, payload = self._connection.receive()
-                if "notice" in header:
+                if header.get("notice") == "ping":
+                    self._send({"op": "pong"})
+                elif "notice" in header:
                     self._tell(header)
                 else:
                     self._settle(header, payload)

@@ -169,7 +169,7 @@ def test_notices_reach_listeners_late_and_early(place: Place):
     client, early = place.connect(0), queue.SimpleQueue()
     client.on_notice(early.put)
     place.server.worker_exited(1, "ended with exit code 3", failed=True)
-    expected = {"notice": "lost", "rank": 1, "how": "ended with exit code 3"}
+    expected = {"notice": "lost", "rank": 1, "generation": -1, "how": "ended with exit code 3"}
     assert early.get(timeout=LIMIT_S) == expected
     late = queue.SimpleQueue()
     client.on_notice(late.put)

@@ -8,11 +8,12 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hora import logs
 from hora.config import EngineConfig
 from hora.control import ControlClient
-from hora.engine.bootstrap import control_client
+from hora.engine.bootstrap import control_client, open_gathering
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.world import World
@@ -23,15 +24,19 @@ log = logging.getLogger("hora")
 
 _lock = threading.RLock()
 _runtime: Runtime | None = None
+_starting: Runtime | None = None
 _inherited: Runtime | None = None  # of the parent, in a forked child
 _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
 _registered_exit = False
 _last_place: World | None = None
+_watched: list[ControlClient] = []  # connections over which we hear of lost ranks
+# A newcomer waits for the others' next commit. How long anybody may wait is the launcher's decision.
+_LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
 
 
 def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: World | None = None) -> None:
     """Start the runtime unless it runs. `process_sets`: lists of ranks, or "dynamic"."""
-    global _runtime, _registered_exit, _last_place
+    global _runtime, _registered_exit
     with _lock:
         if _runtime is not None and _runtime.pid == os.getpid():
             return
@@ -46,11 +51,18 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
             config = replace(config, dynamic_process_sets=True)
         else:
             sets = [tuple(sorted(ranks)) for ranks in process_sets or ()]
-        _last_place = place
-        logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
-        epoch = _num_starts.get(place.generation, 0)
-        _num_starts[place.generation] = epoch + 1
-        _runtime = Runtime.start(place, config, sets, epoch)
+        elastic = place.elastic and place.meeting.kind == "hora"
+        if elastic and place.generation < 0:
+            place = _next_place(place, config)
+        while _runtime is None or _runtime.pid != os.getpid():
+            try:
+                _runtime = _start(place, config, sets)
+            except HorovodInternalError as error:
+                if not elastic:
+                    raise
+                # A rank has died while the ranks met: the launcher announces yet another generation.
+                log.warning("the ranks of generation %d did not meet: %s", place.generation, error)
+                place = _next_place(place, config)
         if not _registered_exit:
             _registered_exit = True
             atexit.register(shutdown)
@@ -66,29 +78,52 @@ def shutdown() -> None:
 
 
 def restart() -> None:
-    """Leave the world and enter the next generation of it; without an elastic launcher, the same world again.
-
-    Tried again when a rank dies while the ranks meet: the launcher then announces yet another generation. It also
-    decides how long that may go on. A worker for which there is no place any more ends here.
-    """
+    """Leave the world and enter the next generation of it; without an elastic launcher, the same world again."""
     place = _place()
     shutdown()
-    client = control_client(place) if place.elastic else None
-    if client is None:
-        init(world=place)
-        return
-    while True:
-        renewed = client.next_world(place, timeout_s=EngineConfig.from_env().elastic_timeout_s)
-        if renewed is None:
-            log.info("this worker has no place in the new world and ends")
-            raise SystemExit(0)
-        place = renewed
-        place.export()
-        try:
-            init(world=place)
-            return
-        except HorovodInternalError as error:
-            log.warning("the ranks of generation %d did not meet: %s", place.generation, error)
+    if place.elastic and place.meeting.kind == "hora":
+        place = _next_place(place, EngineConfig.from_env())
+    init(world=place)
+
+
+def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) -> Runtime:
+    global _last_place, _starting
+    _last_place = place
+    logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
+    if place.elastic:
+        open_gathering(place, limit_s=config.init_timeout_s)  # a world of one may grow
+    epoch = _num_starts.get(place.generation, 0)
+    _num_starts[place.generation] = epoch + 1
+    client = control_client(place)
+    if client is not None and client not in _watched:
+        _watched.append(client)
+        client.on_notice(_on_notice)
+    _starting = runtime = Runtime(place, config, epoch)
+    try:
+        runtime.start(sets)
+    finally:
+        _starting = None
+    return runtime
+
+
+def _next_place(place: World, config: EngineConfig) -> World:
+    """This worker's place in the next generation. A worker for which there is none ends here."""
+    open_gathering(place, limit_s=config.init_timeout_s)
+    client = control_client(place)
+    assert client is not None
+    renewed = client.next_world(place, timeout_s=_LAUNCHER_DECIDES_S)
+    if renewed is None:
+        log.info("this worker has no place in the new world and ends")
+        raise SystemExit(0)
+    renewed.export()
+    return renewed
+
+
+def _on_notice(notice: dict[str, Any]) -> None:
+    """A rank's process has died, or its host is out of reach: the ranks' own connections may take longer to tell."""
+    for runtime in (_runtime, _starting):
+        if notice["notice"] == "lost" and runtime is not None and runtime.world.generation == notice.get("generation"):
+            runtime.lost(int(notice["rank"]), str(notice["how"]))
 
 
 def control_connection() -> ControlClient | None:

@@ -96,6 +96,7 @@ class Mesh:
         self._waiting_for_segment: list[tuple[str, _Link]] = []
         self._changed = threading.Condition()
         self._stopping = False
+        self._hopeless = ""
         self._announcements: dict[int, list[tuple[int, bytes]]] = {}  # the hub's, per set, until the next round
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -166,10 +167,18 @@ class Mesh:
     def wait_for_all(self, *, limit_s: float) -> None:
         """The hub waits until every rank has connected."""
         with self._changed:
-            complete = self._changed.wait_for(lambda: len(self._links) == self.size - 1, limit_s)
+            complete = self._changed.wait_for(lambda: self._hopeless or len(self._links) == self.size - 1, limit_s)
+        if self._hopeless:
+            raise HorovodInternalError(self._hopeless)
         if not complete:
             missing = sorted(set(range(1, self.size)) - set(self._links))
             raise HorovodInternalError(f"waited {limit_s:g} s for rank(s) {missing} to connect to rank 0")
+
+    def stop_waiting(self, why: str) -> None:
+        """Some rank will never connect."""
+        with self._changed:
+            self._hopeless = why
+            self._changed.notify_all()
 
     # Messages.
 

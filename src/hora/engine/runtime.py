@@ -176,7 +176,7 @@ class Runtime:
     def bind(
         self,
         kind: Kind,
-        views: Sequence[torch.Tensor],
+        places: Sequence[Sequence[torch.Tensor]],
         *,
         name: str,
         out: torch.Tensor | None = None,
@@ -185,27 +185,30 @@ class Runtime:
         postscale: float = 1.0,
         process_set_id: int = 0,
     ) -> Binding:
-        """Prepare a reduction of shared memory for `submit_bound`. All members must have bound before one submits"""
-        mine = views[0]
+        """Prepare a reduction of shared memory for `submit_bound`: see `binding.py`.
+
+        All members must have bound it before one submits it.
+        """
+        example = places[0][0]
         signature = Signature(
             int(kind),
             kind.name.lower(),
             name,
-            (dtype_name(mine.dtype),),
-            ((mine.numel(),),),
+            (dtype_name(example.dtype),),
+            ((example.numel(),),),
             int(op),
             float(prescale),
             float(postscale),
             extra=(1,),
         )
-        binding = Binding(process_set_id, signature, views, out)
+        binding = Binding(process_set_id, signature, places, out)
         self._lane(process_set_id).bindings[name] = binding
         return binding
 
     def submit_bound(self, binding: Binding, *, background: bool = True) -> int:
         """Put a bound reduction in flight; returns its handle."""
         lane = self._lane(binding.process_set_id)
-        mine = binding.views[lane.member]
+        mine = binding.places[binding.turn][lane.member]
         request = Request(binding.signature, (mine,), (mine if binding.out is None else binding.out,))
         handle = next(self._next_handle)
         lane.submit(request, background=background)

@@ -12,7 +12,6 @@ import functools
 import json
 import queue
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from hora.control import FUNCTION_KEY, PATH_KEY
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch import policy
+from hora.launch.failure_report import cause, failure_message, signal_text
 from hora.launch.interrupt import ended_by_signals
 from hora.launch.output import Output
 from hora.launch.rendezvous import ErrorReport, Rendezvous
@@ -27,9 +27,8 @@ from hora.launch.spec import Job, JobResult, Launcher, WorkerExit, WorkerSpec
 from hora.wire import new_secret
 from hora.world import Meeting
 
-__all__ = ["run_job"]
+__all__ = ["prepare", "run_job"]
 
-_TAIL_LINES = 30
 _KILL_SLACK_S = 10.0
 _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
 _INTERRUPTIBLE_S = 3600.0
@@ -50,6 +49,18 @@ def run_job(job: Job, launcher: Launcher) -> JobResult:
         stack.callback(run.rendezvous.close)
         stack.callback(launcher.close)  # the workers end while there is still somebody to report to
         return run.to_the_end()
+
+
+def prepare(job: Job, rendezvous: Rendezvous) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Lay out what the workers will fetch; returns their argv and what to load for all of them at once."""
+    if job.function is None:
+        return job.command, None
+    rendezvous.set(FUNCTION_KEY, job.function)
+    same = job.executable == sys.executable
+    rendezvous.set(PATH_KEY, json.dumps(sys.path if same else []).encode())
+    # A function that names them will import them: once for all workers of a host, then.
+    preload = tuple(name for name in ("torch", "horovod.torch") if name.encode() in job.function)
+    return (job.executable, "-m", "hora.launch.worker"), preload
 
 
 class _Run:
@@ -93,15 +104,7 @@ class _Run:
         """Start everything; returns how many seconds the workers have to connect."""
         job = self._job
         self.rendezvous.publish(0, {slot.rank: slot.world(self._meeting) for slot in job.slots})
-        argv = job.command
-        preload: tuple[str, ...] | None = None
-        if job.function is not None:
-            self.rendezvous.set(FUNCTION_KEY, job.function)
-            same = job.executable == sys.executable
-            self.rendezvous.set(PATH_KEY, json.dumps(sys.path if same else []).encode())
-            argv = (job.executable, "-m", "hora.launch.worker")
-            # A function that names them will import them: once for all workers of a host, then.
-            preload = tuple(name for name in ("torch", "horovod.torch") if name.encode() in job.function)
+        argv, preload = prepare(job, self.rendezvous)
         workers = [
             WorkerSpec(
                 worker=slot.rank,
@@ -176,13 +179,13 @@ class _Run:
         report = self._reports.get(failure.worker)
         tail = self._output.tail(failure.worker)
         error = JobFailedError(
-            _message(failure, report, tail),
+            failure_message(str(failure.worker), failure.code, failure.reason, report, tail),
             rank=failure.worker,
             exit_code=failure.code,
             remote_traceback=report.traceback if report else None,
             log_tail=tail,
         )
-        raise error from _cause(report)
+        raise error from cause(report)
 
     def _tell(self, text: str) -> None:
         self._output.say(f"hora: {text}", stream="stderr")
@@ -236,7 +239,7 @@ class _Run:
                 reason or "it ended with status 0 but the function did not return: did it call exit?",
             )
         if code > 128 and not reason:
-            reason = _signal_text(code - 128)
+            reason = signal_text(code - 128)
         if code != 0:
             # Of a command we only have the output to tell what it died of.
             last_line = self._output.tail(worker).rstrip().rpartition("\n")[2]
@@ -264,41 +267,3 @@ class _Run:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _signal_text(number: int) -> str:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return ""
-    hint = "; if nobody sent it, the machine has probably run out of memory" if name == "SIGKILL" else ""
-    return f"killed by {name}{hint}"
-
-
-def _message(failure: policy.Failure, report: ErrorReport | None, tail: str) -> str:
-    parts = [
-        "Horovod detected that one or more processes exited with non-zero status. The first one to fail was:",
-        f"Process name: {failure.worker}",
-        f"Exit code: {failure.code}",
-    ]
-    if failure.reason and report is None:
-        parts.append(f"Reason: {failure.reason}")
-    if report is not None:
-        parts.append(f"What it raised:\n{report.traceback.rstrip()}")
-    elif tail.strip():
-        lines = tail.rstrip().splitlines()[-_TAIL_LINES:]
-        parts.append("The end of its output:\n" + "\n".join(f"  {line}" for line in lines))
-    return "\n".join(parts) + "\n"
-
-
-def _cause(report: ErrorReport | None) -> BaseException | None:
-    """The worker's own exception. It comes from a worker that proved to hold the job's secret."""
-    if report is None or not report.pickled:
-        return None
-    import cloudpickle
-
-    try:
-        cause = cloudpickle.loads(report.pickled)
-    except Exception as error:  # the class is the user's: its constructor may do anything
-        cause = RuntimeError(f"{report.type_name}: {report.message} (it cannot be rebuilt here: {error})")
-    return cause if isinstance(cause, BaseException) else None

@@ -42,17 +42,25 @@ class Output:
             "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
             "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
         }
-        self._files: dict[tuple[int, str], _File] = {}
-        if options.directory is not None:
-            self._open_files(Path(options.directory))
+        self._files: dict[tuple[int, str], _File] = {}  # by rank
+        self._width = len(str(max(self._ranks.values(), default=0)))
+        self._open_files()
 
-    def _open_files(self, directory: Path) -> None:
-        width = len(str(max(self._ranks.values())))
-        for worker, rank in self._ranks.items():
-            place = directory / f"rank.{rank:0{width}d}"
+    def _open_files(self) -> None:
+        if self._options.directory is None:
+            return
+        for rank in sorted(self._ranks.values()):
+            place = Path(self._options.directory) / f"rank.{rank:0{self._width}d}"
             place.mkdir(parents=True, exist_ok=True)
             for stream in ("stdout", "stderr"):
-                self._files[worker, stream] = _File(place / stream)
+                if (rank, stream) not in self._files:
+                    self._files[rank, stream] = _File(place / stream)
+
+    def set_ranks(self, ranks: Mapping[int, int]) -> None:
+        """These workers have other numbers from now on."""
+        with self._lock:
+            self._ranks |= ranks
+            self._open_files()
 
     def feed(self, worker: int, stream: str, data: bytes) -> None:
         """Some bytes of a worker's stdout or stderr."""
@@ -105,8 +113,9 @@ class Output:
             return
         if self._options.console:
             self._consoles[key[1]].write(data, key)
-        if key in self._files:
-            self._files[key].write(data)
+        file = self._files.get((self._ranks.get(key[0], key[0]), key[1]))
+        if file is not None:
+            file.write(data)
 
 
 class _Lines:
@@ -212,9 +221,7 @@ class _File:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
-            _log.error(
-                "cannot write %s: %s. The rest of this output is not kept.", self._path, error.strerror
-            )
+            _log.error("cannot write %s: %s. The rest of this output is not kept.", self._path, error.strerror)
             self.close()
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ generation by generation, and passes results, errors and log lines on to the con
 public methods may be called from anywhere.
 
 A request is answered with `{"re": id}` on success and `{"re": id, "error": kind, "message": text}`
-otherwise, where kind is `timeout`, `lost` or `removed`. A request that must wait is parked until what it
-waits for happens, its time limit passes, its peer goes, or a rank it depends on is lost.
+otherwise, where kind is `timeout`, `lost`, `mismatch`, `removed` or `refused`. A request that must wait is parked
+until what it waits for happens, its time limit passes, its peer goes, or a rank it depends on is lost.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class Rendezvous:
         self._worlds = _Worlds()
         self._gone: dict[int, str] = {}  # rank of the current generation -> how it went
         self._failed = False  # one of them went badly
+        self._heard: dict[int, float] = {}  # worker -> when
+        self._given_up: set[int] = set()  # workers that have no place ever again, should they turn up
         self._ranks: dict[Peer, tuple[int, int]] = {}  # generation and rank for which a peer spoke last
         self._listener = Listener(bind_address, secret=secret, job=job, handler=self)
         self.port = self._listener.port
@@ -121,6 +123,18 @@ class Rendezvous:
         """A worker's process has ended: whoever waits for it need not wait any longer."""
         self._listener.call(lambda: self._worker_gone(worker, how, failed))
 
+    def ping(self) -> None:
+        """Ask every connected worker for a sign of life; `heard_at` tells of it."""
+        self._listener.call(lambda: self._broadcast({"notice": "ping"}))
+
+    def heard_at(self, worker: int) -> float | None:
+        """When a message of this worker came last."""
+        return self._heard.get(worker)
+
+    def give_up(self, worker: int) -> None:
+        """Have nothing to do with this worker any more, should it still be alive somewhere."""
+        self._listener.call(lambda: self._dismiss(worker))
+
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
         """Give workers (by number) their places in a new generation; a worker without one is told to
         leave."""
@@ -135,6 +149,8 @@ class Rendezvous:
         operation = _OPERATIONS.get(header["op"])
         if operation is None:
             raise ValueError(f"unknown operation {header['op']!r}")
+        if peer.worker >= 0:
+            self._heard[peer.worker] = time.monotonic()
         operation(self, peer, header, payload)
 
     def closed(self, peer: Peer) -> None:
@@ -155,9 +171,17 @@ class Rendezvous:
 
     def _hello(self, peer: Peer, header: Header, payload: bytes) -> None:
         peer.name, peer.worker = str(header["name"]), int(header["worker"])
+        if peer.worker in self._given_up:
+            message = f"worker {peer.worker} was given up by the launcher and its place is somebody else's"
+            peer.worker = -1
+            peer.send({"re": header["id"], "error": "refused", "message": message})
+            return
         self._answer(peer, header["id"])
         if peer.worker >= 0:
             self._events.joined(peer.worker)
+
+    def _pong(self, peer: Peer, header: Header, payload: bytes) -> None:
+        """Taken note of already."""
 
     def _bye(self, peer: Peer, header: Header, payload: bytes) -> None:
         # A polite leaver is nobody's loss: forget who it was, so that the end of its connection is no news.
@@ -238,7 +262,10 @@ class Rendezvous:
     def _next_world(self, peer: Peer, header: Header, payload: bytes) -> None:
         generation = int(header["generation"])
         parked = self._park(peer, header, lambda: f"no world after generation {generation} was announced")
-        if self._worlds.generation > generation:
+        worker = peer.worker
+        # A newcomer (its generation is negative) waits until there is a place for it.
+        known = generation >= 0 or worker in self._worlds.by_worker or worker in self._given_up
+        if self._worlds.generation > generation and known:
             self._give_world(parked, peer.worker)
         else:
             self._next_worlds[peer.worker] = (parked, generation)
@@ -249,12 +276,18 @@ class Rendezvous:
         self._gone.clear()
         self._failed = False
         for worker, (parked, after) in list(self._next_worlds.items()):
-            if generation > after:
+            if generation > after and (after >= 0 or worker in worlds):
                 del self._next_worlds[worker]
                 self._give_world(parked, worker)
 
+    def _dismiss(self, worker: int) -> None:
+        self._given_up.add(worker)
+        parked, _ = self._next_worlds.pop(worker, (None, -1))
+        if parked is not None:
+            self._give_world(parked, worker)
+
     def _give_world(self, parked: _Parked, worker: int) -> None:
-        world = self._worlds.by_worker.get(worker)
+        world = None if worker in self._given_up else self._worlds.by_worker.get(worker)
         if world is None:
             message = f"generation {self._worlds.generation} has no place for this worker"
             parked.answer({"error": "removed", "message": message})
@@ -285,7 +318,8 @@ class Rendezvous:
             self._gets.clear()
             for one in waiting:
                 one.answer({"error": "lost", "message": self._obituary()})
-            self._broadcast({"notice": "lost", "rank": rank, "how": how})
+            generation = self._worlds.generation
+            self._broadcast({"notice": "lost", "rank": rank, "generation": generation, "how": how})
 
     def _obituary(self) -> str:
         return "; ".join(f"rank {rank} {how}" for rank, how in sorted(self._gone.items()))
@@ -321,6 +355,7 @@ class Rendezvous:
 _OPERATIONS: dict[str, Callable[[Rendezvous, Peer, Header, bytes], None]] = {
     "hello": Rendezvous._hello,
     "bye": Rendezvous._bye,
+    "pong": Rendezvous._pong,
     "set": Rendezvous._set,
     "get": Rendezvous._get,
     "add": Rendezvous._add,

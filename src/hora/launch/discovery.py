@@ -1,0 +1,124 @@
+"""Which hosts there are: a fixed list, or what a script says, asked again and again. Called by `elastic`.
+
+The script is a shell command, as Horovod's users write it: one `host` or `host:slots` a line. A thread runs it and
+reports changes. It may take its time; the job does not wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+
+from hora.launch.hosts import HostInfo
+
+__all__ = ["DiscoveryScript", "parse_discovered"]
+
+_INTERVAL_S = 1.0
+_RUN_LIMIT_S = 60.0
+_SHOWN_BYTES = 2000
+
+_log = logging.getLogger("hora.launch")
+
+
+def parse_discovered(text: str, default_slots: int | None) -> list[HostInfo]:
+    """Reads the script's output. ValueError for a host without slots when there is no default."""
+    found: dict[str, HostInfo] = {}
+    for line in text.splitlines():
+        content = line.strip()
+        if not content:
+            continue
+        if ":" not in content:
+            if default_slots is None:
+                raise ValueError(
+                    f"the host discovery script names host {content!r} without slots; print `{content}:N`, or give "
+                    "--slots-per-host"
+                )
+            content = f"{content}:{default_slots}"
+        host = HostInfo.from_string(content)
+        found[host.hostname] = host
+    return list(found.values())
+
+
+class DiscoveryScript:
+    """Runs the script every second until closed. `changed` is called, in the thread, with each new list of hosts."""
+
+    def __init__(
+        self, command: str, *, default_slots: int | None, changed: Callable[[Sequence[HostInfo]], None]
+    ) -> None:
+        self._command, self._default_slots, self._changed = command, default_slots, changed
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._known: list[HostInfo] | None = None
+        self._thread = threading.Thread(target=self._watch, name="hora-discovery", daemon=True)
+
+    def start(self) -> None:
+        """The first call, whose failure is the job's; then go on in a thread."""
+        self._report(self._ask())
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        with self._lock:
+            if self._process is not None:
+                _kill_group(self._process)
+        if self._thread.is_alive():
+            self._thread.join(_INTERVAL_S + 5.0)
+
+    def _watch(self) -> None:
+        failing = False
+        while not self._stop.wait(_INTERVAL_S):
+            try:
+                self._report(self._ask())
+                failing = False
+            except (RuntimeError, ValueError) as error:
+                if not failing and not self._stop.is_set():
+                    _log.warning("%s; it is tried again every %g s", error, _INTERVAL_S)
+                failing = True
+
+    def _report(self, hosts: list[HostInfo]) -> None:
+        if hosts != self._known:
+            self._known = hosts
+            self._changed(hosts)
+
+    def _ask(self) -> list[HostInfo]:
+        with self._lock:
+            if self._stop.is_set():
+                return self._known or []
+            process = self._process = subprocess.Popen(
+                self._command,
+                shell=True,  # the user's own command line, with its own arguments
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        try:
+            out, err = process.communicate(timeout=_RUN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"the host discovery script {self._command!r} did not end within {_RUN_LIMIT_S:g} s"
+            ) from None
+        finally:
+            with self._lock:
+                _kill_group(process)
+                process.wait()
+                self._process = None
+        if process.returncode != 0:
+            said = (err or out)[-_SHOWN_BYTES:].decode(errors="replace").strip()
+            raise RuntimeError(
+                f"the host discovery script {self._command!r} failed with exit status {process.returncode}: {said}"
+            )
+        return parse_discovered(out.decode(errors="replace"), self._default_slots)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End the script and what it started in its session."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
