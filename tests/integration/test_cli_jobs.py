@@ -177,7 +177,7 @@ def test_light_commands_import_neither_torch_nor_pyspark():
         (["-np", "2", "--mpi", "true"], "MPI support has not been built"),
         (["-np", "1", "-H", "192.0.2.1:1", "-i", "/nokey", "true"], "there is no file '/nokey'"),
         (["-np", "1", "--network-interface", "nic9", "true"], "none of the network interfaces nic9"),
-        (["-np", "2", "--min-np", "1", "true"], "fewer than 2 hosts"),
+        (["-np", "2", "--min-np", "1", "-H", "localhost:2", "true"], "fewer than 2 hosts"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -9,7 +9,8 @@ for life; a generation gives some of them ranks. A worker's states:
     left: told to go (no place any more, its host is barred); what becomes of it is nobody's concern
 
 Newcomers boot while the others train on. Only when they are ready are the others told, who then interrupt their
-training at the next commit and become ready too. After a failure the next generation begins as soon as nobody works any more.
+training at the next commit and become ready too. After a failure the next generation begins as soon as nobody works
+any more.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ here: reading flags (`flags`), the rules of placement (`hosts`), what a launcher
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from hora.launch import address
 from hora.launch.controller import run_job
@@ -20,7 +19,10 @@ from hora.launch.local import LocalLauncher
 from hora.launch.options import Options
 from hora.launch.spec import Job, JobResult, Launcher, OutputOptions, Slot
 
-__all__ = ["find_hosts", "make_job", "make_launcher", "start"]
+if TYPE_CHECKING:
+    from hora.launch.elastic import ElasticSpec  # jobs that never change size start faster without
+
+__all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
 
 
 def start(
@@ -61,11 +63,12 @@ def make_job(
     options: Options,
     environ: Mapping[str, str],
     *,
+    hosts: Sequence[HostInfo] | None = None,
     function: bytes | None = None,
     executable: str | None = None,
 ) -> Job:
     """The job that `options` ask for: exactly `-np` ranks, with our environment and what was asked for."""
-    hosts = find_hosts(options, environ)
+    hosts = find_hosts(options, environ) if hosts is None else hosts
     num_proc = options.num_proc or sum(host.slots for host in hosts)
     slots = tuple(Slot(**asdict(info)) for info in get_host_assignments(hosts, num_proc, num_proc))
     env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
@@ -109,15 +112,44 @@ def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[s
 def _start_elastic(
     options: Options, environ: Mapping[str, str], *, function: bytes | None, executable: str | None
 ) -> JobResult:
-    if options.host_discovery_script is None:
-        hosts = find_hosts(options, environ)
-        if len({host.hostname for host in hosts}) < 2:
-            raise ValueError(
-                "an elastic job with a fixed list of hosts cannot go on with fewer than 2 hosts, but it has "
-                f"{','.join(map(str, hosts))}; add hosts to -H, or give a --host-discovery-script"
-            )
-    if importlib.util.find_spec("hora.launch.elastic") is None:
-        raise ValueError("elastic jobs (--min-np, --host-discovery-script) are not there yet; drop these flags")
-    elastic = importlib.import_module("hora.launch.elastic")
-    result: JobResult = elastic.run_elastic_job(options, environ, function=function, executable=executable)
-    return result
+    from hora.launch.elastic import run_elastic_job
+
+    spec = elastic_spec(options, environ)
+    hosts = spec.hosts or (HostInfo("localhost", spec.limits.num_proc),)  # of a script's we know nothing yet
+    job = make_job(replace(options, num_proc=None), environ, hosts=hosts, function=function, executable=executable)
+    # The launcher decides how long to wait; a worker must not lose patience before.
+    job = replace(job, env={**job.env, "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * spec.limits.elastic_timeout_s + 60))})
+    launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
+    result = run_elastic_job(job, spec, launcher)
+    values = [value for value in result.results if value is not None]
+    return replace(result, results=tuple(values[: spec.limits.min_num_proc]))
+
+
+def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
+    """What the options ask of an elastic job. ValueError where it could never get over a failure."""
+    from hora.launch.elastic import ElasticSpec
+    from hora.launch.elastic_policy import Limits
+
+    scripted = options.host_discovery_script is not None
+    hosts = [] if scripted else find_hosts(options, environ)
+    if (options.hosts or options.hostfile) and len({host.hostname for host in hosts}) < 2:
+        raise ValueError(
+            "an elastic job with a fixed list of hosts cannot go on with fewer than 2 hosts, but it has "
+            f"{','.join(map(str, hosts))}; add hosts to -H, leave -H out, or give a --host-discovery-script"
+        )
+    num_proc = options.num_proc or sum(host.slots for host in hosts) or options.min_num_proc or 1
+    timeout_s = float(options.effective("elastic_timeout"))
+    return ElasticSpec(
+        limits=Limits(
+            num_proc=num_proc,
+            min_num_proc=options.min_num_proc or num_proc,
+            max_num_proc=options.max_num_proc,
+            reset_limit=options.reset_limit,
+            elastic_timeout_s=timeout_s,
+            stuck_s=max(timeout_s / 2, 1.0),
+        ),
+        hosts=tuple(hosts),
+        script=options.host_discovery_script,
+        slots_per_host=options.slots,
+        cooldown_range=options.cooldown_range,
+    )

@@ -1,7 +1,8 @@
 """News about hosts, on their way from the launcher to the states of this process.
 
-The launcher says `{"notice": "hosts_updated", "timestamp": s, "change": flags}` over the control connection; every
-registered state hears of it. Without a Hora launcher nothing is ever said.
+The launcher says `{"notice": "hosts_updated", "timestamp": s, "change": flags, "generation": g}` over the control
+connection; every registered state hears of it, once this process is in that generation. Without a Hora launcher nothing
+is ever said.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ class NotificationManager:
         self._lock = threading.Lock()
         self._listeners: list[Listener] = []
         self._client: Any = None
+        self._latest: dict[str, Any] | None = None
 
     def init(self) -> None:
-        """Begin to listen, once per control connection."""
+        """Begin to listen, once per control connection; called again after every change of the world."""
         client = engine.control_connection()
         with self._lock:
-            if client is None or client is self._client:
-                return
-            self._client = client
-        client.on_notice(self._on_notice)
+            known, self._client = self._client, client
+        if client is not None and client is not known:
+            client.on_notice(self._on_notice)
+        elif self._latest is not None:
+            # News of a new generation may come while its members still reset themselves, which forgets all news.
+            self._on_notice(self._latest)
 
     def register_listener(self, listener: Listener) -> None:
         with self._lock:
@@ -60,7 +64,11 @@ class NotificationManager:
             listener.on_hosts_updated(timestamp, update_res)
 
     def _on_notice(self, notice: dict[str, Any]) -> None:
-        if notice.get("notice") == "hosts_updated":
+        if notice.get("notice") != "hosts_updated":
+            return
+        self._latest = notice
+        generation = engine.current().world.generation if engine.is_initialized() else -1
+        if notice.get("generation", generation) == generation:
             self.handle_hosts_updated(int(notice["timestamp"]), int(notice["change"]))
 
 

@@ -1,0 +1,439 @@
+"""The elastic controller: carries out a job whose workers come and go. Poll what happened, ask the policy, act.
+
+It owns the job's secret, rendezvous, discovery and output, and ends everything it started however the job ends.
+Decisions are made in `elastic_policy`, ranks are given by `generation`, processes are started by a `Launcher`. Called
+by `start` and by the Spark side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch import elastic_policy as policy
+from hora.launch.blacklist import Blacklist
+from hora.launch.controller import prepare
+from hora.launch.discovery import DiscoveryScript
+from hora.launch.elastic_policy import HostSlots, Limits, State, Worker
+from hora.launch.failure_report import cause, failure_message, signal_text
+from hora.launch.generation import assign, provisional
+from hora.launch.hosts import HostInfo
+from hora.launch.interrupt import ended_by_signals
+from hora.launch.output import Output
+from hora.launch.rendezvous import ErrorReport, Rendezvous
+from hora.launch.spec import Job, JobResult, Launcher, Slot, WorkerExit, WorkerSpec
+from hora.wire import new_secret
+from hora.world import Meeting, World
+
+__all__ = ["ElasticSpec", "run_elastic_job"]
+
+_PING_S = 1.0
+_ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
+_LINGER_LIMIT_S = 30.0
+_KILL_SLACK_S = 10.0
+_INTERRUPTIBLE_S = 3600.0
+_STUCK_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticSpec:
+    """What makes a job elastic. `hosts`: where workers may run; `script`: a shell command that tells of changes."""
+
+    limits: Limits
+    hosts: tuple[HostInfo, ...] = ()
+    script: str | None = None
+    slots_per_host: int | None = None
+    cooldown_range: tuple[int, int] | None = None
+
+
+@dataclass
+class _Failure:
+    worker: int
+    code: int
+    reason: str
+    consequence: bool
+
+
+def run_elastic_job(job: Job, spec: ElasticSpec, launcher: Launcher) -> JobResult:
+    """Run the job to its end and close the launcher. `results`: those of the last generation, by rank.
+
+    Raises JobFailedError when no worker succeeded, StartTimeoutError when there were too few slots for too long.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(launcher.close)
+        stack.enter_context(ended_by_signals())
+        output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
+        stack.callback(output.close)
+        run = _ElasticRun(job, spec, launcher, output)
+        stack.callback(run.rendezvous.close)
+        stack.callback(launcher.close)  # the workers end while there is still somebody to report to
+        stack.enter_context(run.watching_hosts())
+        return run.to_the_end()
+
+
+class _ElasticRun:
+    """One job under way. Implements LaunchEvents and RendezvousEvents: those only queue what happened."""
+
+    def __init__(self, job: Job, spec: ElasticSpec, launcher: Launcher, output: Output) -> None:
+        self._job, self._spec, self._launcher, self._output = job, spec, launcher, output
+        self._id = secrets.token_hex(8)
+        self._secret = new_secret()
+        self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._workers: dict[int, Worker] = {}
+        self._places: dict[int, Slot] = {}  # of the current generation
+        self._exits: dict[int, WorkerExit] = {}
+        self._results: dict[int, bytes] = {}
+        self._reports: dict[int, ErrorReport] = {}
+        self._failures: list[_Failure] = []
+        self._hosts: Sequence[HostInfo] = spec.hosts
+        self._blacklist = Blacklist(spec.cooldown_range, random.random)
+        self._generation = -1
+        self._num_resets = 0
+        self._notified = False
+        self._last_notice = 0
+        self._short_since = time.monotonic()
+        self._ping_at = 0.0
+        self._ending = False
+        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self)
+        self._meeting = Meeting(
+            kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
+        )
+        self._argv, self._preload = prepare(job, self.rendezvous)
+
+    @contextlib.contextmanager
+    def watching_hosts(self) -> Iterator[None]:
+        if self._spec.script is None:
+            yield
+            return
+        script = DiscoveryScript(
+            self._spec.script, default_slots=self._spec.slots_per_host, changed=self._on_hosts_changed
+        )
+        try:
+            script.start()
+            yield
+        finally:
+            script.close()
+
+    def to_the_end(self) -> JobResult:
+        while True:
+            now = time.monotonic()
+            decision = policy.decide(self._facts(now), now)
+            if not _leaves_it_short(decision):
+                self._short_since = now
+            match decision:
+                case policy.Wait(until):
+                    self._wait(until)
+                case policy.Finish():
+                    return self._finish()
+                case policy.Fail(message):
+                    self._fail(message)
+                case policy.GiveUp(message):
+                    self._end_workers()
+                    raise StartTimeoutError(message)
+                case _:
+                    self._act(decision, now)
+
+    def _act(self, decision: policy.Decision, now: float) -> None:
+        match decision:
+            case policy.Begin(places):
+                self._begin(places, now)
+            case policy.Start(places):
+                self._start_newcomers(places, now)
+            case policy.Notify(change):
+                self._notify(change)
+            case policy.Publish(numbers):
+                self._publish(numbers, now)
+            case policy.End(numbers, why, failed):
+                self._end(numbers, why, failed=failed, now=now)
+
+    # ---- facts --------------------------------------------------------------------------------------------
+
+    def _facts(self, now: float) -> policy.Facts:
+        return policy.Facts(
+            limits=self._spec.limits,
+            generation=self._generation,
+            workers=tuple(self._with_silence(worker, now) for worker in self._workers.values()),
+            hosts=self._usable_hosts(now),
+            barred=frozenset(h.hostname for h in self._hosts if self._blacklist.is_host_barred(h.hostname, now)),
+            may_grow=self._spec.script is not None or self._blacklist.next_return(now) is not None,
+            num_resets=self._num_resets,
+            notified=self._notified,
+            short_since=self._short_since,
+        )
+
+    def _usable_hosts(self, now: float) -> tuple[HostSlots, ...]:
+        usable = []
+        for host in self._hosts:
+            free = [s for s in range(host.slots) if not self._blacklist.is_barred(host.hostname, s, now)]
+            if free:
+                usable.append(HostSlots(host.hostname, tuple(free)))
+        return tuple(usable)
+
+    def _with_silence(self, worker: Worker, now: float) -> Worker:
+        heard = self.rendezvous.heard_at(worker.number)
+        if not self._ping_at or heard is None or now - max(heard, self._ping_at) < _ANSWER_S:
+            return worker
+        return replace(worker, silent_since=max(heard, self._ping_at))
+
+    def _somebody_waits_for_somebody(self) -> bool:
+        states = {w.state for w in self._workers.values() if w.generation == self._generation}
+        return State.READY in states and State.WORKING in states
+
+    def _wait(self, until: float | None) -> None:
+        """Take note of what happens next, and of everything that has happened by then."""
+        now = time.monotonic()
+        times = [now + _INTERRUPTIBLE_S, until, self._blacklist.next_return(now)]
+        if self._somebody_waits_for_somebody():
+            self._ping_at = self._ping_at or now
+            self.rendezvous.ping()
+            times.append(now + _PING_S)
+        else:
+            self._ping_at = 0.0
+        limit_s = max(min(t for t in times if t is not None) - now, 0.0)
+        try:
+            self._happened.get(timeout=limit_s)()
+            while not self._happened.empty():
+                self._happened.get_nowait()()
+        except queue.Empty:
+            return
+
+    # ---- actions ------------------------------------------------------------------------------------------
+
+    def _begin(self, places: Sequence[tuple[str, int]], now: float) -> None:
+        for number, (host, slot) in enumerate(places):
+            self._workers[number] = Worker(number=number, host=host, slot=slot, state=State.READY, since=now)
+        self._publish(tuple(self._workers), now)
+        self._start({number: self._places[number] for number in self._workers}, generation=0)
+
+    def _start_newcomers(self, places: Sequence[tuple[str, int]], now: float) -> None:
+        slots: dict[int, Slot] = {}
+        for host, slot in places:
+            number = len(self._workers)
+            self._workers[number] = Worker(number=number, host=host, slot=slot, state=State.STARTING, since=now)
+            num_slots = next((h.slots for h in self._hosts if h.hostname == host), 1)
+            slots[number] = provisional(host, slot, num_slots)
+        self._tell(f"starting {len(slots)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
+        self._start(slots, generation=-1)
+
+    def _start(self, slots: Mapping[int, Slot], *, generation: int) -> None:
+        if self._job.verbose:
+            self._tell(f"starting {len(slots)} processes: {' '.join(self._argv)}")
+        self._launcher.start([self._worker_spec(number, slots[number], generation) for number in slots], self)
+
+    def _worker_spec(self, number: int, slot: Slot, generation: int) -> WorkerSpec:
+        job, world = self._job, self._world(number, slot, generation)
+        return WorkerSpec(
+            worker=number,
+            slot=slot,
+            argv=self._argv,
+            env={**job.env, "PYTHONUNBUFFERED": "1", **world.to_env()},
+            cwd=job.cwd,
+            secret=self._secret,
+            grace_s=job.grace_s,
+            preload=self._preload,
+        )
+
+    def _world(self, number: int, slot: Slot, generation: int) -> World:
+        return slot.world(self._meeting, worker=number, generation=generation, elastic=True)
+
+    def _publish(self, numbers: Sequence[int], now: float) -> None:
+        self._num_resets += self._generation >= 0
+        self._generation += 1
+        self._notified = False
+        self._places = assign([self._workers[number] for number in numbers])
+        ranks = {number: slot.rank for number, slot in self._places.items()}
+        self._output.set_ranks(ranks)
+        if self._generation:
+            self._tell(f"generation {self._generation}: {len(ranks)} workers")
+        for worker in list(self._workers.values()):
+            if worker.number in ranks:
+                self._set(worker.number, State.WORKING, now, generation=self._generation)
+            elif worker.state is State.READY and worker.generation >= 0:
+                self._set(worker.number, State.LEFT, now)
+        worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
+        self.rendezvous.publish(self._generation, worlds)
+
+    def _notify(self, change: int) -> None:
+        self._notified = True
+        # Whole seconds, as Horovod has them, but no two the same: a worker ignores what is not newer.
+        self._last_notice = max(int(time.time()), self._last_notice + 1)
+        self.rendezvous.notify(
+            {
+                "notice": "hosts_updated",
+                "timestamp": self._last_notice,
+                "change": change,
+                "generation": self._generation,
+            }
+        )
+
+    def _end(self, numbers: Sequence[int], why: str, *, failed: bool, now: float) -> None:
+        for number in numbers:
+            if failed:
+                self._note_failure(number, 1, why, consequence=False, now=now)
+                self.rendezvous.worker_exited(number, f"was given up: {why}", failed=True)
+            else:
+                self._set(number, State.LEFT, now)
+                self.rendezvous.worker_exited(number, f"is ended: {why}", failed=True)
+            self.rendezvous.give_up(number)
+        self._tell(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
+        self._launcher.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
+
+    # ---- endings ------------------------------------------------------------------------------------------
+
+    def _finish(self) -> JobResult:
+        current = [w for w in self._workers.values() if w.generation == self._generation]
+        limit = time.monotonic() + _LINGER_LIMIT_S
+        succeeded = {worker.number for worker in current if worker.state is State.SUCCEEDED}
+        while succeeded - set(self._exits) and time.monotonic() < limit:
+            self._wait(limit)
+        self._end_workers()
+        by_rank = sorted(self._places, key=lambda number: self._places[number].rank)
+        return JobResult(
+            job=self._id,
+            exits=tuple(self._exits[number] for number in by_rank if number in self._exits),
+            results=tuple(self._results.get(number) for number in by_rank),
+        )
+
+    def _end_workers(self) -> None:
+        """SIGTERM, then SIGKILL; returns when all have ended, or when even SIGKILL should have done it."""
+        self._ending = True
+        left = [number for number in self._workers if number not in self._exits]
+        self._launcher.terminate(left, grace_s=self._job.grace_s)
+        limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
+        while len(self._exits) < len(self._workers) and time.monotonic() < limit:
+            self._wait(limit)
+
+    def _fail(self, message: str) -> None:
+        self._end_workers()
+        first = next((f for f in self._failures if not f.consequence), next(iter(self._failures), None))
+        if first is None:
+            raise JobFailedError(message)
+        report, tail = self._reports.get(first.worker), self._output.tail(first.worker)
+        told = failure_message(self._name(first.worker), first.code, first.reason, report, tail)
+        raise JobFailedError(
+            f"{message}\n{told}" if message else told,
+            rank=self._places[first.worker].rank if first.worker in self._places else None,
+            exit_code=first.code,
+            remote_traceback=report.traceback if report else None,
+            log_tail=tail,
+        ) from cause(report)
+
+    def _name(self, number: int) -> str:
+        worker = self._workers[number]
+        return f"{worker.host}[{worker.slot}]"
+
+    def _tell(self, text: str) -> None:
+        self._output.say(f"hora: {text}", stream="stderr")
+
+    # ---- events, from other threads -----------------------------------------------------------------------
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        try:
+            self._output.feed(worker, stream, data)
+        except Exception as error:  # of a stream that the caller gave us: it is raised there, not in this thread
+            self._happened.put(functools.partial(_raise, error))
+
+    def started(self, worker: int) -> None:
+        """It counts when it asks for a place."""
+
+    def exited(self, ended: WorkerExit) -> None:
+        try:
+            self._output.end(ended.worker)
+        except Exception as error:  # as above
+            self._happened.put(functools.partial(_raise, error))
+        self._happened.put(lambda: self._on_exit(ended))
+
+    def joined(self, worker: int) -> None:
+        self._happened.put(lambda: self._on_join(worker))
+
+    def returned(self, worker: int, result: bytes) -> None:
+        self._happened.put(lambda: self._on_return(worker, result))
+
+    def raised(self, worker: int, report: ErrorReport) -> None:
+        self._happened.put(lambda: self._reports.__setitem__(worker, report))
+
+    def said(self, worker: int, text: str) -> None:
+        self._output.say(text)
+
+    def waiting(self, worker: int, generation: int) -> None:
+        self._happened.put(lambda: self._on_waiting(worker, generation))
+
+    def lost(self, worker: int) -> None:
+        self._happened.put(lambda: self._on_lost(worker))
+
+    def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
+        self._happened.put(lambda: setattr(self, "_hosts", tuple(hosts)))
+
+    # ---- events, in order ---------------------------------------------------------------------------------
+
+    def _set(self, number: int, state: State, now: float, *, generation: int | None = None) -> None:
+        worker = self._workers[number]
+        generation = worker.generation if generation is None else generation
+        self._workers[number] = replace(worker, state=state, since=now, generation=generation)
+
+    def _on_join(self, number: int) -> None:
+        if number in self._workers:
+            self._workers[number] = replace(self._workers[number], lost_at=None)
+
+    def _on_waiting(self, number: int, generation: int) -> None:
+        worker = self._workers.get(number)
+        if worker is not None and worker.alive and generation == worker.generation:
+            self._set(number, State.READY, time.monotonic())
+
+    def _on_lost(self, number: int) -> None:
+        worker = self._workers.get(number)
+        if worker is not None and worker.alive:
+            self._workers[number] = replace(worker, lost_at=time.monotonic())
+
+    def _on_return(self, number: int, result: bytes) -> None:
+        self._results[number] = result
+        if self._workers[number].alive:
+            self._set(number, State.SUCCEEDED, time.monotonic())
+
+    def _on_exit(self, ended: WorkerExit) -> None:
+        number, code, reason = ended.worker, ended.code, ended.reason
+        worker, now = self._workers[number], time.monotonic()
+        self._exits[number] = ended
+        self.rendezvous.give_up(number)
+        if not worker.alive or self._ending:
+            return
+        if code == 0 and worker.generation == self._generation and self._job.function is None:
+            self._set(number, State.SUCCEEDED, now)
+            self.rendezvous.worker_exited(number, "has ended", failed=False)
+            return
+        if code == 0:
+            early = "before it had a place in the job" if worker.generation < 0 else "but the function did not return"
+            code, reason = 1, reason or f"it ended with status 0 {early}: did it call exit?"
+        if code > 128 and not reason:
+            reason = signal_text(code - 128)
+        report = self._reports.get(number)
+        last_line = self._output.tail(number).rstrip().rpartition("\n")[2]
+        consequence = report.consequence if report else "HorovodInternalError" in last_line
+        self.rendezvous.worker_exited(number, f"ended with exit code {ended.code}", failed=True)
+        self._note_failure(number, code, reason, consequence=consequence, now=now)
+
+    def _note_failure(self, number: int, code: int, reason: str, *, consequence: bool, now: float) -> None:
+        worker = self._workers[number]
+        self._set(number, State.FAILED, now)
+        self._failures.append(_Failure(number, code, reason, consequence))
+        # With one host, barring it would end the job: bar the slot. A newcomer's failure says nothing of others there.
+        whole = len({host.hostname for host in self._hosts}) > 1 and worker.generation >= 0
+        self._blacklist.bar((worker.host, None if whole else worker.slot), now)
+        said = f" ({reason})" if reason else ""
+        self._tell(f"process {self._name(number)} failed with exit code {code}{said}")
+
+
+def _leaves_it_short(decision: policy.Decision) -> bool:
+    """Whether the clock of the wait for enough workers goes on."""
+    return isinstance(decision, policy.Start | policy.End) or (isinstance(decision, policy.Wait) and decision.short)
+
+
+def _raise(error: Exception) -> None:
+    raise error
