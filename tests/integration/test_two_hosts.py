@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,17 +60,17 @@ def hosts():
                 pytest.skip("this machine does not let us make network namespaces")
             stack.callback(made[-1].close)
         first, second = made
-        first.run(
-            "ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second.pid)
-        )
+        first.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second.pid))
         for host, address in zip(made, ADDRESSES, strict=True):
             host.run("ip", "address", "add", f"{address}/24", "dev", "cable")
             host.run("ip", "link", "set", "cable", "up")
         yield made
 
 
-def run_ranks(hosts: list[Host], mode: str, *, lost: tuple[int, ...] = ()) -> list[dict]:
-    """Four ranks, two on each host, meeting at the first host's end of the cable."""
+def run_ranks(
+    hosts: list[Host], mode: str, *, lost: tuple[int, ...] = (), then: Callable[[], None] = lambda: None
+) -> list[dict]:
+    """Four ranks, two on each host, meeting at the first host's end of the cable; `then` comes when all run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
     started, answers = [], []
@@ -96,6 +97,9 @@ def run_ranks(hosts: list[Host], mode: str, *, lost: tuple[int, ...] = ()) -> li
         started.append(process)
         answers.append(here)
     try:
+        for rank, answer in enumerate(answers):
+            assert _answer(rank, answer) == "running"
+        then()
         return [{} if rank in lost else _answer(rank, answer) for rank, answer in enumerate(answers)]
     finally:
         for process in started:
@@ -103,7 +107,7 @@ def run_ranks(hosts: list[Host], mode: str, *, lost: tuple[int, ...] = ()) -> li
             process.kill()
 
 
-def _answer(rank: int, answer: Any) -> dict:
+def _answer(rank: int, answer: Any) -> Any:
     assert answer.poll(LIMIT_S), f"rank {rank} gave no answer within {LIMIT_S} s"
     try:
         return answer.recv()
@@ -144,7 +148,18 @@ def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
 
 
 def test_a_killed_rank_is_named_on_both_hosts(hosts):
-    seen = run_ranks(hosts, "lose", lost=(3,))
+    seen = run_ranks(hosts, "killed", lost=(3,))
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
         assert seen[rank]["seconds"] < 5
+
+
+def test_a_cut_cable_is_noticed_on_both_sides(hosts):
+    first = hosts[0]
+    try:
+        seen = run_ranks(hosts, "cut", then=lambda: first.run("ip", "link", "set", "cable", "down"))
+    finally:
+        first.run("ip", "link", "set", "cable", "up")
+    for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):
+        assert any(f"rank {peer} " in seen[rank]["error"] for peer in other_side)
+        assert seen[rank]["seconds"] < 30
