@@ -276,7 +276,7 @@ def is_alive(process_id):
     try:
         with open(f"/proc/{process_id}/stat") as stat:  # a killed process is a zombie until its parent looks
             return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
         return False
 
 
