@@ -68,6 +68,7 @@ def measure(task: Task, optimizer_kind: str, rounds: int, contenders: list[str],
     """Milliseconds per step of each contender, one figure per round."""
     steps = {name: make_step(name, task, optimizer_kind, rank) for name in contenders}
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    work: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
     for name, step in steps.items():
         for _ in range(4):
@@ -75,11 +76,19 @@ def measure(task: Task, optimizer_kind: str, rounds: int, contenders: list[str],
     for _ in range(rounds):
         for name, step in steps.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             for _ in range(task.steps):
                 step()
             times[name].append((time.perf_counter() - start) / task.steps * 1e3)
-    return {"task": task.name, "optimizer": optimizer_kind, "np": dist.get_world_size(), "ms": times, "losses": losses}
+            work[name].append((time.process_time() - start_cpu) / task.steps * 1e3)
+    return {
+        "task": task.name,
+        "optimizer": optimizer_kind,
+        "np": dist.get_world_size(),
+        "ms": times,
+        "cpu_ms": work,  # processor time of all threads of rank 0: steadier than the clock on a busy machine
+        "losses": losses,
+    }
 
 
 def profile(task: Task, optimizer_kind: str, contender: str, rank: int) -> str:
@@ -134,12 +143,14 @@ def report(result: dict[str, Any]) -> str:
     medians = {name: statistics.median(times) for name, times in result["ms"].items()}
     parts = [f"{result['task']:11s} {result['optimizer']:4s} np={result['np']}"]
     for name, times in result["ms"].items():
-        parts.append(f"{name} {medians[name]:7.2f} ms ({min(times):.2f}..{max(times):.2f})")
+        cpu = statistics.median(result["cpu_ms"][name])
+        parts.append(f"{name} {medians[name]:.2f} ms ({min(times):.2f}..{max(times):.2f}; cpu {cpu:.2f})")
     for name in ("overlap", "sharded"):
         if name in medians and "DDP" in medians:
             # Rounds are interleaved, so their ratios are steadier than the ratio of medians on a busy machine.
             ratios = [d / o for d, o in zip(result["ms"]["DDP"], result["ms"][name], strict=True)]
-            parts.append(f"DDP/{name} {statistics.median(ratios):.2f}")
+            cpu = statistics.median(result["cpu_ms"]["DDP"]) / statistics.median(result["cpu_ms"][name])
+            parts.append(f"DDP/{name} {statistics.median(ratios):.2f} (cpu {cpu:.2f})")
     spread = max(result["losses"].values()) - min(v for k, v in result["losses"].items() if k != "alone")
     parts.append(f"losses {' '.join(f'{v:.4f}' for v in result['losses'].values())}" if spread > 1e-3 else "losses equal")
     return "  ".join(parts)

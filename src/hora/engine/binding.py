@@ -1,51 +1,74 @@
 """A binding: a reduction of the same shared memory, requested again and again under one name.
 
-Every member's data lies in memory that all members have mapped, so it is reduced where it is (`reduce_shared`). What
-never changes is put together once, by `Runtime.bind`; afterwards a request costs little more than its announcement. The
-lane keeps the bindings of its set, because a rank that has joined takes part in reductions that it has not requested.
+Every member's data lies in memory that all members have mapped, so it is reduced where it is. What never changes is put
+together once, by `Runtime.bind`; afterwards a request costs little more than its announcement. That all members have
+announced a request also says that all data is there, so nobody waits before reading it.
+
+Three ways. *Sliced* allreduce: member m reduces slice m into everybody's data, and all wait for one another at the end.
+*Direct* allreduce of little data: everybody reduces all of it into a private result; nobody waits, because the data of
+the next request goes to a second place and the one after that is agreed on by members that are done with this one.
+*Scatter*: everybody reduces its slice; the caller sees to it that nobody writes new data before all have read.
+
+The lane keeps the bindings of its set, because a rank that has joined takes part in what it has not requested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from hora.engine.plan import Batch
+from hora.engine.plan import Part
 from hora.engine.request import Kind, Request, Signature
+from hora.engine.transport.arithmetic import reduction
 from hora.engine.transport.base import Transport
-from hora.engine.transport.shm import ShmTransport
+from hora.engine.transport.region import reduce_everywhere, reduce_slice
+from hora.engine.transport.threads import single_threaded
 
 __all__ = ["Binding", "reduce_bound"]
 
 
-@dataclass(frozen=True, eq=False)
 class Binding:
-    """`views[m]` is member m's data. `out`: where this rank's slice of a reducescatter goes, None for an allreduce."""
+    """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce."""
 
-    process_set_id: int
-    signature: Signature
-    views: Sequence[torch.Tensor]
-    out: torch.Tensor | None
+    __slots__ = ("out", "places", "process_set_id", "scratch", "signature", "turn")
+
+    def __init__(
+        self,
+        process_set_id: int,
+        signature: Signature,
+        places: Sequence[Sequence[torch.Tensor]],
+        out: torch.Tensor | None,
+    ) -> None:
+        self.process_set_id = process_set_id
+        self.signature = signature
+        self.places = places
+        self.out = out
+        self.scratch = torch.empty_like(out) if out is not None and len(places) > 1 else None
+        self.turn = 0  # the place for the data of the next request
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.signature.kind)
 
 
-def reduce_bound(batch: Batch, request: Request | None, binding: Binding, transport: Transport, member: int) -> None:
-    """Carry out a batch that consists of one bound request; None: this rank has joined and adds nothing."""
-    assert isinstance(transport, ShmTransport), transport.name
-    signature = batch.signature
+def reduce_bound(part: Part, request: Request | None, binding: Binding, transport: Transport, member: int) -> None:
+    """Carry out one bound request, agreed on by all; None: this rank has joined and adds nothing."""
+    signature, views, out = binding.signature, binding.places[binding.turn], binding.out
+    arithmetic = reduction(signature.op, views[0].dtype, signature.prescale, signature.postscale, len(views))
     if request is None:
-        binding.views[member].zero_()
-    if batch.kind is Kind.REDUCESCATTER:
-        assert binding.out is not None, signature.name
-        transport.reduce_shared_slice(
-            binding.views,
-            binding.out,
-            op=signature.op,
-            prescale=signature.prescale,
-            postscale=signature.postscale,
-        )
-    else:
-        transport.reduce_shared(
-            binding.views, op=signature.op, prescale=signature.prescale, postscale=signature.postscale
-        )
+        views[member].zero_()
+    if any(announced is None for announced in part.signatures):
+        transport.barrier()  # who has joined has cleared its data just now
+    with single_threaded():
+        if binding.kind is Kind.REDUCESCATTER:
+            assert out is not None, signature.name
+            reduce_slice(views, member, arithmetic, out)
+        elif out is not None and binding.scratch is not None:
+            arithmetic.combine(views, out, binding.scratch)
+            arithmetic.finish_(out)
+        else:
+            reduce_everywhere(views, member, arithmetic)
+    if out is None:
+        transport.barrier()
+    binding.turn = (binding.turn + 1) % len(binding.places)

@@ -34,8 +34,8 @@ def carry_out(batch: Batch, requests: Requests, transport: Transport, member: in
     elif batch.kind is Kind.REDUCESCATTER:
         _reducescatter(batch, requests, transport, member, len(ranks))
     else:
+        # A barrier that all members have agreed on has been reached by all of them: there is nothing left to do.
         assert batch.kind is Kind.BARRIER, batch.kind
-        transport.barrier()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

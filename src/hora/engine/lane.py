@@ -271,7 +271,7 @@ class Lane:
         elif batch.signature.extra and batch.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
             (part,) = batch.parts
             binding = self.bindings[str(part.key[1])]
-            reduce_bound(batch, requests.get(part.key), binding, transport, self.member)
+            reduce_bound(part, requests.get(part.key), binding, transport, self.member)
         else:
             carry_out(batch, requests, transport, self.member, self.ranks)
 

@@ -29,6 +29,8 @@ __all__ = ["Adaptation", "Order", "agree_on_order"]
 # Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs next to nothing.
 _FIRST_PAUSE = 8
 _NUM_HEADER = 3
+# Up to this many bytes of all members together everybody reduces everything: waiting for slices would take longer.
+_DIRECT_BYTES = 256 * 1024
 
 _numbers = itertools.count()
 
@@ -111,22 +113,25 @@ def bucket_memory(
 ) -> list[tuple[torch.Tensor, Any]]:
     """For every bucket this rank's zeroed buffer and, where the members share memory, its bound reduction."""
     size, member = recipe.process_set.size() or 1, recipe.process_set.rank()
+    direct = [spec.num_elements * spec.dtype.itemsize * size <= _DIRECT_BYTES for spec in specs]
+    if recipe.gradient_predivide_factor != 1.0:
+        direct = [False] * len(specs)  # scaling changes the data itself, which everybody reads there
+    turns = [2 if is_direct else 1 for is_direct in direct]
     memory = None
     if all(spec.device.type == "cpu" for spec in specs):
-        num_bytes = sum(size * SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
+        spaces = [SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs]
+        num_bytes = sum(size * num * space for num, space in zip(turns, spaces, strict=True))
         memory = SharedMemory.allocate(runtime, recipe.process_set.process_set_id, num_bytes)
     if memory is None:
-        return [
-            (torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device), None) for spec in specs
-        ]
+        return [(torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device), None) for spec in specs]
     result = []
-    for spec in specs:
-        views = [memory.take(spec.num_elements, spec.dtype) for _ in range(size)]
-        binding = runtime.bind(Kind.ALLREDUCE, views, name=spec.name, **recipe.arguments())
-        result.append((views[member], binding))
-    runtime.barrier(
-        recipe.process_set.process_set_id
-    )  # a reduction may start only when everybody has bound it
+    for spec, num_turns in zip(specs, turns, strict=True):
+        places = [[memory.take(spec.num_elements, spec.dtype) for _ in range(size)] for _ in range(num_turns)]
+        flat = places[0][member] if num_turns == 1 else torch.zeros(spec.num_elements, dtype=spec.dtype)
+        out = None if num_turns == 1 else flat
+        binding = runtime.bind(Kind.ALLREDUCE, places, name=spec.name, out=out, **recipe.arguments())
+        result.append((flat, binding))
+    runtime.barrier(recipe.process_set.process_set_id)  # a reduction may start only when everybody has bound it
     return result
 
 

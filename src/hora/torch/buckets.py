@@ -37,12 +37,16 @@ def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch
     return piece.view(parameter.shape)
 
 
+def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
+    return [view_like(flat, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
+
+
 class Bucket:
     """One flat buffer and the gradients in it. One more element than they need tells the peers about a changed order."""
 
     __slots__ = (
         "binding",
-        "control",
+        "converts",
         "expected",
         "flat",
         "handle",
@@ -51,29 +55,36 @@ class Bucket:
         "num_ready",
         "offsets",
         "parameters",
+        "places",
         "residuals",
         "small",
         "views",
     )
 
     def __init__(
-        self, spec: BucketSpec, index: int, flat: torch.Tensor, binding: Any, *, error_feedback: bool
+        self, spec: BucketSpec, index: int, flat: torch.Tensor, binding: Any, member: int, *, error_feedback: bool
     ) -> None:
         self.index = index
         self.name = spec.name
         self.parameters = spec.parameters
         self.offsets = spec.offsets
         self.expected = len(spec.parameters)
+        self.converts = spec.dtype is not spec.parameters[0].dtype  # results are copied to gradients of another kind
         self.flat = flat
         self.binding = binding  # the prepared reduction, where the members share memory
-        self.control = flat[-1:]
-        self.views = [
-            view_like(flat, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)
-        ]
+        self.views = _views_of(flat, spec)
+        # Where gradients are put: into the buffer itself, or where a direct reduction wants them in this turn.
+        self.places = [(flat, self.views)]
+        if binding is not None and binding.out is not None:
+            self.places = [(views[member], _views_of(views[member], spec)) for views in binding.places]
         self.residuals = [torch.zeros_like(p) for p in spec.parameters] if error_feedback else None
         self.small: list[int] = []
         self.num_ready = 0
         self.handle: int | None = None
+
+    def place(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The flat memory that gradients are to be put into now, and its views."""
+        return self.places[self.binding.turn] if len(self.places) > 1 else self.places[0]
 
 
 class Buckets:
@@ -91,9 +102,10 @@ class Buckets:
         self._arguments = recipe.arguments()
         self._alone = alone
         self._error_feedback = isinstance(recipe.compression, ErrorFeedback)
+        member = recipe.process_set.rank()
         self.specs = tuple(specs)
         self.buckets = [
-            Bucket(spec, index, flat, binding, error_feedback=self._error_feedback)
+            Bucket(spec, index, flat, binding, member, error_feedback=self._error_feedback)
             for index, (spec, (flat, binding)) in enumerate(zip(specs, memory, strict=True))
         ]
         self._slots: dict[torch.Tensor, tuple[Bucket, int, bool]] = {}
@@ -132,7 +144,7 @@ class Buckets:
         self._in_order = False
 
     def finish(self) -> None:
-        self._last.control.fill_(0.0 if self._in_order else 1.0)
+        self._last.place()[0][-1] = 0.0 if self._in_order else 1.0
         self._in_order, self._next = True, 0
         self._submit(self._last)
         submitted, self._submitted = self._submitted, []
@@ -148,30 +160,33 @@ class Buckets:
             self._alone.finish()
         if first_error is not None:
             raise first_error
-        self.change_wanted = bool(self._last.control.item())
+        self.change_wanted = self._last.flat[-1].item() != 0.0
         for bucket in submitted:
-            self._give_back(bucket)
+            if bucket.converts:
+                self._give_back(bucket)
 
     def _fill(self, bucket: Bucket, indices: Sequence[int]) -> None:
-        """Copy gradients into their slots; without compression the slot becomes the gradient."""
+        """Copy gradients to where they are reduced; without compression `.grad` is where the result will be."""
         targets, sources = [], []
+        places = bucket.place()[1]
         for index in indices:
-            parameter, view = bucket.parameters[index], bucket.views[index]
+            parameter, view, place = bucket.parameters[index], bucket.views[index], places[index]
             gradient = parameter.grad
-            if gradient is view:
-                continue
             if gradient is None:
-                view.zero_()
+                place.zero_()
                 if view.dtype is not parameter.dtype:
                     parameter.grad = torch.zeros_like(parameter)
                     continue
-            else:
+            elif gradient is not place:
                 gradient = gradient.detach()
                 if gradient.is_sparse:
                     gradient = gradient.to_dense()
+                    bucket.converts = True
+                    places[index].copy_(gradient)
+                    continue
                 if bucket.residuals is not None:
                     gradient.add_(bucket.residuals[index])
-                targets.append(view)
+                targets.append(place)
                 sources.append(gradient)
             if view.dtype is parameter.dtype:
                 parameter.grad = view
@@ -183,7 +198,7 @@ class Buckets:
             for index in indices:
                 gradient = bucket.parameters[index].grad
                 if gradient is not None:
-                    torch.sub(gradient, bucket.views[index], out=bucket.residuals[index])
+                    torch.sub(gradient, places[index], out=bucket.residuals[index])
 
     def _submit(self, bucket: Bucket) -> None:
         if bucket.small:

@@ -102,7 +102,7 @@ class Shards:
             mine = peers[self._member]
             # Nobody else reads the own slice of the own gradients: the reduced slice can lie there.
             binding = self.runtime.bind(
-                Kind.REDUCESCATTER, peers, name=spec.name, out=mine[begin:end], **self._arguments
+                Kind.REDUCESCATTER, [peers], name=spec.name, out=mine[begin:end], **self._arguments
             )
             return _Bucket(spec, values, mine, binding, begin, end)
         values = torch.zeros(count, dtype=dtype, device=spec.device)
