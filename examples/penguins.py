@@ -104,12 +104,8 @@ def train(epochs=50, batch_size=20, learning_rate=0.002, checkpoint=None):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--np", type=int, help="run through HorovodRunner: -2 two local processes, 2 two Spark tasks"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--np", type=int, help="run through HorovodRunner: -2 two local processes, 2 two Spark tasks")
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--checkpoint", help="where rank 0 saves the model")
     args = parser.parse_args()

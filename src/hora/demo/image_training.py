@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,8 @@ def measure(options: ImageOptions) -> float:
 def pick_device(options: ImageOptions) -> torch.device:
     """This rank's GPU, or the CPU."""
     if options.no_cuda or not torch.cuda.is_available():
+        # Ranks of one machine share its cores; more threads than cores would spend their time waiting.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
         return torch.device("cpu")
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.backends.cudnn.benchmark = (
