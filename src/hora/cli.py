@@ -32,6 +32,7 @@ class Command:
 COMMANDS = {
     "run": Command("hora.cli_run:main", "run a command as several processes: hora run -np 4 python train.py"),
     "doctor": Command("hora.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"),
+    "workers": Command("hora.launch.workers.command:main", "launch, list and stop workers: hora workers launch -n 2"),
     "demo": Command("hora.demo.command:main", "a lab from raw data to a prediction: hora demo penguins"),
 }
 

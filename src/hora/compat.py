@@ -1,0 +1,68 @@
+"""Old worker modules under their own names, where the platform does not provide them.
+
+    python -m hora.compat script.py [args]     runs a script that says `import cdsw` or `import cml.workers_v1`
+    hora.compat.install()                      makes the names importable in this process
+
+`cdsw` and `cml` exist on Cloudera machines, so they are not shipped as packages; a real one is never replaced.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+import types
+from pathlib import Path
+
+from hora.launch import workers
+
+__all__ = ["install"]
+
+_FUNCTIONS = ("launch_workers", "await_workers", "list_workers", "stop_workers")
+
+
+def install() -> list[str]:
+    """Make `cdsw`, `cml.workers_v1` and `cml.utils_v1` importable; returns the names that were missing."""
+    installed = []
+    for name in ("cdsw", "cml", "cml.workers_v1", "cml.utils_v1"):
+        if name in sys.modules or _exists(name):
+            continue
+        sys.modules[name] = _module(name)
+        installed.append(name)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, sys.modules[name])
+    return installed
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # its parent is one of ours, or has no path
+        return False
+
+
+def _module(name: str) -> types.ModuleType:
+    module = types.ModuleType(name, f"Hora's stand-in for {name}: worker functions over local processes.")
+    if name == "cml":
+        module.__path__ = []
+    elif name == "cml.utils_v1":
+        module._emulate_cdsw = lambda: sys.modules["cdsw"]  # type: ignore[attr-defined]
+    else:
+        for function in _FUNCTIONS:
+            setattr(module, function, getattr(workers, function))
+    return module
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print("usage: python -m hora.compat script.py [arguments of the script]", file=sys.stderr)
+        raise SystemExit(2)
+    install()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

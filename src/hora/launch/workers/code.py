@@ -1,0 +1,113 @@
+"""The worker's own process: runs the code or the script it was given. `python -m hora.launch.workers.code`
+
+What to run comes from the supervisor's memory (HORA_SECRET_FILE), never from the command line. Code may use a line that
+begins with `!` for a shell command, as in a notebook; `{name}` and `$name` of Python variables are filled in there.
+A thread watches that the worker keeps to its memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["expand_shell_lines", "main"]
+
+_SHELL_LINE = re.compile(r"^(?P<indent>[ \t]*)!(?P<command>.*)$")
+_VARIABLE = re.compile(r"\{(?P<braced>[A-Za-z_]\w*)\}|\$(?P<plain>[A-Za-z_]\w*)")
+_WATCH_S = 0.5
+
+
+def expand_shell_lines(code: str) -> str:
+    """Python text in which lines that begin with `!` have become calls; a backslash continues such a line."""
+    lines: list[str] = []
+    waiting: list[str] = []
+    indent = ""
+    for line in code.splitlines():
+        found = None if waiting else _SHELL_LINE.match(line)
+        if found is None and not waiting:
+            lines.append(line)
+            continue
+        if found is not None:
+            indent = found["indent"]
+        waiting.append(found["command"] if found is not None else line)
+        if not waiting[-1].endswith("\\"):
+            lines.append(f"{indent}__hora_shell__({chr(10).join(waiting)!r}, globals() | locals())")
+            lines.extend([""] * (len(waiting) - 1))  # line numbers in tracebacks stay right
+            waiting = []
+    return "\n".join(lines) + "\n"
+
+
+def _shell(command: str, names: Mapping[str, Any]) -> None:
+    def fill(match: re.Match[str]) -> str:
+        name = match["braced"] or match["plain"]
+        return str(names[name]) if name in names else match[0]
+
+    status = subprocess.call(_VARIABLE.sub(fill, command), shell=True)
+    if status != 0:
+        print(f"hora: the command `{command.strip()}` ended with status {status}", file=sys.stderr, flush=True)
+
+
+def _watch_memory(limit_gib: float) -> None:
+    """End the worker, with words, when it and its children use more than they were given."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    while True:
+        used = sum(_resident_pages(pid) for pid in _family(os.getpid())) * page / 2**30
+        if used > limit_gib:
+            print(
+                f"hora: this worker uses {used:.2f} GiB of memory but was given {limit_gib:g}; it is ended. "
+                "Launch it with more memory.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        threading.Event().wait(_WATCH_S)
+
+
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:  # it ended just now
+            continue
+        for child in children:
+            found += _family(int(child))
+    return found
+
+
+def _resident_pages(pid: int) -> int:
+    try:
+        _, _, shared, *_ = (fields := Path(f"/proc/{pid}/statm").read_text().split())
+        return int(fields[1]) - int(shared)
+    except (OSError, ValueError):  # it ended just now
+        return 0
+
+
+def main() -> None:
+    """Run what the session asked for, in a fresh `__main__`."""
+    order = json.loads(Path(os.environ["HORA_SECRET_FILE"]).read_text())
+    os.sched_setaffinity(0, order["cores"])
+    threading.Thread(target=_watch_memory, args=(order["memory_gib"],), name="hora-memory", daemon=True).start()
+    sys.path.insert(0, os.getcwd())
+    if order["script"]:
+        script = Path(order["script"])
+        sys.argv = [str(script)]
+        sys.path[0] = str(script.resolve().parent)
+        runpy.run_path(str(script), run_name="__main__")
+        return
+    sys.argv = ["<worker>"]
+    names: dict[str, Any] = {"__name__": "__main__", "__hora_shell__": _shell}
+    exec(compile(expand_shell_lines(order["code"]), "<worker code>", "exec"), names)
+
+
+if __name__ == "__main__":
+    main()

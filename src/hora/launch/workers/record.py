@@ -1,0 +1,81 @@
+"""A worker as callers see it: a dict with the keys of Cloudera's worker API, and a few more.
+
+scheduling -> running -> succeeded | failed | stopped
+scheduling -> failed (it could not be started)
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+__all__ = ["TERMINAL", "Record", "new_id"]
+
+TERMINAL = frozenset(("succeeded", "failed", "stopped", "timedout"))
+_ALPHABET = string.ascii_lowercase + string.digits
+_TAIL_LINES = 20
+
+
+def new_id() -> str:
+    """A worker's id: 16 lower-case letters and digits."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(16))
+
+
+def _iso(moment: float | None) -> str | None:
+    if moment is None:
+        return None
+    text = datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+@dataclass
+class Record:
+    """What the session knows of one worker."""
+
+    id: str
+    index: int
+    name: str
+    ip_address: str
+    cpu: float
+    memory: float
+    nvidia_gpu: int
+    created_at: float
+    status: str = "scheduling"
+    running_at: float | None = None
+    finished_at: float | None = None
+    exit_code: int | None = None
+    message: str = ""
+    app_port: int = 0
+    log_tail: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.status in TERMINAL
+
+    def remember(self, text: str) -> None:
+        """Keep the last lines of its output."""
+        self.log_tail = (self.log_tail + text.splitlines())[-_TAIL_LINES:]
+
+    def to_dict(self, now: float) -> dict[str, Any]:
+        begun = self.running_at
+        return {
+            "id": self.id,
+            "index": self.index,
+            "name": self.name,
+            "status": self.status,
+            "ip_address": self.ip_address if self.status == "running" or self.ended else "unknown",
+            "app_url": f"http://{self.ip_address}:{self.app_port}/",
+            "created_at": _iso(self.created_at),
+            "running_at": _iso(self.running_at),
+            "finished_at": _iso(self.finished_at),
+            "duration": 0.0 if begun is None else (self.finished_at or now) - begun,
+            "cpu": self.cpu,
+            "memory": self.memory,
+            "nvidia_gpu": self.nvidia_gpu,
+            "exit_code": self.exit_code,
+            "message": self.message,
+            "log_tail": list(self.log_tail),
+        }

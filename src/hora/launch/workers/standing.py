@@ -1,0 +1,99 @@
+"""A standing session: workers that outlive the command that launched them, one session per user and folder.
+
+`hora workers start` makes it, `hora workers end` ends it together with its workers. It is found by a socket name made
+of the user and the folder, so nothing is written anywhere. It also ends by itself when it has been without workers for
+a while. `python -m hora.launch.workers.standing` is its process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import socket
+import subprocess
+import sys
+
+__all__ = ["end", "find", "name_of", "start"]
+
+_IDLE_LIMIT_S = 3600.0
+_START_LIMIT_S = 30.0
+
+
+def name_of(folder: str) -> tuple[str, str]:
+    """Socket name and key of the session of this user and folder. The socket itself answers to this user only."""
+    digest = hashlib.sha256(f"{os.getuid()}:{os.path.realpath(folder)}".encode()).hexdigest()
+    return f"hora-workers-{digest[:32]}", digest[32:]
+
+
+def find(folder: str) -> tuple[str, str] | None:
+    """Name and key of the folder's session, if it runs."""
+    name, key = name_of(folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect("\0" + name)
+        except OSError:
+            return None
+    return name, key
+
+
+def start(folder: str) -> tuple[str, str]:
+    """The folder's session, started if it does not run."""
+    found = find(folder)
+    if found is not None:
+        return found
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hora.launch.workers.standing"],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        ready, _, _ = select.select([process.stdout], [], [], _START_LIMIT_S)
+        line = process.stdout.readline() if ready else b""  # it says that it is ready, or ends
+    found = find(folder)
+    if found is None:
+        raise RuntimeError(f"the session of workers did not start (it said {line!r}, status {process.poll()})")
+    return found
+
+
+def end(folder: str) -> bool:
+    """End the folder's session and all its workers. False when none runs."""
+    from hora.launch.workers.gateway import ask
+
+    found = find(folder)
+    if found is None:
+        return False
+    ask(*found, call="stop", ids=None)
+    ask(*found, call="end")
+    return True
+
+
+def main() -> None:
+    """Serve until told to end, or until there has been no worker for an hour."""
+    from hora.launch.spec import OutputOptions
+    from hora.launch.workers.gateway import Gateway
+    from hora.launch.workers.machine import measure
+    from hora.launch.workers.session import Session
+
+    name, key = name_of(os.getcwd())
+    gateway = Gateway(name, key)
+    session = Session(measure(os.environ), os.environ, address=name, key=key, output=OutputOptions(console=False))
+    gateway.open(session)
+    print("ready", flush=True)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        while not gateway.idle.wait(_IDLE_LIMIT_S):
+            if all(worker["finished_at"] is not None for worker in session.workers()):
+                break
+    finally:
+        gateway.close()
+        session.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What workers are granted, what is refused, and the shell lines in their code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hora.launch.workers.capacity import Capacity, Refused
+from hora.launch.workers.code import expand_shell_lines
+
+MACHINE = Capacity(cores=(0, 1, 2, 3), memory_gib=16.0, gpus=("0", "1"))
+
+
+def test_grants_never_share_a_gpu():
+    first = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1)
+    second = first.grant("b", cpu=1, memory_gib=1, num_gpus=1)
+    assert second.grants["a"].gpus != second.grants["b"].gpus
+    with pytest.raises(Refused, match="1 GPUs were asked for, but 0 of 2 are free"):
+        second.grant("c", cpu=1, memory_gib=1, num_gpus=1)
+    again = second.release("a").grant("c", cpu=1, memory_gib=1, num_gpus=1)
+    assert again.grants["c"].gpus == ("0",)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"cpu": 5, "memory_gib": 1, "num_gpus": 0}, "5 CPU cores were asked for, but 4 of 4"),
+        ({"cpu": 1, "memory_gib": 17, "num_gpus": 0}, "17 GiB of memory were asked for, but 16 of 16"),
+        ({"cpu": 1, "memory_gib": 1, "num_gpus": 3}, "3 GPUs"),
+        ({"cpu": 0, "memory_gib": 1, "num_gpus": 0}, "cpu must be a positive number"),
+        ({"cpu": 1, "memory_gib": -1, "num_gpus": 0}, "memory must be a positive number"),
+        ({"cpu": math.nan, "memory_gib": 1, "num_gpus": 0}, "cpu must be a positive number"),
+        ({"cpu": 1, "memory_gib": 1, "num_gpus": -1}, "must not be negative"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(request_, words):
+    with pytest.raises(Refused, match=words):
+        MACHINE.grant("a", **request_)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.5, 1, 2]), st.integers(0, 1), st.booleans()), max_size=20))
+def test_nothing_is_ever_given_twice(requests):
+    capacity, names = MACHINE, []
+    for number, (cpu, gpus, release) in enumerate(requests):
+        try:
+            capacity = capacity.grant(str(number), cpu=cpu, memory_gib=2, num_gpus=gpus)
+            names.append(str(number))
+        except Refused:
+            pass
+        if release and names:
+            capacity = capacity.release(names.pop(0))
+        grants = capacity.grants.values()
+        assert sum(g.cpu for g in grants) <= len(MACHINE.cores)
+        assert sum(g.memory_gib for g in grants) <= MACHINE.memory_gib
+        given_gpus = [gpu for g in grants for gpu in g.gpus]
+        assert len(given_gpus) == len(set(given_gpus))
+        assert all(len(g.cores) == max(1, math.ceil(g.cpu)) for g in grants)
+
+
+def test_shell_lines():
+    code = "x = 1\nif x:\n    !echo {x} \\\n  more\nprint('! stays')\n"
+    assert expand_shell_lines(code) == (
+        "x = 1\nif x:\n    __hora_shell__('echo {x} \\\\\\n  more', globals() | locals())\n\nprint('! stays')\n"
+    )
