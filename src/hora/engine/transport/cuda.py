@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hora.engine.transport.base import Guard, Tensors, Transport
 from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.group import connect
 from hora.engine.transport.nccl import share_a_gpu
 from hora.engine.transport.staged import StagedTransport
 from hora.errors import HorovodInternalError
@@ -97,7 +98,13 @@ class CudaTransport:
 
     def _choose(self, device: torch.device) -> DistributedTransport | StagedTransport:
         if self._chosen is None:
-            if share_a_gpu(self._store, self._member, self._num_members, device):
+            shared = connect(
+                lambda: share_a_gpu(self._store, self._member, self._num_members, device),
+                what=f"{self._num_members} members to say which GPU they use",
+                guard=self._guard,
+                limit_s=self._limit_s,
+            )
+            if shared:
                 self._chosen = StagedTransport(self._make_cpu())
             else:
                 self._chosen = DistributedTransport(

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ _GRACE_S = 1.5
 # Only how long gloo's own threads may outlive a discarded group; ours is the limit that counts.
 _BACKEND_MARGIN_S = 30.0
 
+
+T = TypeVar("T")
 
 # Work under way, and what it is called in messages.
 Pending = tuple[Any, str]
@@ -125,11 +127,13 @@ class GlooGroup(Group):
         options._devices = [device]
         options._threads = 2
         options._timeout = timedelta(seconds=limit_s + _BACKEND_MARGIN_S)
+
+        def make() -> tuple[Any, Connections]:
+            group = backend(store, member, num_members, options)
+            return group, Connections.find(store, member, num_members, own_ports)
+
         what = f"{num_members} members to connect over gloo at {address}"
-        self._process_group = connect(
-            lambda: backend(store, member, num_members, options), what=what, guard=guard, limit_s=limit_s
-        )
-        self._connections = Connections.find(store, member, num_members, own_ports)
+        self._process_group, self._connections = connect(make, what=what, guard=guard, limit_s=limit_s)
 
     def close(self) -> None:
         self._connections.forget()
@@ -158,9 +162,9 @@ class GlooGroup(Group):
                 raise HorovodInternalError(f"waited {self._limit_s:g} s for the peers' part in {what} over gloo")
 
 
-def connect(make: Callable[[], Any], *, what: str, guard: Guard, limit_s: float) -> Any:
+def connect(make: Callable[[], T], *, what: str, guard: Guard, limit_s: float) -> T:
     """Run `make`, which blocks until all members are there, in a thread: so the guard can end the wait."""
-    result: list[Any] = []
+    result: list[T] = []
     failure: list[BaseException] = []
 
     def run() -> None:
