@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = ["TERMINAL", "Record", "new_id"]
 TERMINAL = frozenset(("succeeded", "failed", "stopped", "timedout"))
 _ALPHABET = string.ascii_lowercase + string.digits
 _TAIL_LINES = 20
+_TAIL_BYTES = 16384
 
 
 def new_id() -> str:
@@ -49,15 +50,15 @@ class Record:
     exit_code: int | None = None
     message: str = ""
     app_port: int = 0
-    log_tail: list[str] = field(default_factory=list)
+    log: bytes = b""
 
     @property
     def ended(self) -> bool:
         return self.status in TERMINAL
 
-    def remember(self, text: str) -> None:
-        """Keep the last lines of its output."""
-        self.log_tail = (self.log_tail + text.splitlines())[-_TAIL_LINES:]
+    def remember(self, data: bytes) -> None:
+        """Keep the end of its output."""
+        self.log = (self.log + data)[-_TAIL_BYTES:]
 
     def to_dict(self, now: float) -> dict[str, Any]:
         begun = self.running_at
@@ -77,5 +78,5 @@ class Record:
             "nvidia_gpu": self.nvidia_gpu,
             "exit_code": self.exit_code,
             "message": self.message,
-            "log_tail": list(self.log_tail),
+            "log_tail": self.log.decode(errors="replace").splitlines()[-_TAIL_LINES:],
         }

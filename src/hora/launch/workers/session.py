@@ -152,7 +152,7 @@ class Session:
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
         record = self._by_number[worker]
-        record.remember(data.decode(errors="replace"))
+        record.remember(data)
         if worker in self._logs:
             self._logs[worker].write(data)
         self._output.feed(worker, stream, data)
