@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_process import wait_until
+from job_process import JobProcess, wait_until
 
 import horovod
 
@@ -123,6 +123,31 @@ def test_workers_survive_the_nursery(tmp_path: Path):
     thread.start()
     assert horovod.run(work, num_proc=2) == [0, 1]
     thread.join()
+
+
+@pytest.mark.parametrize("moment", ["loading", "working"])
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path, moment: str):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import horovod\n"
+        "def work():\n"
+        "    import time, os\n"
+        "    print('working', os.environ['HOROVOD_RANK'], flush=True)\n"
+        "    time.sleep(300)\n"
+        "    import torch\n"
+        "if __name__ == '__main__':\n"
+        "    horovod.run(work, num_proc=3)\n"
+    )
+    job = JobProcess([sys.executable, str(script)], tmp_path)
+    if moment == "working":
+        for rank in range(3):
+            job.wait_for_text(f"working {rank}")
+        assert len(job.processes()) == 3 + 1 + 3  # launcher, guardian, supervisor; nursery; ranks
+    else:
+        wait_until("the nursery loads", lambda: len(job.processes()) == 3 + 1)
+    job.process.kill()
+    job.wait()
+    job.assert_nothing_left()
 
 
 def test_a_single_worker_needs_no_nursery():

@@ -96,9 +96,7 @@ def test_files_hold_the_same_lines(tmp_path: Path):
     assert got == b"[0]<stdout>:a\n[1]<stderr>:b\n"
 
 
-@pytest.mark.parametrize(
-    ("num_proc", "name"), [(1, "rank.0"), (10, "rank.9"), (11, "rank.05"), (101, "rank.005")]
-)
+@pytest.mark.parametrize(("num_proc", "name"), [(1, "rank.0"), (10, "rank.9"), (11, "rank.05"), (101, "rank.005")])
 def test_directories_are_padded_to_the_digits_of_the_last_rank(tmp_path: Path, num_proc: int, name: str):
     Output(OutputOptions(directory=str(tmp_path)), {rank: rank for rank in range(num_proc)}).close()
     assert (tmp_path / name / "stdout").exists()
@@ -116,9 +114,16 @@ def test_a_full_disk_costs_the_log_but_not_the_job(tmp_path: Path, caplog: pytes
     got = collect([(0, "stdout", b"a\n"), (0, "stdout", b"b\n")], directory=str(tmp_path))
     assert got == b"[0]<stdout>:a\n[0]<stdout>:b\n"
     assert [r.getMessage() for r in caplog.records] == [
-        f"cannot write {tmp_path}/rank.0/stdout: No space left on device. "
-        "The rest of this output is not kept."
+        f"cannot write {tmp_path}/rank.0/stdout: No space left on device. The rest of this output is not kept."
     ]
+
+
+def test_without_a_console_files_are_still_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdout", None)
+    output = Output(OutputOptions(directory=str(tmp_path)), {0: 0})
+    output.feed(0, "stdout", b"a\n")
+    output.close()
+    assert (tmp_path / "rank.0/stdout").read_bytes() == b"[0]<stdout>:a\n"
 
 
 def test_a_closed_console_does_not_stop_the_job(caplog: pytest.LogCaptureFixture):

@@ -166,12 +166,13 @@ class _Lines:
 class _Console:
     """A stream for people. A line that is not finished yet is closed before somebody else's begins."""
 
-    def __init__(self, stream: IO[Any]) -> None:
-        self._stream = stream
-        self._binary = _is_binary(stream)
+    def __init__(self, stream: IO[Any] | None) -> None:
+        # None: a process that was started without a console.
+        self._stream: IO[Any] = stream if stream is not None else io.BytesIO()
+        self._binary = _is_binary(self._stream)
         self._decoders: dict[object, codecs.IncrementalDecoder] = {}
         self._unfinished: object = None
-        self._broken = False
+        self._broken = stream is None
 
     def write(self, data: bytes, key: object = None) -> None:
         if self._unfinished not in (None, key):
