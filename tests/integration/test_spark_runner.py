@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import logging
 import os
 import signal
 import subprocess
@@ -65,16 +67,75 @@ def test_too_few_slots_is_an_error_before_anything_is_submitted(spark):
     assert tracker.getJobIdsForGroup(None) == before
 
 
-def test_settings_of_the_driver_reach_the_ranks(monkeypatch):
-    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "17")
+def test_settings_of_the_driver_reach_the_ranks(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOROVOD_TIMELINE", str(tmp_path / "timeline.json"))
     monkeypatch.setenv("UNRELATED_SETTING", "1")
 
     def main():
         import os
 
-        return os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS"), os.environ.get("UNRELATED_SETTING")
+        import torch
 
-    assert HorovodRunner(np=2).run(main) == ("17", None)
+        import horovod.torch as hvd
+
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name="recorded")
+        hvd.shutdown()
+        return os.environ.get("UNRELATED_SETTING")
+
+    assert HorovodRunner(np=2).run(main) is None
+    assert any("recorded" in str(event) for event in json.loads((tmp_path / "timeline.json").read_text()))
+
+
+def test_busy_slots_are_waited_for(spark, tmp_path, caplog):
+    """Another Spark job holds a slot until the runner has said that it waits."""
+    release = tmp_path / "release"
+    hold = threading.Thread(target=lambda: spark.sparkContext.parallelize([0], 1).map(_hold(release)).collect())
+
+    class Releaser(logging.Handler):
+        def emit(self, record):
+            if "waiting for 2 free Spark task slots" in record.getMessage():
+                release.touch()
+
+    handler = Releaser()
+    logging.getLogger("hora.launch").addHandler(handler)
+    hold.start()
+    try:
+        assert HorovodRunner(np=2).run(lambda: "after all") == "after all"
+    finally:
+        release.touch()
+        hold.join(60)
+        logging.getLogger("hora.launch").removeHandler(handler)
+
+
+def _hold(release):
+    path = str(release)
+
+    def until_released(_):
+        import os
+        import time
+
+        limit = time.time() + 60
+        while not os.path.exists(path) and time.time() < limit:
+            time.sleep(0.05)
+
+    return until_released
+
+
+def test_a_rank_may_print_a_lot_and_not_in_utf_8():
+    def main():
+        import os
+
+        if os.environ["HOROVOD_RANK"] == "1":
+            for _ in range(200):
+                os.write(1, b"\xff\xfe" + b"x" * 49_997 + b"\n")
+        return os.environ["HOROVOD_RANK"]
+
+    shown = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(shown, write_through=True)):
+        assert HorovodRunner(np=2, driver_log_verbosity="all").run(main) == "0"
+        lines = shown.getvalue().splitlines()
+    assert lines == [b"[1]<stdout>:\xff\xfe" + b"x" * 49_997] * 200
 
 
 def chatty_main():

@@ -68,7 +68,9 @@ def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
     with contextlib.ExitStack() as stack:
         tasks = SparkTasks(wanted.num_proc, bind_address=bind_address)
         stack.callback(tasks.close)
-        body = tasks.body(address, stream_output=wanted.stream_output)
+        # In local mode the executor's log is the driver's own terminal, which has its say already.
+        keep_output = not context.master.startswith("local")
+        body = tasks.body(address, stream_output=wanted.stream_output, keep_output=keep_output)
         stage = SparkStage(context, wanted.num_proc, body, group=wanted.group)
         stack.callback(_release, tasks, stage)
         stage.start()

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["count_slots", "require_slots"]
+__all__ = ["allocates_dynamically", "count_slots", "require_slots"]
 
 _POLL_S = 0.1
 # Spark itself gives executors of a new application this long to register before it schedules without them.
@@ -28,9 +28,12 @@ def count_slots(context: Any) -> int:
 def require_slots(context: Any, num_slots: int) -> int:
     """The cluster's slots, at least `num_slots` (0: whatever there is); ValueError if it has fewer.
 
-    Executors of a young application may still be registering, so that is waited for; a cluster that has
-    been up for a while answers at once.
+    Where Spark allocates executors on demand, those that it may still start count too. Executors of a young
+    application may still be registering, so that is waited for; a cluster that has been up for a while
+    answers at once.
     """
+    if allocates_dynamically(context):
+        return _require_on_demand(context, num_slots)
     wanted = max(num_slots, 1)
     # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
     settled = _settled_at(context)
@@ -41,6 +44,25 @@ def require_slots(context: Any, num_slots: int) -> int:
         if time.time() >= settled:
             raise ValueError(_too_few(context, num_slots, slots))
         threading.Event().wait(_POLL_S)
+
+
+def allocates_dynamically(context: Any) -> bool:
+    """Whether Spark starts and ends executors as tasks come and go."""
+    return bool(context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true")
+
+
+def _require_on_demand(context: Any, num_slots: int) -> int:
+    conf = context.getConf()
+    most = conf.get("spark.dynamicAllocation.maxExecutors", "")
+    cores = conf.get("spark.executor.cores", "")
+    slots = count_slots(context)
+    if most and cores:  # otherwise there is no limit that we could know
+        capacity = int(most) * (int(cores) // int(conf.get("spark.task.cpus", "1")))
+        if capacity < num_slots:
+            raise ValueError(
+                f"{_too_few(context, num_slots, capacity)}; it may have spark.dynamicAllocation.maxExecutors={most}"
+            )
+    return max(slots, num_slots, 1)
 
 
 def _settled_at(context: Any) -> float:

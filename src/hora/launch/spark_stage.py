@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from hora.launch.spark_slots import allocates_dynamically
+
 __all__ = ["SparkStage"]
 
 _CANCEL_LIMIT_S = 30.0
@@ -75,7 +77,9 @@ class SparkStage:
         try:
             self._context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
             rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
-            stage = rdd if _allocates_dynamically(self._context) else rdd.barrier()
+            # Spark refuses barrier stages where executors come and go. Ordinary tasks do there: the start
+            # timeout covers slots that never come.
+            stage = rdd if allocates_dynamically(self._context) else rdd.barrier()
             tasks = stage.mapPartitions(_TaskBody(self._body))
             with _own_workers(self._context):
                 tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker
@@ -102,8 +106,8 @@ class _TaskBody:
 def _own_workers(context: Any) -> Iterator[None]:
     """Have Spark run what is defined within this in Python workers of their own.
 
-    Spark keeps a set of Python workers for each environment that they ask for. No UDF shall run in ours, because ranks
-    are forked from them (`spark_warm`), and a rank shall not inherit what a UDF did.
+    Spark keeps a set of Python workers for each environment that they ask for. No UDF shall run in ours,
+    because ranks are forked from them (`spark_warm`), and a rank shall not inherit what a UDF did.
     """
     environment = context.environment
     context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
@@ -111,12 +115,6 @@ def _own_workers(context: Any) -> Iterator[None]:
         yield
     finally:
         context.environment = environment
-
-
-def _allocates_dynamically(context: Any) -> bool:
-    # Spark refuses barrier stages there. Ordinary tasks do, because the start timeout covers slots that
-    # never come.
-    return bool(context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true")
 
 
 def _thread_for(target: Callable[[], None], *, name: str) -> threading.Thread:

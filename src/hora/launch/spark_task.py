@@ -38,7 +38,7 @@ class SparkTask:
     secret.
 
     `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
-    failed.
+    failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
     """
 
     address: str
@@ -46,6 +46,7 @@ class SparkTask:
     job: str
     secret: bytes = field(repr=False)
     stream_output: bool
+    keep_output: bool
 
     def __call__(self, task: int) -> None:
         try:
@@ -115,9 +116,9 @@ class _Supervisor:
         )
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
-        # The executor's own log (the stderr page of Spark's UI) always has everything.
-        sys.stderr.buffer.write(data)
-        sys.stderr.buffer.flush()
+        if self._task.keep_output:
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
         if self._task.stream_output:
             self._send({"kind": "output", "worker": worker, "stream": stream}, data)
             return

@@ -49,10 +49,15 @@ class SparkTasks:
     def secret(self) -> bytes:
         return self._secret
 
-    def body(self, address: str, *, stream_output: bool) -> SparkTask:
+    def body(self, address: str, *, stream_output: bool, keep_output: bool) -> SparkTask:
         """What Spark has to run in each task."""
         return SparkTask(
-            address=address, port=self.port, job=self._job, secret=self._secret, stream_output=stream_output
+            address=address,
+            port=self.port,
+            job=self._job,
+            secret=self._secret,
+            stream_output=stream_output,
+            keep_output=keep_output,
         )
 
     def num_arrived(self) -> int:
