@@ -374,9 +374,11 @@ class _ElasticRun:
     # ---- events, in order ---------------------------------------------------------------------------------
 
     def _set(self, number: int, state: State, now: float, *, generation: int | None = None) -> None:
-        worker = self._workers[number]
-        generation = worker.generation if generation is None else generation
-        self._workers[number] = replace(worker, state=state, since=now, generation=generation)
+        worker = replace(self._workers[number], state=state, since=now)
+        if generation is not None:
+            first = generation if worker.generation < 0 else worker.first_generation
+            worker = replace(worker, generation=generation, first_generation=first)
+        self._workers[number] = worker
 
     def _on_join(self, number: int) -> None:
         if number in self._workers:

@@ -56,7 +56,8 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A process of the job. `generation`: the last one in which it had a place (-1: none so far).
+    """A process of the job. `generation`: the last one in which it had a place (-1: none so far), `first_generation`:
+    the first one.
 
     `since`: when it entered its state. `lost_at`: when its connection ended without a good-bye. `silent_since`: since
     when it does not answer (None: it does).
@@ -67,6 +68,7 @@ class Worker:
     slot: int
     state: State
     generation: int = -1
+    first_generation: int = -1
     since: float = 0.0
     lost_at: float | None = None
     silent_since: float | None = None
@@ -307,10 +309,15 @@ def _between(facts: Facts, current: Sequence[Worker], now: float) -> Decision:
 
 def by_age(workers: Sequence[Worker]) -> list[Worker]:
     """In order of rank: hosts by their oldest worker, and so the ranks of a host. So rank 0 has seen the most."""
-    oldest: dict[str, int] = {}
+    oldest: dict[str, tuple[bool, int, int]] = {}
     for worker in workers:
-        oldest[worker.host] = min(oldest.get(worker.host, worker.number), worker.number)
-    return sorted(workers, key=lambda worker: (oldest[worker.host], worker.number))
+        oldest[worker.host] = min(oldest.get(worker.host, _age(worker)), _age(worker))
+    return sorted(workers, key=lambda worker: (oldest[worker.host], _age(worker)))
+
+
+def _age(worker: Worker) -> tuple[bool, int, int]:
+    """The smaller, the older: a newcomer that took long to boot is younger than one that was started later."""
+    return worker.first_generation < 0, worker.first_generation, worker.number
 
 
 def _newcomers(facts: Facts) -> list[Worker]:

@@ -1,0 +1,393 @@
+"""What an elastic job does next, decided without any process: single steps, and whole random histories."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hora.launch.blacklist import Blacklist
+from hora.launch.discovery import parse_discovered
+from hora.launch.elastic_policy import (
+    ADDED,
+    COMPANY_LIMIT_S,
+    LOST_LIMIT_S,
+    REMOVED,
+    Begin,
+    End,
+    Facts,
+    Fail,
+    Finish,
+    GiveUp,
+    HostSlots,
+    Limits,
+    Notify,
+    Publish,
+    Start,
+    State,
+    Wait,
+    Worker,
+    decide,
+)
+from hora.launch.generation import assign, provisional
+from hora.launch.hosts import HostInfo
+
+STARTING, READY, WORKING, SUCCEEDED, FAILED, LEFT = State
+
+
+def hosts(text: str) -> tuple[HostSlots, ...]:
+    """`a:0-1 b:0` is host a with slots 0 and 1, host b with slot 0."""
+    found = []
+    for item in text.split():
+        name, _, slots = item.partition(":")
+        first, _, last = slots.partition("-")
+        found.append(HostSlots(name, tuple(range(int(first), int(last or first) + 1))))
+    return tuple(found)
+
+
+def workers(*states: State, host: str = "a", generation: int = 0, first: int = 0) -> list[Worker]:
+    """Workers in slots 0, 1, … of a host; whoever starts has no generation."""
+    found = []
+    for slot, state in enumerate(states):
+        since = -1 if state is STARTING else generation
+        found.append(
+            Worker(number=first + slot, host=host, slot=slot, state=state, generation=since, first_generation=since)
+        )
+    return found
+
+
+def facts(members=(), *, where="a:0-2", generation=0, num_proc=3, min_num_proc=2, limits=None, **rest):
+    limits = Limits(num_proc=num_proc, min_num_proc=min_num_proc, elastic_timeout_s=60, **(limits or {}))
+    return Facts(limits=limits, generation=generation, workers=tuple(members), hosts=hosts(where), **rest)
+
+
+# ---- the beginning --------------------------------------------------------------------------------------------------
+
+
+def test_it_begins_as_soon_as_there_are_enough_slots():
+    assert decide(facts(generation=-1, where="a:0-1"), 0) == Wait(60, short=True)
+    assert decide(facts(generation=-1, where="a:0-2"), 0) == Begin((("a", 0), ("a", 1), ("a", 2)))
+
+
+def test_it_takes_all_slots_up_to_the_limit():
+    assert decide(facts(generation=-1, where="a:0-2 b:0-2", limits={"max_num_proc": 4}), 0) == Begin(
+        (("a", 0), ("a", 1), ("a", 2), ("b", 0))
+    )
+
+
+def test_too_few_slots_for_too_long():
+    decision = decide(facts(generation=-1, where="a:0-1"), 60)
+    assert isinstance(decision, GiveUp)
+    for words in ("3 slots", "there are 2", "a:2", "--elastic-timeout", "Timeout after 60 seconds"):
+        assert words in decision.message
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_survivors_go_on_when_all_have_noticed():
+    members = workers(READY, FAILED, WORKING)
+    assert isinstance(decide(facts(members, where="a:0 a:2"), 0), Wait)
+    assert decide(facts(workers(READY, FAILED, READY), where="a:0 a:2"), 0) == Publish((0, 2))
+
+
+def test_too_few_survivors_and_no_hope():
+    decision = decide(facts(workers(READY, FAILED, FAILED), where="a:0"), 0)
+    assert isinstance(decision, Fail)
+    assert "1 workers are left, but --min-np is 2" in decision.message
+
+
+def test_too_few_survivors_wait_for_a_slot_to_come_back():
+    short = facts(workers(READY, FAILED, FAILED), where="a:0", may_grow=True, short_since=5)
+    assert decide(short, 10) == Wait(65, short=True)
+    assert isinstance(decide(short, 65), GiveUp)
+    back = replace(short, hosts=hosts("a:0-1"))
+    assert decide(back, 10) == Start((("a", 1),))
+    booting = replace(back, workers=[*back.workers, Worker(number=3, host="a", slot=1, state=STARTING)])
+    assert decide(booting, 10) == Wait(65, short=True)
+    arrived = replace(back, workers=[*back.workers, Worker(number=3, host="a", slot=1, state=READY)])
+    assert decide(arrived, 10) == Publish((0, 3))
+
+
+def test_a_newcomer_that_still_boots_does_not_hold_up_survivors():
+    members = [*workers(READY, FAILED, READY), Worker(number=3, host="a", slot=1, state=STARTING)]
+    assert decide(facts(members), 0) == Publish((0, 2))
+
+
+def test_everybody_failed():
+    assert decide(facts(workers(FAILED, FAILED, FAILED), where=""), 0) == Fail("")
+    newcomer = Worker(number=3, host="a", slot=1, state=READY)
+    assert decide(facts([*workers(FAILED, FAILED), newcomer]), 0) == Fail("")  # nobody has the state
+
+
+def test_a_barred_host_loses_its_other_workers():
+    members = workers(FAILED, WORKING) + workers(WORKING, WORKING, host="b", first=2)
+    decision = decide(facts(members, where="b:0-1", barred=frozenset("a")), 0)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((1,), False)
+    members = workers(FAILED, LEFT) + workers(READY, READY, host="b", first=2)
+    assert decide(facts(members, where="b:0-1", barred=frozenset("a")), 0) == Publish((2, 3))
+
+
+def test_the_reset_limit():
+    members = workers(READY, FAILED, READY)
+    assert isinstance(decide(facts(members, where="a:0 a:2", limits={"reset_limit": 1}), 0), Publish)
+    for limit in (0, 1):
+        decision = decide(facts(members, where="a:0 a:2", num_resets=limit, limits={"reset_limit": limit}), 0)
+        assert isinstance(decision, Fail)
+        assert f"number of resets during elastic job exceeded limit: {limit}" in decision.message
+
+
+def test_a_worker_whose_connection_is_lost_counts_as_dead_after_a_while():
+    members = workers(WORKING, WORKING)
+    members[1] = replace(members[1], lost_at=100.0)
+    assert decide(facts(members, where="a:0-1"), 101) == Wait(100 + LOST_LIMIT_S)
+    decision = decide(facts(members, where="a:0-1"), 100 + LOST_LIMIT_S)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((1,), True)
+
+
+def test_a_worker_that_goes_on_alone_is_ended_after_a_limit():
+    limits = {"stuck_s": 50.0, "silent_s": 5.0}
+    members = workers(READY, WORKING, WORKING)
+    members[2] = replace(members[2], silent_since=3.0)
+    assert decide(facts(members, limits=limits), 7) == Wait(8)
+    decision = decide(facts(members, limits=limits), 8)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((2,), True)
+    members[2] = replace(members[2], state=FAILED)
+    assert decide(facts(members, where="a:0-1", limits=limits), 49) == Wait(50)
+    assert decide(facts(members, where="a:0-1", limits=limits), 50).workers == (1,)
+
+
+def test_nobody_is_stuck_as_long_as_nobody_waits():
+    members = [replace(w, silent_since=0.0) for w in workers(WORKING, WORKING)]
+    assert decide(facts(members, where="a:0-1"), 10**6) == Wait(None)
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_one_success_is_enough_once_nobody_works():
+    assert isinstance(decide(facts(workers(SUCCEEDED, WORKING)), 0), Wait)
+    for other in (SUCCEEDED, READY, FAILED):
+        assert decide(facts(workers(SUCCEEDED, other)), 0) == Finish()
+
+
+def test_nobody_is_started_when_somebody_has_succeeded():
+    assert decide(facts(workers(SUCCEEDED, WORKING), where="a:0-2"), 0) == Wait(None)
+
+
+# ---- hosts come and go ----------------------------------------------------------------------------------------------
+
+
+def test_newcomers_boot_first_then_the_others_are_told_once():
+    members = workers(WORKING, WORKING)
+    assert decide(facts(members, where="a:0-1 b:0-1"), 0) == Start((("b", 0), ("b", 1)))
+    booting = [*members, *workers(STARTING, STARTING, host="b", first=2)]
+    assert decide(facts(booting, where="a:0-1 b:0-1"), 0) == Wait(None)
+    one = [*booting[:3], replace(booting[3], state=READY)]
+    assert decide(facts(one, where="a:0-1 b:0-1"), 0) == Wait(COMPANY_LIMIT_S)
+    assert decide(facts(one, where="a:0-1 b:0-1"), COMPANY_LIMIT_S) == Notify(ADDED)
+    both = [*members, *(replace(w, state=READY) for w in booting[2:])]
+    assert decide(facts(both, where="a:0-1 b:0-1"), 0) == Notify(ADDED)
+    assert decide(facts(both, where="a:0-1 b:0-1", notified=True), 0) == Wait(None)
+    stopped = [*workers(READY, READY), *both[2:]]
+    assert decide(facts(stopped, where="a:0-1 b:0-1", notified=True), 0) == Publish((0, 1, 2, 3))
+
+
+def test_a_host_that_leaves_is_left():
+    members = workers(WORKING, WORKING) + workers(WORKING, WORKING, host="b", first=2)
+    assert decide(facts(members, where="b:0-1"), 0) == Notify(REMOVED)
+    stopped = workers(READY, READY) + workers(READY, READY, host="b", first=2)
+    assert decide(facts(stopped, where="b:0-1", notified=True), 0) == Publish((2, 3))
+
+
+def test_a_host_is_replaced_in_one_step():
+    members = workers(WORKING, WORKING) + workers(WORKING, WORKING, host="b", first=2)
+    members += [replace(w, generation=-1, first_generation=-1) for w in workers(READY, READY, host="c", first=4)]
+    assert decide(facts(members, where="b:0-1 c:0-1"), 0) == Notify(ADDED | REMOVED)
+
+
+def test_hosts_that_leave_are_kept_as_long_as_too_few_would_remain():
+    members = workers(WORKING, WORKING)
+    assert decide(facts(members, where=""), 0) == Wait(None)
+    assert decide(facts(members, where="a:0"), 0) == Wait(None)
+
+
+def test_at_least_one_host_must_stay():
+    members = workers(WORKING, WORKING) + [
+        replace(w, generation=-1, first_generation=-1) for w in workers(READY, READY, host="b", first=2)
+    ]
+    decision = decide(facts(members, where="b:0-1"), 0)
+    assert isinstance(decision, Fail)
+    assert "at least one host must stay" in decision.message
+
+
+def test_newcomers_of_a_host_that_vanished_are_sent_away():
+    members = workers(WORKING, WORKING) + workers(STARTING, host="b", first=2)
+    assert decide(facts(members, where="a:0-1"), 0) == End((2,), "its host is barred or gone", failed=False)
+
+
+def test_no_more_than_the_limit():
+    limits = {"max_num_proc": 3}
+    assert decide(facts(workers(WORKING, WORKING), where="a:0-1 b:0-3", limits=limits), 0) == Start((("b", 0),))
+    assert decide(facts(workers(WORKING, WORKING, WORKING), where="a:0-3", limits=limits), 0) == Wait(None)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_worker_is_rank_0_and_hosts_stay_together():
+    members = workers(READY, READY, host="b", first=2) + workers(READY, host="a", first=5)
+    members += workers(FAILED, FAILED, host="a", first=0)
+    decision = decide(facts(members, where="a:0-1 b:0-1"), 0)
+    assert decision == Publish((2, 3, 5))
+
+
+def test_local_ranks_follow_slots_and_ranks_follow_age():
+    members = [
+        Worker(number=1, host="a", slot=1, state=READY),
+        Worker(number=7, host="a", slot=0, state=READY),
+        Worker(number=3, host="b", slot=4, state=READY),
+    ]
+    places = assign(members)
+    assert [places[n].rank for n in (1, 7, 3)] == [0, 1, 2]
+    assert [(places[n].local_rank, places[n].local_size) for n in (1, 7, 3)] == [(1, 2), (0, 2), (0, 1)]
+    assert [(places[n].cross_rank, places[n].cross_size) for n in (1, 7, 3)] == [(0, 1), (0, 2), (1, 2)]
+    assert {places[n].size for n in places} == {3}
+
+
+def test_a_newcomer_knows_its_slot():
+    slot = provisional("a", 2, 4)
+    assert (slot.rank, slot.size, slot.local_rank, slot.local_size) == (0, 1, 2, 4)
+    assert provisional("a", 5, 4).local_size == 6  # the host shrank in the meantime
+
+
+# ---- the blacklist --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_range_a_place_is_barred_for_ever():
+    blacklist = Blacklist(None, lambda: 0.5)
+    assert not blacklist.is_host_barred("a", 0)
+    assert blacklist.bar(("a", None), 0) is None
+    assert blacklist.is_host_barred("a", 10**9)
+    assert blacklist.is_barred("a", 3, 10**9)
+    assert not blacklist.is_barred("b", 3, 0)
+    assert blacklist.next_return(0) is None
+
+
+def test_the_time_out_doubles_up_to_the_limit():
+    blacklist = Blacklist((10, 100), lambda: 0.5)
+    assert [blacklist.bar(("a", None), 1000.0) for _ in range(5)] == [1025, 1045, 1085, 1100, 1100]
+    assert blacklist.is_host_barred("a", 1099.9)
+    assert not blacklist.is_host_barred("a", 1100)
+    assert Blacklist((10, 10), lambda: 0.9).bar(("a", None), 0) == 10
+
+
+def test_one_slot_can_be_barred_alone():
+    blacklist = Blacklist((1, 5), lambda: 0.0)
+    blacklist.bar(("a", 1), 0.0)
+    assert [blacklist.is_barred("a", slot, 1.0) for slot in (0, 1)] == [False, True]
+    assert not blacklist.is_host_barred("a", 1.0)
+    assert blacklist.next_return(1.0) == 2.0
+
+
+# ---- discovery ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_discovery_script_may_print():
+    assert parse_discovered("a:2\n\n  b  \na:2\n", 3) == [HostInfo("a", 2), HostInfo("b", 3)]
+    assert parse_discovered("", None) == []
+    with pytest.raises(ValueError, match=r"host 'b' without slots.*--slots-per-host"):
+        parse_discovered("b", None)
+    with pytest.raises(ValueError, match="Invalid host input"):
+        parse_discovered("-oProxyCommand:1", None)
+
+
+# ---- whole histories ------------------------------------------------------------------------------------------------
+
+
+class History:
+    """A job in which anything happens at any time, played without processes; checks what must always hold."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        limits = Limits(num_proc=2, min_num_proc=self.random.choice((1, 2)), max_num_proc=4, elastic_timeout_s=50)
+        self.facts = Facts(limits=limits, hosts=hosts("a:0-1 b:0-1"), may_grow=True)
+        self.members: set[int] = set()
+
+    def update(self, number: int, **changes: object) -> None:
+        changed = [replace(w, since=self.now, **changes) if w.number == number else w for w in self.facts.workers]
+        self.facts = replace(self.facts, workers=changed)
+
+    def happen(self) -> None:
+        """Something happens to somebody."""
+        living = [w for w in self.facts.workers if w.alive]
+        kind = self.random.random()
+        if living and kind < 0.7:
+            worker = self.random.choice(living)
+            self.update(worker.number, state=FAILED if self.random.random() < 0.15 else READY)
+        elif kind < 0.8:
+            names = self.random.sample("abc", self.random.choice((1, 2, 2, 3)))
+            self.facts = replace(self.facts, hosts=hosts(" ".join(f"{name}:0-1" for name in names)))
+
+    def play(self) -> object:
+        for _ in range(400):
+            self.now += 1
+            decision = decide(self.facts, self.now)
+            match decision:
+                case Begin(places) | Start(places):
+                    self.start(places, begin=isinstance(decision, Begin))
+                case Publish(numbers):
+                    self.publish(numbers)
+                case Notify():
+                    assert not self.facts.notified
+                    self.facts = replace(self.facts, notified=True)
+                case End(numbers):
+                    for number in numbers:
+                        self.update(number, state=LEFT)
+                case Finish() | Fail() | GiveUp():
+                    return decision
+                case Wait(until):
+                    assert until is None or until > self.now
+                    self.facts = replace(self.facts, short_since=self.facts.short_since if decision.short else self.now)
+                    self.happen()
+        for worker in self.facts.workers:
+            self.update(worker.number, **({"state": SUCCEEDED} if worker.state is WORKING else {}))
+        return decide(self.facts, self.now)
+
+    def start(self, places, *, begin: bool) -> None:
+        taken = {(w.host, w.slot) for w in self.facts.workers if w.alive}
+        assert places
+        assert not taken & set(places)
+        first = len(self.facts.workers)
+        new = [Worker(number=first + i, host=h, slot=s, state=STARTING) for i, (h, s) in enumerate(places)]
+        self.facts = replace(self.facts, workers=[*self.facts.workers, *new])
+        if begin:
+            self.publish(tuple(w.number for w in new))
+
+    def publish(self, numbers) -> None:
+        limits, by_number = self.facts.limits, {w.number: w for w in self.facts.workers}
+        assert limits.min_num_proc <= len(numbers) <= limits.max_num_proc
+        assert all(by_number[number].alive for number in numbers)
+        assert not any(w.state is WORKING for w in self.facts.workers)
+        assert not self.members or numbers[0] in self.members, "rank 0 must have the state"
+        places = assign([by_number[number] for number in numbers])
+        assert sorted(place.rank for place in places.values()) == list(range(len(numbers)))
+        generation = self.facts.generation + 1
+        self.facts = replace(self.facts, generation=generation, notified=False)
+        self.members = set(numbers)
+        for worker in by_number.values():
+            if worker.number in self.members:
+                first = generation if worker.generation < 0 else worker.first_generation
+                self.update(worker.number, state=WORKING, generation=generation, first_generation=first)
+            elif worker.state is READY and worker.generation >= 0:
+                self.update(worker.number, state=LEFT)
+
+
+def test_in_any_history_rank_0_has_the_state_and_the_limits_hold():
+    ends = {type(History(seed).play()) for seed in range(300)}
+    assert ends >= {Finish, Fail}
