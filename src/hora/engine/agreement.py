@@ -10,6 +10,7 @@ A ring holds 8-byte records (signature number, instance). A signature is sent wh
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 from collections import deque
@@ -229,10 +230,11 @@ class ShmAgreement:
 
     def wake(self) -> None:
         if self._member == 0:
-            self._ring()
+            with contextlib.suppress(IndexError):  # closed meanwhile: the mesh's thread wakes lanes until it ends
+                self._ring()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory. Nobody waits any more, though a `wake` may still come."""
         self._memory.release()
         self._heads, self._rounds_done, self._bells = [], [], []
         del self._round

@@ -102,6 +102,9 @@ class Runtime:
                 self._register(0, tuple(range(size)))
                 for index, ranks in enumerate(ranks for ranks in sets if len(ranks) < size):
                     self._register(index + 1, ranks)
+                if size > 1:
+                    # A rank that went on and left again at once would take away what others are still fetching from it.
+                    self._gather("ready", b"1")
         except BaseException:
             self.close()
             raise
