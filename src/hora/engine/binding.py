@@ -20,7 +20,6 @@ import torch
 
 from hora.engine.plan import Part
 from hora.engine.request import Kind, Request, Signature
-from hora.engine.transport.arithmetic import identity
 from hora.engine.transport.arithmetic import reduction
 from hora.engine.transport.base import Transport
 from hora.engine.transport.region import reduce_everywhere, reduce_slice
