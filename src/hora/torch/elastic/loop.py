@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hora.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -39,27 +39,34 @@ def run_fn(func: Training, reset: Callable[[], None]) -> Training:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
-        notification_manager.init()
-        notification_manager.register_listener(state)
-        skip_sync = False
-        try:
-            while True:
-                try:
-                    if not skip_sync:
-                        state.sync()
-                    return func(state, *args, **kwargs)
-                except HorovodInternalError as error:
-                    log.warning("the world broke, going back to the last commit: %s", error)
-                    state.restore()
-                    skip_sync = False
-                except HostsUpdatedInterrupt as update:
-                    # Plain values are synchronised from what was saved last: save what there is now, or they fall back.
-                    state.save()
-                    skip_sync = update.skip_sync
-                reset()
-                state.on_reset()
-                notification_manager.init()
-        finally:
-            notification_manager.remove_listener(state)
+        # Nothing but a call: a notebook's function is pickled together with this one and whatever it names.
+        return _loop(func, reset, state, args, kwargs)
 
     return wrapper
+
+
+def _loop(
+    func: Training, reset: Callable[[], None], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    notification_manager.init()
+    notification_manager.register_listener(state)
+    skip_sync = False
+    try:
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError as error:
+                log.warning("the world broke, going back to the last commit: %s", error)
+                state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as update:
+                # Plain values are synchronised from what was saved last: save what there is now, or they fall back.
+                state.save()
+                skip_sync = update.skip_sync
+            reset()
+            state.on_reset()
+            notification_manager.init()
+    finally:
+        notification_manager.remove_listener(state)

@@ -1,0 +1,91 @@
+"""An elastic job in a process of its own, and what its ranks returned: for the elastic tests.
+
+As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan; prints the results as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from job_process import JobProcess, wait_until
+
+_RESULT = "RESULT "
+
+
+class ElasticJob(JobProcess):
+    """`plan`: see `elastic_training`. `arguments`: those of `horovod.run`."""
+
+    def __init__(self, work: Path, plan: dict[str, Any], environment: dict[str, str] | None = None, **arguments: Any):
+        self.folder = work / "job"
+        self.folder.mkdir()
+        self.plan = {"samples": 48, "epochs": 2, "batch": 2, **plan, "folder": str(self.folder)}
+        order = json.dumps({"plan": self.plan, "arguments": arguments})
+        torchs_own = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")}  # torch makes it at import, and leaves it
+        super().__init__([sys.executable, __file__, order], work, **torchs_own, **(environment or {}))
+
+    def results(self, limit_s: float = 120.0) -> list[dict[str, Any]]:
+        """What the ranks returned; nothing may be left of the job."""
+        status = self.wait(limit_s)
+        assert status == 0, self.text()
+        (line,) = [line for line in self.text().splitlines() if line.startswith(_RESULT)]
+        self.assert_nothing_left()
+        found: list[dict[str, Any]] = json.loads(line.removeprefix(_RESULT))
+        return found
+
+    def step(self) -> int:
+        """How many steps were committed."""
+        try:
+            return int((self.folder / "progress").read_text().split()[0])
+        except (OSError, IndexError):
+            return 0
+
+    def wait_for_step(self, number: int) -> None:
+        wait_until(f"step {number}", lambda: self.step() >= number or self.process.poll() is not None)
+        assert self.process.poll() is None, self.text()
+
+    def notes(self) -> list[str]:
+        return (self.folder / "notes").read_text().splitlines()
+
+    def worker(self, number: int) -> int:
+        """The process of a worker."""
+        for process in self.processes():
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            if f"HORA_WORKER={number}".encode() in environ and "hora.launch.worker" in " ".join(process.cmdline()):
+                return process.pid
+        raise AssertionError(f"there is no worker {number}:\n{self.text()}")
+
+
+def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
+    """All ranks have the same state, all epochs were done, and every sample was seen as the sampler promises."""
+    plan, first = job.plan, results[0]
+    for result in results:
+        for name in ("weights", "momentum", "epoch", "steps", "seen", "sizes"):
+            assert result[name] == first[name], f"rank {result['rank']} has another {name} than rank 0"
+    assert first["epoch"] == plan["epochs"]
+    assert first["steps"] == len(first["seen"]) == len(first["sizes"])
+    for epoch in range(plan["epochs"]):
+        seen = [i for its, indices in first["seen"] if its == epoch for i in indices]
+        assert set(seen) == set(range(plan["samples"])), f"epoch {epoch} left samples out"
+        # What repeats is padding, of the last batch of the epoch only: a world that broke repeats nothing committed.
+        assert len(seen) - plan["samples"] < max(first["sizes"]) * plan["batch"]
+
+
+def main() -> None:
+    import cloudpickle
+    import elastic_training
+
+    import horovod
+
+    cloudpickle.register_pickle_by_value(elastic_training)
+    order = json.loads(sys.argv[1])
+    results = horovod.run(elastic_training.train, args=(order["plan"],), **order["arguments"])
+    print(_RESULT + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))
+    main()

@@ -1,0 +1,114 @@
+"""A training that tests disturb: run by `elastic_job` on every rank of an elastic job.
+
+Every step gathers the samples of all ranks into the state, so that the state itself tells what was committed. A plan
+says who fails when and how. This module runs on the workers and imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import horovod.torch as hvd
+
+
+def train(plan: dict[str, Any]) -> dict[str, Any]:
+    """Train as planned; returns what this rank has at the end."""
+    hvd.init()
+    torch.manual_seed(hvd.rank())  # sync makes them equal
+    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    sharded = {"sharded": True} if plan.get("sharded") else {}
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters(), **sharded)
+    sampler = hvd.elastic.ElasticSampler(list(range(plan["samples"])), shuffle=True, seed=5)
+    state = hvd.elastic.TorchState(
+        model=net, optimizer=optimizer, sampler=sampler, epoch=0, batch=0, steps=0, seen=[], sizes=[], starts=[]
+    )
+    if plan.get("durable"):
+        state.persist(plan["durable"], keep=3)
+    start = f"{os.environ['HOROVOD_HOSTNAME']}/{os.environ['HORA_WORKER']}"
+    _loop(state, plan, start)
+    momentum = [
+        value.double().sum().item() for item in optimizer.state_dict()["state"].values() for value in item.values()
+    ]
+    return {
+        "rank": hvd.rank(),
+        "size": hvd.size(),
+        "worker": int(os.environ["HORA_WORKER"]),
+        "pid": os.getpid(),
+        "weights": torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(),
+        "momentum": momentum,
+        "epoch": state.epoch,
+        "steps": state.steps,
+        "seen": state.seen,
+        "sizes": state.sizes,
+        "starts": state.starts,
+    }
+
+
+@hvd.elastic.run
+def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
+    note(plan, f"enters rank {hvd.rank()} of {hvd.size()} at step {state.steps} as {start}")
+    starts = hvd.allgather_object(start)
+    while state.epoch < plan["epochs"]:
+        indices = iter(list(state.sampler))
+        while mine := [i for _, i in zip(range(plan["batch"]), indices, strict=False)]:
+            misfortune(plan, state, "step")
+            step(state, mine)
+            state.sampler.record_batch(state.batch, len(mine))
+            state.batch += 1
+            state.steps += 1
+            state.sizes.append(hvd.size())
+            state.starts = starts
+            misfortune(plan, state, "commit")
+            state.commit()
+            if hvd.rank() == 0:
+                progress(plan, state)
+        state.epoch += 1
+        state.batch = 0
+        state.sampler.set_epoch(state.epoch)
+        state.commit()
+
+
+def step(state: Any, mine: list[int]) -> None:
+    gathered = hvd.allgather(torch.tensor(mine), name="samples").tolist()
+    state.optimizer.zero_grad()
+    inputs = torch.tensor(mine, dtype=torch.float32).unsqueeze(1) / 10.0
+    state.model(inputs.expand(-1, 3)).square().mean().backward()
+    state.optimizer.step()
+    state.seen.append((state.epoch, gathered))
+
+
+def misfortune(plan: dict[str, Any], state: Any, when: str) -> None:
+    """Whatever the plan has for this rank at this moment, once."""
+    for number, fault in enumerate(plan.get("faults", [])):
+        if (fault["rank"], fault["step"], fault.get("when", "step")) != (hvd.rank(), state.steps, when):
+            continue
+        try:
+            (Path(plan["folder"]) / f"fault.{number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        fail(fault["how"], when)
+
+
+def fail(how: str, when: str) -> None:
+    if how == "raise":
+        raise RuntimeError("as planned")
+    if how == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def progress(plan: dict[str, Any], state: Any) -> None:
+    """Let the test know how far we are, and wait for it where it asked for that."""
+    (Path(plan["folder"]) / "progress").write_text(f"{state.steps} {hvd.size()}")
+    time.sleep(plan.get("pause_s", 0.0))
+
+
+def note(plan: dict[str, Any], text: str) -> None:
+    with open(Path(plan["folder"]) / "notes", "a") as file:
+        file.write(f"{time.time():.3f} {os.getpid()} {text}\n")

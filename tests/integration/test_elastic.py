@@ -1,0 +1,86 @@
+"""Elastic jobs on one host: ranks fail in every way, at every moment, and the training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from elastic_job import ElasticJob, assert_good_ending
+
+
+def fault(rank: int, step: int, how: str, when: str = "step") -> dict[str, object]:
+    return {"rank": rank, "step": step, "how": how, "when": when}
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "kill"])
+def test_rank_1_of_3_fails_at_step_4_and_the_others_go_on(tmp_path: Path, how: str):
+    job = ElasticJob(tmp_path, {"faults": [fault(1, 4, how)]}, num_proc=3, min_num_proc=2)
+    results = job.results()
+    assert_good_ending(job, results)
+    assert [result["size"] for result in results] == [2, 2]
+    assert [result["worker"] for result in results] == [0, 2]
+    assert results[0]["sizes"][:4] == [3, 3, 3, 3]
+    assert set(results[0]["sizes"][4:]) == {2}
+    entered = {note.split()[1] for note in job.notes()}
+    assert len(entered) == 3, "the survivors kept their processes"
+
+
+def test_rank_0_is_killed_in_its_commit_and_a_newcomer_takes_its_place(tmp_path: Path):
+    plan = {"faults": [fault(0, 5, "kill", "commit")], "epochs": 6, "pause_s": 0.1}
+    job = ElasticJob(tmp_path, plan, num_proc=3, min_num_proc=2, cooldown_range=(1, 2))
+    results = job.results()
+    assert_good_ending(job, results)
+    assert [result["worker"] for result in results][:2] == [1, 2]
+    assert 2 in results[0]["sizes"]
+    assert results[0]["sizes"][-1] == 3, "the slot came back after its time out"
+
+
+def test_two_of_four_die_at_once(tmp_path: Path):
+    plan = {"faults": [fault(0, 3, "kill"), fault(2, 3, "exit")]}
+    job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=2)
+    results = job.results()
+    assert_good_ending(job, results)
+    assert [result["worker"] for result in results] == [1, 3]
+
+
+def test_a_stopped_rank_is_given_up_and_ended(tmp_path: Path):
+    environment = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    job = ElasticJob(tmp_path, {"faults": [fault(2, 4, "stop")]}, environment, num_proc=3, min_num_proc=2)
+    results = job.results()
+    assert_good_ending(job, results)
+    assert [result["worker"] for result in results] == [0, 1]
+    assert "went on alone" in job.text()
+
+
+def test_too_few_are_left(tmp_path: Path):
+    job = ElasticJob(tmp_path, {"faults": [fault(0, 3, "kill"), fault(1, 3, "raise")]}, num_proc=3, min_num_proc=2)
+    assert job.wait() == 1
+    job.assert_nothing_left()
+    text = job.text()
+    assert "Horovod detected that one or more processes exited with non-zero status" in text
+    assert "Process name: localhost[" in text
+    assert "--min-np is 2" in text
+
+
+def test_the_reset_limit_ends_the_job(tmp_path: Path):
+    plan = {"faults": [fault(2, 3, "kill"), fault(1, 6, "kill")]}
+    job = ElasticJob(tmp_path, plan, num_proc=3, min_num_proc=1, reset_limit=1)
+    assert job.wait() == 1
+    job.assert_nothing_left()
+    assert "number of resets during elastic job exceeded limit: 1" in job.text()
+    assert [note.split()[4:6] for note in job.notes()][-1] == ["of", "2"] or "of 2" in " ".join(job.notes())
+
+
+def test_a_worker_killed_from_outside_while_the_ranks_meet(tmp_path: Path):
+    """The second death comes at any moment of the recovery from the first."""
+    plan = {"faults": [fault(3, 3, "kill")], "epochs": 3, "pause_s": 0.05}
+    job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=2)
+    job.wait_for_step(2)
+    victim = job.worker(1)
+    job.wait_for_text("failed with exit code 137")
+    os.kill(victim, signal.SIGKILL)
+    results = job.results()
+    assert_good_ending(job, results)
+    assert [result["worker"] for result in results] == [0, 2]
