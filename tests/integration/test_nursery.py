@@ -61,6 +61,16 @@ def test_modules_that_the_function_names_are_loaded_once_and_random_numbers_diff
     assert first["sum"] == second["sum"] == 100_000.0
 
 
+def test_a_function_that_sets_the_number_of_threads_gets_it():
+    def work() -> int:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        import torch
+
+        return torch.get_num_threads()
+
+    assert horovod.run(work, num_proc=2) == [1, 1]
+
+
 def test_exit_handlers_run_and_threads_are_waited_for(tmp_path: Path):
     def work() -> None:
         import atexit

@@ -16,6 +16,7 @@ from hora.launch.policy import (
     GiveUp,
     Wait,
     decide,
+    modules_to_preload,
 )
 
 BEGUN = Facts(num_workers=3, needs_results=True, start_deadline=30.0, start_timeout_s=30.0)
@@ -84,3 +85,13 @@ def test_waits_a_moment_for_the_root_cause_then_takes_what_there_is():
 def test_does_not_wait_for_a_root_cause_when_nobody_is_left():
     facts = replace(RUNNING, failures=[failure(0, 1.0, consequence=True)], exited={0: 1, 1: 0, 2: 0})
     assert decide(facts, 1.1) == Fail(facts.failures[0])
+
+
+def test_workers_are_forked_with_what_their_function_names():
+    assert modules_to_preload(b"... import numpy ...") == ()
+    assert modules_to_preload(b"... torch ...") == ("torch",)
+    assert modules_to_preload(b"... torch ... horovod.torch ...") == ("torch", "horovod.torch")
+
+
+def test_workers_are_started_afresh_where_their_function_sets_what_torch_reads_while_it_is_loaded():
+    assert modules_to_preload(b"... OMP_NUM_THREADS ... torch ...") is None

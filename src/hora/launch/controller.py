@@ -58,9 +58,7 @@ def prepare(job: Job, rendezvous: Rendezvous) -> tuple[tuple[str, ...], tuple[st
     rendezvous.set(FUNCTION_KEY, job.function)
     same = job.executable == sys.executable
     rendezvous.set(PATH_KEY, json.dumps(sys.path if same else []).encode())
-    # A function that names them will import them: once for all workers of a host, then.
-    preload = tuple(name for name in ("torch", "horovod.torch") if name.encode() in job.function)
-    return (job.executable, "-m", "hora.launch.worker"), preload
+    return (job.executable, "-m", "hora.launch.worker"), policy.modules_to_preload(job.function)
 
 
 class _Run:

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Facts", "Fail", "Failure", "Finish", "GiveUp", "Wait", "decide"]
+__all__ = ["Facts", "Fail", "Failure", "Finish", "GiveUp", "Wait", "decide", "modules_to_preload"]
+
+_READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
 
 # How long a process may take to end after the function has returned on every rank.
 LINGER_LIMIT_S = 30.0
@@ -108,3 +110,13 @@ def _judge(facts: Facts, now: float) -> Wait | Fail:
 def _missing(facts: Facts) -> list[int]:
     arrived = facts.joined if facts.needs_results else facts.started
     return [worker for worker in range(facts.num_workers) if worker not in arrived and worker not in facts.exited]
+
+
+def modules_to_preload(function: bytes) -> tuple[str, ...] | None:
+    """What to load once for all workers of a host, before they are forked: what the pickled function names, so that it
+    will import it anyway. None: they have to be started afresh, because the function sets variables that are read
+    while torch is being loaded.
+    """
+    if any(name in function for name in _READ_WHILE_LOADING):
+        return None
+    return tuple(name for name in ("torch", "horovod.torch") if name.encode() in function)
