@@ -8,7 +8,7 @@ members. The engine calls it; `HierarchicalTransport` and `StagedTransport` buil
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from hora.engine.transport.arithmetic import Reduction, adasum_pair, reduction
 from hora.engine.transport.base import Guard, Tensors
 from hora.engine.transport.group import GlooGroup, Pending
 from hora.engine.transport.nccl import NcclGroup
-from hora.engine.transport.packing import Buffers, as_bytes, pieces, runs, spread
+from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, pieces, runs, spread, unpack
 from hora.engine.transport.threads import SERIAL_ELEMENTS
 
 __all__ = ["DistributedTransport"]
@@ -37,15 +37,15 @@ class _Piece(NamedTuple):
 
     sources: list[torch.Tensor]
     results: list[torch.Tensor]
-    total: int
     slot: int
 
     @property
     def single(self) -> bool:
         return len(self.sources) == 1
 
-
-_Reducing = Generator[None, None, None]
+    @property
+    def total(self) -> int:
+        return sum([source.numel() for source in self.sources])
 
 
 class DistributedTransport:
@@ -79,19 +79,17 @@ class DistributedTransport:
     def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
         dtype = inputs[0].dtype
         rule = reduction(op, dtype, prescale, postscale, self._num_members)
-        under_way: _Reducing | None = None
-        for number, (sources, results) in enumerate(pieces(inputs, outputs, self._piece_bytes // dtype.itemsize)):
-            total = sum(source.numel() for source in sources)
-            if total == 0:
-                continue
-            reducing = self._reduce(_Piece(sources, results, total, number % 2), op, rule)
-            next(reducing)
-            # One piece travels while the one before it is combined.
-            if under_way is not None:
-                _complete(under_way)
-            under_way = reducing
-        if under_way is not None:
-            _complete(under_way)
+        cut = pieces(inputs, outputs, self._piece_bytes // dtype.itemsize)
+        overlap(
+            self._reduce(_Piece(sources, results, number % 2), op, rule)
+            for number, (sources, results) in enumerate(cut)
+            if any(source.numel() for source in sources)
+        )
+
+    def reduce_piece(self, tensor: torch.Tensor, slot: int, *, op: int) -> InTwoHalves:
+        """Reduce one tensor in place, unscaled; of two that overlap, one has slot 0 and one slot 1."""
+        rule = reduction(op, tensor.dtype, 1.0, 1.0, self._num_members)
+        return self._reduce(_Piece([tensor], [tensor], slot), op, rule)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
         n, me, dtype = self._num_members, self._member, inputs[0].dtype
@@ -135,7 +133,7 @@ class DistributedTransport:
                 packed = self._pack("own", group)
                 self._broadcast(packed, root)
                 if self._member != root:
-                    _unpack(packed, group)
+                    unpack(packed, group)
 
     def alltoall(
         self,
@@ -175,7 +173,7 @@ class DistributedTransport:
             self.alltoall(packed, received, totals, [totals[me]] * n)
             own = received[: totals[me]]
             self._combine(rule, received.split(max(totals[me], 1)), own)
-            _unpack(own, [outputs[i] for i in run])
+            unpack(own, [outputs[i] for i in run])
 
     def barrier(self) -> None:
         n = self._num_members
@@ -192,7 +190,7 @@ class DistributedTransport:
 
     # Each of the following reduces one piece: it starts the exchange, yields, and then does the rest.
 
-    def _reduce(self, piece: _Piece, op: int, rule: Reduction) -> _Reducing:
+    def _reduce(self, piece: _Piece, op: int, rule: Reduction) -> InTwoHalves:
         if isinstance(self._group, NcclGroup) and self._group.reduces(rule.dtype):
             return self._reduce_natively(self._group, piece, op, rule)
         if self._num_members == 2:
@@ -201,7 +199,7 @@ class DistributedTransport:
             return self._reduce_in_one_step(piece, rule)
         return self._reduce_in_two_steps(piece, rule)
 
-    def _reduce_natively(self, group: NcclGroup, piece: _Piece, op: int, rule: Reduction) -> _Reducing:
+    def _reduce_natively(self, group: NcclGroup, piece: _Piece, op: int, rule: Reduction) -> InTwoHalves:
         if piece.single:
             work = piece.results[0]
             if rule.prescales or work.data_ptr() != piece.sources[0].data_ptr():
@@ -213,9 +211,9 @@ class DistributedTransport:
         group.finish(pending)
         rule.finish_(work)
         if not piece.single:
-            _unpack(work, piece.results)
+            unpack(work, piece.results)
 
-    def _reduce_with_partner(self, piece: _Piece, rule: Reduction) -> _Reducing:
+    def _reduce_with_partner(self, piece: _Piece, rule: Reduction) -> InTwoHalves:
         """Two members swap everything and both compute the same: one step, and no more traffic than two."""
         own = piece.sources[0] if piece.single and not rule.prescales else self._prepare(piece, rule)
         other = self._take("other", piece.total, piece)
@@ -226,9 +224,9 @@ class DistributedTransport:
         out = piece.results[0] if piece.single else other
         self._combine(rule, (own, other) if self._member == 0 else (other, own), out)
         if not piece.single:
-            _unpack(out, piece.results)
+            unpack(out, piece.results)
 
-    def _reduce_in_one_step(self, piece: _Piece, rule: Reduction) -> _Reducing:
+    def _reduce_in_one_step(self, piece: _Piece, rule: Reduction) -> InTwoHalves:
         n, total = self._num_members, piece.total
         own = self._prepare(piece, rule)
         copies = self._take("copies", n * total, piece)
@@ -238,9 +236,9 @@ class DistributedTransport:
         yield
         self._group.finish(pending)
         self._combine(rule, received.split(total), own)
-        _unpack(own, piece.results)
+        unpack(own, piece.results)
 
-    def _reduce_in_two_steps(self, piece: _Piece, rule: Reduction) -> _Reducing:
+    def _reduce_in_two_steps(self, piece: _Piece, rule: Reduction) -> InTwoHalves:
         """Member m receives slice m of everybody and combines it; then everybody receives all slices."""
         n, me = self._num_members, self._member
         slices = spread(piece.total, n)
@@ -255,7 +253,7 @@ class DistributedTransport:
         gathered = piece.results[0] if direct else self._take("gathered", n * slices[0], piece)
         self._group.finish(self._group.start_allgather(as_bytes(gathered), as_bytes(reduced)))
         if not direct:
-            _unpack(gathered, piece.results)
+            unpack(gathered, piece.results)
 
     def _combine(self, rule: Reduction, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Combine the members' parts into `out`, which may be one of them, and finish it."""
@@ -321,15 +319,3 @@ class DistributedTransport:
         torch.cat(piece.sources, out=packed)
         rule.prepare_(packed)
         return packed
-
-
-def _complete(reducing: _Reducing) -> None:
-    for _ in reducing:
-        raise AssertionError("a piece pauses once")
-
-
-def _unpack(packed: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-    offset = 0
-    for output in outputs:
-        output.copy_(packed[offset : offset + output.numel()])
-        offset += output.numel()

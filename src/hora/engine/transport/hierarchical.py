@@ -18,12 +18,15 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hora.engine.request import ReduceOp
-from hora.engine.transport.arithmetic import reduction
+from hora.engine.transport.arithmetic import Reduction, reduction
 from hora.engine.transport.base import Guard, Tensors, Transport
 from hora.engine.transport.distributed import DistributedTransport
-from hora.engine.transport.packing import spread
+from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, pieces, spread, unpack
 
 __all__ = ["HierarchicalTransport"]
+
+# What goes through a host's memory and between hosts at a time: a carrier's slice is a part of it.
+_PIECE_BYTES = 8 * 2**20
 
 
 class HierarchicalTransport:
@@ -52,20 +55,18 @@ class HierarchicalTransport:
         self._flat: DistributedTransport | None = None
         if self._index < self._num_carriers:
             self._between = self._connect(f"carrier{self._index}", self._host, len(self._hosts))
+        self._buffers = Buffers(torch.device("cpu"), 2 * _PIECE_BYTES)
         self.name = f"{local.name}+gloo"
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
-        dtype = inputs[0].dtype
-        whole = ReduceOp.SUM if op == ReduceOp.AVERAGE else op
-        counts = [self._carried(tensor.numel()) for tensor in inputs]
-        slices = self._slices(counts, dtype)
-        self._local.reducescatter(inputs, slices, counts, op=whole, prescale=prescale, postscale=1.0)
-        if self._between is not None:
-            self._between.allreduce(slices, slices, op=whole, prescale=1.0, postscale=1.0)
-            rule = reduction(op, dtype, 1.0, postscale, self._num_members)
-            for part in slices:
-                rule.finish_(part)
-        self._local.allgather(slices, outputs, counts)
+        limit = _PIECE_BYTES // inputs[0].dtype.itemsize
+        rule = reduction(op, inputs[0].dtype, 1.0, postscale, self._num_members)
+        # One piece is between the hosts while others go through this host's memory.
+        overlap(
+            self._reduce(sources, results, number % 2, op, prescale, rule)
+            for number, (sources, results) in enumerate(pieces(inputs, outputs, limit))
+            if any(source.numel() for source in sources)
+        )
 
     def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
         self._everybody().adasum(inputs, outputs, prescale=prescale, postscale=postscale)
@@ -123,7 +124,7 @@ class HierarchicalTransport:
             [send_counts[m] for m in inside],
             [receive_counts[m] for m in inside],
         )
-        _distribute(arrived, [received[m] for m in inside])
+        unpack(arrived, [received[m] for m in inside])
         outside = [m for m in range(self._num_members) if m not in inside]
         arrived = torch.empty(sum(receive_counts[m] for m in outside), dtype=input.dtype)
         self._everybody().alltoall(
@@ -132,7 +133,7 @@ class HierarchicalTransport:
             [0 if m in inside else count for m, count in enumerate(send_counts)],
             [0 if m in inside else count for m, count in enumerate(receive_counts)],
         )
-        _distribute(arrived, [received[m] for m in outside])
+        unpack(arrived, [received[m] for m in outside])
 
     def reducescatter(
         self,
@@ -177,6 +178,29 @@ class HierarchicalTransport:
             if transport is not None:
                 transport.close()
 
+    def _reduce(
+        self, sources: Tensors, results: Tensors, slot: int, op: int, prescale: float, rule: Reduction
+    ) -> InTwoHalves:
+        total, dtype = sum([source.numel() for source in sources]), sources[0].dtype
+        whole = ReduceOp.SUM if op == ReduceOp.AVERAGE else op
+        source, result = sources[0], results[0]
+        if len(sources) > 1:
+            source = result = torch.cat(list(sources), out=self._buffers.take(f"packed{slot}", total, dtype))
+        counts = self._carried(total)
+        part = self._buffers.take(f"slice{slot}", counts[self._index], dtype)
+        self._local.reducescatter([source], [part], [counts], op=whole, prescale=prescale, postscale=1.0)
+        between = None
+        if self._between is not None and part.numel():
+            between = self._between.reduce_piece(part, slot, op=whole)
+            next(between)
+        yield
+        if between is not None:
+            complete(between)
+            rule.finish_(part)
+        self._local.allgather([part], [result], [counts])
+        if len(sources) > 1:
+            unpack(result, results)
+
     def _everybody(self) -> DistributedTransport:
         """A connection between all members, made when an operation first needs one."""
         if self._flat is None:
@@ -210,9 +234,3 @@ class HierarchicalTransport:
             for host, part in zip(self._hosts, parts, strict=True)
         ]
         return torch.cat([share[c] for c in range(len(self._here)) for share in shares])
-
-
-def _distribute(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    parts = source.split([target.numel() for target in targets])
-    for part, target in zip(parts, targets, strict=True):
-        target.copy_(part)

@@ -1,17 +1,38 @@
 """Several tensors as one: cutting batches into pieces, and reusable buffers to pack them into.
 
-No communication and no arithmetic. Transports over torch.distributed use it; all tensors are flat.
+Also the order in which pieces overlap. No communication, no arithmetic; all tensors are flat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import torch
 
-__all__ = ["Buffers", "as_bytes", "pieces", "runs", "spread"]
+__all__ = ["Buffers", "InTwoHalves", "as_bytes", "complete", "overlap", "pieces", "runs", "spread", "unpack"]
 
 Tensors = Sequence[torch.Tensor]
+
+# Work on a piece that starts something, yields once while that goes on by itself, and then does the rest.
+InTwoHalves = Generator[None, None, None]
+
+
+def overlap(works: Iterable[InTwoHalves]) -> None:
+    """Do all works in order; each one's first half comes before the second half of the one before it."""
+    under_way: InTwoHalves | None = None
+    for work in works:
+        next(work)
+        if under_way is not None:
+            complete(under_way)
+        under_way = work
+    if under_way is not None:
+        complete(under_way)
+
+
+def complete(work: InTwoHalves) -> None:
+    """Do the second half."""
+    for _ in work:
+        raise AssertionError("a work yields once")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,6 +68,14 @@ def spread(total: int, num_parts: int) -> list[int]:
     """Cut `total` elements into parts of equal size, of which only the last ones may be shorter."""
     each = -(-total // num_parts)
     return [max(min(each, total - part * each), 0) for part in range(num_parts)]
+
+
+def unpack(packed: torch.Tensor, outputs: Tensors) -> None:
+    """Copy what lies one after another in `packed` to the outputs."""
+    offset = 0
+    for output in outputs:
+        output.copy_(packed[offset : offset + output.numel()])
+        offset += output.numel()
 
 
 class Buffers:
