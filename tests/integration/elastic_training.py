@@ -68,6 +68,8 @@ def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
             state.commit()
             if hvd.rank() == 0:
                 progress(plan, state)
+            if hvd.broadcast_object((Path(plan["folder"]) / "stop").exists(), name="stop"):
+                return
         state.epoch += 1
         state.batch = 0
         state.sampler.set_epoch(state.epoch)

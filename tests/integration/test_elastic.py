@@ -84,3 +84,33 @@ def test_a_worker_killed_from_outside_while_the_ranks_meet(tmp_path: Path):
     results = job.results()
     assert_good_ending(job, results)
     assert [result["worker"] for result in results] == [0, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_sharded_optimizer_loses_no_slice(tmp_path: Path, rank: int):
+    """Every survivor's commit holds the whole state, with the slice of the rank that died."""
+    plan = {"sharded": True, "epochs": 3}
+    job = ElasticJob(tmp_path, plan | {"faults": [fault(rank, 4, "kill")]}, num_proc=3, min_num_proc=2)
+    results = job.results()
+    assert_good_ending(job, results)
+    assert all(value != 0 for value in results[0]["momentum"])
+    assert results[0]["momentum"][0] == results[0]["steps"], (
+        "Adam has counted every step that was committed, and no other"
+    )
+
+
+def test_all_die_and_the_next_job_goes_on_from_the_last_durable_commit(tmp_path: Path):
+    durable = str(tmp_path / "commits")
+    plan = {"durable": durable, "pause_s": 0.1}
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    faults = [fault(rank, 6, "kill") for rank in range(2)]
+    first = ElasticJob(tmp_path / "first", plan | {"faults": faults}, num_proc=2, min_num_proc=1)
+    assert first.wait() == 1
+    first.assert_nothing_left()
+    assert len(list(Path(durable).glob("*.json"))) == 3
+    second = ElasticJob(tmp_path / "second", plan, num_proc=2, min_num_proc=1)
+    results = second.results()
+    assert_good_ending(second, results)
+    (step,) = {int(note.split("at step ")[1].split()[0]) for note in second.notes()}
+    assert 1 <= step <= 6, "it went on where the first job was"

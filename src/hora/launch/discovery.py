@@ -44,21 +44,20 @@ def parse_discovered(text: str, default_slots: int | None) -> list[HostInfo]:
 
 
 class DiscoveryScript:
-    """Runs the script every second until closed. `changed` is called, in the thread, with each new list of hosts."""
+    """A script that tells of hosts. `watch` has it asked every second, until closed."""
 
-    def __init__(
-        self, command: str, *, default_slots: int | None, changed: Callable[[Sequence[HostInfo]], None]
-    ) -> None:
-        self._command, self._default_slots, self._changed = command, default_slots, changed
+    def __init__(self, command: str, *, default_slots: int | None) -> None:
+        self._command, self._default_slots = command, default_slots
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._known: list[HostInfo] | None = None
-        self._thread = threading.Thread(target=self._watch, name="hora-discovery", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """The first call, whose failure is the job's; then go on in a thread."""
-        self._report(self._ask())
+    def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
+        """Call `changed`, in a thread, with each list of hosts that differs from the one before."""
+        self._thread = threading.Thread(
+            target=self._watch, args=(list(known), changed), name="hora-discovery", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -66,29 +65,29 @@ class DiscoveryScript:
         with self._lock:
             if self._process is not None:
                 _kill_group(self._process)
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(_INTERVAL_S + 5.0)
 
-    def _watch(self) -> None:
+    def _watch(self, known: list[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
         failing = False
         while not self._stop.wait(_INTERVAL_S):
             try:
-                self._report(self._ask())
+                found = self.ask()
                 failing = False
             except (RuntimeError, ValueError) as error:
                 if not failing and not self._stop.is_set():
                     _log.warning("%s; it is tried again every %g s", error, _INTERVAL_S)
                 failing = True
+                continue
+            if found != known and not self._stop.is_set():
+                known = found
+                changed(found)
 
-    def _report(self, hosts: list[HostInfo]) -> None:
-        if hosts != self._known:
-            self._known = hosts
-            self._changed(hosts)
-
-    def _ask(self) -> list[HostInfo]:
+    def ask(self) -> list[HostInfo]:
+        """What it says now. RuntimeError when it fails, ValueError when it cannot be understood."""
         with self._lock:
             if self._stop.is_set():
-                return self._known or []
+                return []
             process = self._process = subprocess.Popen(
                 self._command,
                 shell=True,  # the user's own command line, with its own arguments

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch import address
 from hora.launch import elastic_policy as policy
 from hora.launch.blacklist import Blacklist
 from hora.launch.controller import prepare
@@ -44,12 +45,15 @@ _STUCK_GRACE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSpec:
-    """What makes a job elastic. `hosts`: where workers may run; `script`: a shell command that tells of changes."""
+    """What makes a job elastic. `hosts`: where workers may run; `script` tells of changes.
+
+    `local_only`: the launcher starts workers on this machine only.
+    """
 
     limits: Limits
     hosts: tuple[HostInfo, ...] = ()
-    script: str | None = None
-    slots_per_host: int | None = None
+    script: DiscoveryScript | None = None
+    local_only: bool = False
     cooldown_range: tuple[int, int] | None = None
 
 
@@ -109,14 +113,13 @@ class _ElasticRun:
 
     @contextlib.contextmanager
     def watching_hosts(self) -> Iterator[None]:
-        if self._spec.script is None:
+        """Have the discovery script asked again and again, if there is one."""
+        script = self._spec.script
+        if script is None:
             yield
             return
-        script = DiscoveryScript(
-            self._spec.script, default_slots=self._spec.slots_per_host, changed=self._on_hosts_changed
-        )
         try:
-            script.start()
+            script.watch(self._spec.hosts, lambda hosts: self._happened.put(lambda: self._on_hosts_changed(hosts)))
             yield
         finally:
             script.close()
@@ -368,9 +371,6 @@ class _ElasticRun:
     def lost(self, worker: int) -> None:
         self._happened.put(lambda: self._on_lost(worker))
 
-    def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
-        self._happened.put(lambda: setattr(self, "_hosts", tuple(hosts)))
-
     # ---- events, in order ---------------------------------------------------------------------------------
 
     def _set(self, number: int, state: State, now: float, *, generation: int | None = None) -> None:
@@ -379,6 +379,17 @@ class _ElasticRun:
             first = generation if worker.generation < 0 else worker.first_generation
             worker = replace(worker, generation=generation, first_generation=first)
         self._workers[number] = worker
+
+    def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
+        reachable = [host for host in hosts if not self._spec.local_only or address.is_local(host.hostname)]
+        for host in hosts:
+            if host not in reachable:
+                self._tell(
+                    f"host {host.hostname} cannot be used: the job began on this machine alone and listens nowhere "
+                    "else. Name the network with --network-interfaces, or begin with another host"
+                )
+        self._tell(f"the hosts are now {','.join(map(str, reachable)) or 'none'}")
+        self._hosts = tuple(reachable)
 
     def _on_join(self, number: int) -> None:
         if number in self._workers:

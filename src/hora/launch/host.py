@@ -106,6 +106,11 @@ class Host:
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the supervisor is gone, or out of reach."""
+        return self._ended is not None
+
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         orders = bytearray()
         # One worker alone is not worth a nursery, but an elastic job's newcomer may come from the one there is.

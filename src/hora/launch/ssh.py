@@ -223,6 +223,8 @@ class SshLauncher:
         # First all connections, then the workers: ssh takes its time, and so the hosts take it together.
         remote = {name for name in by_host if not address.is_local(name)}
         for name in by_host:
+            if name in self._hosts and self._hosts[name].ended:  # it was cut off; it may be back
+                self._hosts.pop(name).wait(_CLOSE_SLACK_S)
             if name not in self._hosts:
                 self._hosts[name] = self._connect(name, name in remote, events)
         for name, specs in by_host.items():

@@ -115,11 +115,12 @@ def _start_elastic(
     from hora.launch.elastic import run_elastic_job
 
     spec = elastic_spec(options, environ)
-    hosts = spec.hosts or (HostInfo("localhost", spec.limits.num_proc),)  # of a script's we know nothing yet
+    hosts = spec.hosts or (HostInfo("localhost", spec.limits.num_proc),)  # a script may know of none yet
     job = make_job(replace(options, num_proc=None), environ, hosts=hosts, function=function, executable=executable)
     # The launcher decides how long to wait; a worker must not lose patience before.
     job = replace(job, env={**job.env, "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * spec.limits.elastic_timeout_s + 60))})
     launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
+    spec = replace(spec, local_only=isinstance(launcher, LocalLauncher))
     result = run_elastic_job(job, spec, launcher)
     values = [value for value in result.results if value is not None]
     return replace(result, results=tuple(values[: spec.limits.min_num_proc]))
@@ -127,17 +128,22 @@ def _start_elastic(
 
 def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
     """What the options ask of an elastic job. ValueError where it could never get over a failure."""
+    from hora.launch.discovery import DiscoveryScript
     from hora.launch.elastic import ElasticSpec
     from hora.launch.elastic_policy import Limits
 
-    scripted = options.host_discovery_script is not None
-    hosts = [] if scripted else find_hosts(options, environ)
+    script = None
+    if options.host_discovery_script is not None:
+        script = DiscoveryScript(options.host_discovery_script, default_slots=options.slots)
+    hosts = script.ask() if script is not None else find_hosts(options, environ)
     if (options.hosts or options.hostfile) and len({host.hostname for host in hosts}) < 2:
         raise ValueError(
             "an elastic job with a fixed list of hosts cannot go on with fewer than 2 hosts, but it has "
             f"{','.join(map(str, hosts))}; add hosts to -H, leave -H out, or give a --host-discovery-script"
         )
     num_proc = options.num_proc or sum(host.slots for host in hosts) or options.min_num_proc or 1
+    if script is None:
+        get_host_assignments(hosts, num_proc)  # a fixed list never grows: say so now if it is too short
     timeout_s = float(options.effective("elastic_timeout"))
     return ElasticSpec(
         limits=Limits(
@@ -149,7 +155,6 @@ def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
             stuck_s=max(timeout_s / 2, 1.0),
         ),
         hosts=tuple(hosts),
-        script=options.host_discovery_script,
-        slots_per_host=options.slots,
+        script=script,
         cooldown_range=options.cooldown_range,
     )

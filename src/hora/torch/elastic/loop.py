@@ -56,7 +56,9 @@ def _loop(
             try:
                 if not skip_sync:
                     state.sync()
-                return func(state, *args, **kwargs)
+                result = func(state, *args, **kwargs)
+                state.flush()
+                return result
             except HorovodInternalError as error:
                 log.warning("the world broke, going back to the last commit: %s", error)
                 state.restore()

@@ -80,6 +80,9 @@ class State:
     def reset(self) -> None:
         """For subclasses: called first after a change of the world."""
 
+    def flush(self) -> None:
+        """For subclasses: called when the training is over."""
+
 
 class ObjectState(State):
     """Plain values as attributes: `ObjectState(bcast, rank, epoch=0, batch=0)`."""

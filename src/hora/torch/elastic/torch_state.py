@@ -7,11 +7,14 @@ into buffers that are kept from commit to commit, so a commit allocates nothing 
 from __future__ import annotations
 
 import copy
+import io
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hora.torch.basics import rank
+from hora.torch.elastic.durable import DurableCommits
 from hora.torch.elastic.sampler import ElasticSampler
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import broadcast_object, broadcast_parameters
@@ -49,8 +52,40 @@ class StateHandler:
         self.value = value
         self.save()
 
+    def lent(self) -> bool:
+        """Whether somebody reads what was saved last, so that the next `save` must not write over it."""
+        return False
 
-class ModelStateHandler(StateHandler):
+    @property
+    def saved(self) -> Any:
+        """What was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of them."""
+        raise TypeError(f"{type(self).__name__} must define saved to be part of a durable commit")
+
+    @saved.setter
+    def saved(self, saved: Any) -> None:
+        raise TypeError(f"{type(self).__name__} must define saved to be part of a durable commit")
+
+
+class _SnapshotHandler(StateHandler):
+    """A handler that keeps a state dict in `_saved`."""
+
+    _saved: Any
+
+    @property
+    def saved(self) -> Any:
+        return self._saved
+
+    @saved.setter
+    def saved(self, saved: Any) -> None:
+        self._saved = saved
+
+    @property
+    def _buffers(self) -> Any:
+        """Where the next snapshot may go."""
+        return None if self.lent() else self._saved
+
+
+class ModelStateHandler(_SnapshotHandler):
     """A module: parameters and buffers."""
 
     def __init__(self, value: torch.nn.Module) -> None:
@@ -58,7 +93,7 @@ class ModelStateHandler(StateHandler):
         self._saved = snapshot(value.state_dict(), None)
 
     def save(self) -> None:
-        self._saved = snapshot(self.value.state_dict(), self._saved)
+        self._saved = snapshot(self.value.state_dict(), self._buffers)
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)
@@ -68,7 +103,7 @@ class ModelStateHandler(StateHandler):
         self.save()
 
 
-class OptimizerStateHandler(StateHandler):
+class OptimizerStateHandler(_SnapshotHandler):
     """An optimizer: its state and its groups' options."""
 
     def __init__(self, value: torch.optim.Optimizer) -> None:
@@ -76,7 +111,7 @@ class OptimizerStateHandler(StateHandler):
         self._saved = snapshot(value.state_dict(), None)
 
     def save(self) -> None:
-        self._saved = snapshot(self.value.state_dict(), self._saved)
+        self._saved = snapshot(self.value.state_dict(), self._buffers)
 
     def restore(self) -> None:
         # The optimizer takes the tensors it is given for its own, and would then change the snapshot.
@@ -87,7 +122,7 @@ class OptimizerStateHandler(StateHandler):
         self.save()
 
 
-class SamplerStateHandler(StateHandler):
+class SamplerStateHandler(_SnapshotHandler):
     """An ElasticSampler: the epoch and how far it has come."""
 
     def __init__(self, value: ElasticSampler) -> None:
@@ -143,6 +178,61 @@ class TorchState(ObjectState):
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
 
+    def persist(self, folder: str | Path, *, keep: int = 3, every: int = 1) -> bool:
+        """From now on rank 0 also writes every `every`-th commit to a folder, and keeps the last `keep` there.
+
+        If the folder has commits, this state takes over the newest: returns whether it did. Call it on all ranks,
+        before the elastic loop, with a folder that rank 0 will find again (in jobs on several hosts: a shared one).
+        """
+        for name, value in (("keep", keep), ("every", every)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, but it is {value}")
+        _check_storable(self._saved_state)
+        durable = self._durable = DurableCommits(folder, keep=keep)
+        self._every, self._num_unwritten = every, 0
+        for handler in self._handlers.values():
+            handler.lent = lambda: durable.busy  # type: ignore[method-assign]
+        content = durable.read_last()
+        if content is None:
+            return False
+        self._take_over(content, folder)
+        return True
+
+    def _take_over(self, content: dict[str, Any], folder: str | Path) -> None:
+        handled, plain = content["handled"], content["plain"]
+        for what, found, mine in (("handled", handled, self._handlers), ("plain", plain, self._saved_state)):
+            if set(found) != set(mine):
+                raise ValueError(
+                    f"the commits in {folder} are of another state: their {what} values are {sorted(found)}, this "
+                    f"state's are {sorted(mine)}"
+                )
+        for name, handler in self._handlers.items():
+            handler.saved = handled[name]
+        self._saved_state = plain
+        self.restore()
+
+    def commit(self) -> None:
+        """Save, write to disk if asked to, then raise HostsUpdatedInterrupt if rank 0 has heard of new hosts."""
+        self.save()
+        if self._durable is not None:
+            self._num_unwritten += 1
+            if self._num_unwritten >= self._every and not self._durable.busy and self._rank() == 0:
+                self._write(self._durable)
+        self.check_host_updates()
+
+    def _write(self, durable: DurableCommits) -> None:
+        handled = {name: handler.saved for name, handler in self._handlers.items()}
+        durable.write({"handled": handled, "plain": self._saved_state})
+        self._num_unwritten = 0
+
+    def flush(self) -> None:
+        """Have the last commit on disk, if commits are written there."""
+        if self._durable is not None and self._rank() == 0:
+            self._durable.finish()
+            if self._num_unwritten:
+                self._write(self._durable)
+                self._durable.finish()
+
     def save(self) -> None:
         for handler in self._handlers.values():
             handler.save()
@@ -159,7 +249,13 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """The world has changed: samplers divide what is left anew."""
+        """The world has changed: samplers divide what is left anew, and sharded optimizers have lost their slices."""
+        sharded = [h.value for h in self._handlers.values() if getattr(h.value, "is_sharded", False)]
+        for optimizer in sharded:
+            optimizer.leave_world()
+        if sharded:
+            # Every rank's snapshot is whole. Their old memory is shared with ranks that may have written to it since.
+            self.restore()
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
@@ -176,6 +272,24 @@ class TorchState(ObjectState):
             handler.set_value(value)
 
     _handlers: dict[str, StateHandler]
+    _durable: DurableCommits | None = None
+    _every = 1
+    _num_unwritten = 0
+
+
+def _check_storable(values: dict[str, Any]) -> None:
+    """ValueError for plain values that could not be read back without running code."""
+    for name, value in values.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:  # pickle's, torch's, or whatever the user's class raises
+            raise ValueError(
+                f"{name} cannot be part of a durable commit: it is a {type(value).__qualname__}, but only tensors, "
+                "numbers, texts, and lists, tuples and dictionaries of them are read back"
+            ) from error
 
 
 def snapshot(value: Any, into: Any) -> Any:

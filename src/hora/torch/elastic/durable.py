@@ -1,0 +1,160 @@
+"""Commits on disk, so that a training survives the loss of every worker. Used by `TorchState.persist`.
+
+A commit is two files: `<number>.commit`, in torch.save's format and read back with `weights_only=True`, so that no code
+in it is ever run; and `<number>.json`, its size and SHA-256, which is renamed into place last. So a commit is complete
+or does not exist, whenever the writer is killed; a damaged one is recognised and the one before it is used. Writing
+happens in a thread: a commit that comes while the one before is still being written stays in memory only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+__all__ = ["DurableCommits"]
+
+log = logging.getLogger("hora")
+
+_FORMAT = "hora-commit-1"
+_MANIFEST = re.compile(r"(\d{8})\.json")
+_PARTIAL = ".partial"
+_MAX_MANIFEST_BYTES = 4096
+_WRITE_LIMIT_S = 600.0
+
+
+class DurableCommits:
+    """The last `keep` commits in a folder."""
+
+    def __init__(self, folder: str | Path, *, keep: int) -> None:
+        self._folder, self._keep = Path(folder), keep
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a commit is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Write a commit in the background. Its tensors must stay as they are while `busy`."""
+        assert not self.busy
+        self.raise_failure()
+        # Not a daemon: a process that ends normally finishes its last commit.
+        self._thread = threading.Thread(target=self._write, args=(dict(content),), name="hora-commit")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until what is being written is on disk."""
+        if self._thread is not None:
+            self._thread.join(_WRITE_LIMIT_S)
+            if self._thread.is_alive():
+                raise TimeoutError(f"a commit to {self._folder} was not written within {_WRITE_LIMIT_S:g} s")
+            self._thread = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise RuntimeError(f"the last commit could not be written to {self._folder}: {failure}") from failure
+
+    def read_last(self) -> dict[str, Any] | None:
+        """The newest undamaged commit, on the CPU; None if there is none."""
+        for number in reversed(self._numbers()):
+            try:
+                return self._read(number)
+            except (OSError, ValueError) as error:
+                log.warning("commit %s is damaged (%s); trying the one before it", self._path(number, "commit"), error)
+        return None
+
+    def _read(self, number: int) -> dict[str, Any]:
+        with self._path(number, "json").open("rb") as file:
+            manifest = json.loads(file.read(_MAX_MANIFEST_BYTES))
+        if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+            raise ValueError(f"its manifest is not one of {_FORMAT!r}")
+        with self._path(number, "commit").open("rb") as file:
+            if os.fstat(file.fileno()).st_size != manifest.get("num_bytes"):
+                raise ValueError("its size is wrong")
+            if hashlib.file_digest(file, "sha256").hexdigest() != manifest.get("sha256"):
+                raise ValueError("its checksum is wrong")
+            file.seek(0)
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            return content
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        try:
+            number = 1 + max(self._numbers(), default=0)
+            payload = self._path(number, "commit")
+            with _Replacing(payload) as file:
+                recorder = _Recorder(file)
+                torch.save(content, recorder)  # type: ignore[arg-type]  # it needs no more than `write`
+            manifest = {"format": _FORMAT, "num_bytes": recorder.num_bytes, "sha256": recorder.digest.hexdigest()}
+            with _Replacing(self._path(number, "json")) as file:
+                file.write(json.dumps(manifest).encode())
+            for old in self._numbers()[: -self._keep]:
+                self._path(old, "json").unlink(missing_ok=True)
+                self._path(old, "commit").unlink(missing_ok=True)
+        except Exception as error:  # told at the next commit, where somebody can act on it
+            self._failure = error
+
+    def _numbers(self) -> list[int]:
+        found = (_MANIFEST.fullmatch(name) for name in os.listdir(self._folder))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _path(self, number: int, kind: str) -> Path:
+        return self._folder / f"{number:08d}.{kind}"
+
+
+class _Replacing:
+    """A file that appears under its name when it is complete and on disk. A killed writer's remains are overwritten."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._partial = path, path.parent / (_PARTIAL + path.suffix)
+
+    def __enter__(self) -> IO[bytes]:
+        self._file = self._partial.open("wb")
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        if kind is not None:
+            self._partial.unlink(missing_ok=True)
+            return
+        self._partial.replace(self._path)
+        # The rename itself must reach the disk too, or a power cut could take the new name away.
+        descriptor = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _Recorder:
+    """Counts and hashes what is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.digest.update(view)
+        self.num_bytes += len(view)
+        self._file.write(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
