@@ -108,19 +108,21 @@ class Buckets:
             Bucket(spec, index, flat, binding, member, error_feedback=self._error_feedback)
             for index, (spec, (flat, binding)) in enumerate(zip(specs, memory, strict=True))
         ]
-        self._slots: dict[torch.Tensor, tuple[Bucket, int, bool]] = {}
+        self._slots: dict[int, tuple[Bucket, int, bool]] = {}  # by the parameter's id
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 is_small = parameter.numel() * bucket.flat.element_size() < _SMALL_BYTES
-                self._slots[parameter] = (bucket, index, is_small)
+                self._slots[id(parameter)] = (bucket, index, is_small)
         self._last = self.buckets[-1]
+        self._control = self._last.flat[-1]
+        self._told = [0.0] * len(self._last.places)
         self._submitted: list[Bucket] = []
         self._in_order = True
         self._next = 0
         self.change_wanted = False
 
     def ready(self, parameter: torch.Tensor) -> None:
-        slot = self._slots.get(parameter)
+        slot = self._slots.get(id(parameter))
         if slot is None:
             assert self._alone is not None
             self._alone.ready(parameter)
@@ -144,7 +146,7 @@ class Buckets:
         self._in_order = False
 
     def finish(self) -> None:
-        self._last.place()[0][-1] = 0.0 if self._in_order else 1.0
+        self._tell(0.0 if self._in_order else 1.0)
         self._in_order, self._next = True, 0
         self._submit(self._last)
         submitted, self._submitted = self._submitted, []
@@ -160,10 +162,20 @@ class Buckets:
             self._alone.finish()
         if first_error is not None:
             raise first_error
-        self.change_wanted = self._last.flat[-1].item() != 0.0
+        answer = self._control.item()
+        self.change_wanted = answer != 0.0
+        if len(self._told) == 1:
+            self._told[0] = answer  # reduced in place
         for bucket in submitted:
             if bucket.converts:
                 self._give_back(bucket)
+
+    def _tell(self, value: float) -> None:
+        """Put the control element beside the gradients, unless it is there. Other turns' places may still be read."""
+        turn = self._last.binding.turn if len(self._told) > 1 else 0
+        if self._told[turn] != value:
+            self._told[turn] = value
+            self._last.places[turn][0][-1] = value
 
     def _fill(self, bucket: Bucket, indices: Sequence[int]) -> None:
         """Copy gradients to where they are reduced; without compression `.grad` is where the result will be."""

@@ -55,8 +55,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._requires_update: set[torch.Tensor] = set()
         self._hooked: list[torch.Tensor] = []
         self._frozen: list[torch.Tensor] = []
-        self._handles: dict[torch.Tensor, Reducer] = {}
-        self._allreduce_delay: dict[torch.Tensor, int] = {}
+        # Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
+        self._budgets: dict[int, int] = {}
+        self._handed_over: set[int] = set()
         self._arrivals: list[torch.Tensor] = []
         self._last_arrivals: list[torch.Tensor] = []
         self._backward_seen = False
@@ -91,7 +92,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         for parameter in fresh:
             self._requires_update.add(parameter)
             self._hooked.append(parameter)
-            self._allreduce_delay[parameter] = self.backward_passes_per_step
+            self._budgets[id(parameter)] = self.backward_passes_per_step
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         everything = [p for group in self.param_groups for p in group["params"]]
         self._frozen = [p for p in everything if p not in self._requires_update]
@@ -107,14 +108,24 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reset_budgets()
 
     def _reset_budgets(self) -> None:
-        self._handles.clear()
+        self._handed_over.clear()
         self._arrivals.clear()
         self._backward_seen = False
-        for parameter in self._allreduce_delay:
-            self._allreduce_delay[parameter] = self.backward_passes_per_step
+        self._budgets = dict.fromkeys(self._budgets, self.backward_passes_per_step)
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.Tensor, int]:
+        """How many backward passes each parameter's gradient still waits for."""
+        return {parameter: self._budgets[id(parameter)] for parameter in self._hooked}
+
+    @property
+    def _handles(self) -> dict[torch.Tensor, Reducer]:
+        """The parameters whose reduction has begun."""
+        return {parameter: self._reducer for parameter in self._hooked if id(parameter) in self._handed_over}
 
     def _gradient_accumulated(self, parameter: torch.Tensor) -> None:
-        budget = self._allreduce_delay[parameter] - 1
+        key = id(parameter)
+        budget = self._budgets[key] - 1
         if budget < 0:
             raise AssertionError(
                 f"the gradient of {self._parameter_names[parameter]} was computed more than backward_passes_per_step times "
@@ -131,9 +142,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if engine.current() is not self._runtime:
                 self._start_over()
                 self._backward_seen = True
-        self._allreduce_delay[parameter] = budget
+        self._budgets[key] = budget
         if budget == 0:
-            self._handles[parameter] = self._reducer
+            self._handed_over.add(key)
             self._arrivals.append(parameter)
             self._reducer.ready(parameter)
 
@@ -146,12 +157,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return
         if engine.current() is not self._runtime:
             self._start_over()
-        reducer, handed_over = self._reducer, self._handles
+        reducer, handed_over = self._reducer, self._handed_over
         try:
             if len(handed_over) < len(self._hooked):
                 reducer.note_missing()
                 for parameter in self._hooked:
-                    if parameter not in handed_over:
+                    if id(parameter) not in handed_over:
                         reducer.ready(parameter)
             reducer.finish()
             self._last_arrivals = list(self._arrivals)

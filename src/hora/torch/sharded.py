@@ -93,9 +93,9 @@ class ShardedOptimizer(_DistributedOptimizer):
         shards = self._shards
         assert shards is not None
         try:
-            if len(self._handles) < len(self._hooked):
+            if len(self._handed_over) < len(self._hooked):
                 for parameter in self._hooked:
-                    if parameter not in self._handles:
+                    if id(parameter) not in self._handed_over:
                         shards.ready(parameter)
             shards.finish()
             self._reduced = "slices"
@@ -257,6 +257,11 @@ class ShardedOptimizer(_DistributedOptimizer):
                 stacklevel=3,
             )
         self._leave_shards()
+
+    def leave_world(self) -> None:
+        """The world is gone and the slices of other ranks with it: private whole parameters again, to be loaded anew."""
+        if self._shards is not None:
+            self._leave_shards()
 
     def _leave_shards(self) -> None:
         shards = self._shards

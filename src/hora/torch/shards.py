@@ -89,6 +89,7 @@ class Shards:
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.spec.parameters)
         }
+        self._slots_by_id = {id(parameter): slot for parameter, slot in self.slots.items()}
         self._submitted: list[_Bucket] = []
         self._move_parameters()
 
@@ -160,7 +161,7 @@ class Shards:
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of `parameter`, which is None afterwards: whole gradients exist after `materialise` only."""
-        bucket, index = self.slots[parameter]
+        bucket, index = self._slots_by_id[id(parameter)]
         gradient, view = parameter.grad, bucket.views[index]
         if gradient is None:
             view.zero_()
