@@ -150,9 +150,7 @@ def fetch_cifar10(
         archive = response.read()
     found = hashlib.sha256(archive).hexdigest()
     if found != sha256:
-        raise ValueError(
-            f"{url} has the SHA-256 {found} instead of {sha256}: not the published file; nothing was kept"
-        )
+        raise ValueError(f"{url} has the SHA-256 {found} instead of {sha256}: not the published file; nothing was kept")
     target.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         members = {Path(member.name).name: member for member in tar.getmembers() if member.isfile()}
@@ -177,9 +175,7 @@ def _batch(folder: Path, name: str) -> Path | None:
 def _read_binary(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     content = np.fromfile(path, dtype=np.uint8)
     if not len(content) or len(content) % _RECORD_BYTES:
-        raise ValueError(
-            f"{path} has {len(content)} bytes: not a whole number of images of {_RECORD_BYTES} bytes"
-        )
+        raise ValueError(f"{path} has {len(content)} bytes: not a whole number of images of {_RECORD_BYTES} bytes")
     records = torch.from_numpy(content).reshape(-1, _RECORD_BYTES)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
 

@@ -133,8 +133,7 @@ def lab_names(header: Iterable[str], source: str) -> dict[str, str]:
     missing = [lab for lab in COLUMNS if lab not in chosen.values()]
     if missing:
         raise ValueError(
-            f"{source} has no column {', '.join(missing)}; "
-            f"it needs {', '.join(COLUMNS)} and has {', '.join(found)}"
+            f"{source} has no column {', '.join(missing)}; it needs {', '.join(COLUMNS)} and has {', '.join(found)}"
         )
     return chosen
 

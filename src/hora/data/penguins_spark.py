@@ -6,6 +6,7 @@ Everything up to the last step stays distributed; only the finished rows are col
 from __future__ import annotations
 
 import csv as csv_reader
+from collections import Counter
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +34,7 @@ def read(spark: SparkSession, csv: str | Path | None) -> DataFrame:
     return frame.select(*(sql.trim(frame[f"`{column_of[new]}`"]).alias(new) for new in lab.COLUMNS))
 
 
-def prepare(
-    raw: DataFrame, steps: lab.Preparation
-) -> tuple[DataFrame, DataFrame, tuple[str, ...], tuple[str, ...]]:
+def prepare(raw: DataFrame, steps: lab.Preparation) -> tuple[DataFrame, DataFrame, tuple[str, ...], tuple[str, ...]]:
     """(train, test, islands, species) from the lab's columns as text."""
     from pyspark.sql import functions as sql
 
@@ -43,9 +42,8 @@ def prepare(
     text = sql.concat_ws("|", sql.lit(str(steps.seed)), *lab.COLUMNS)
     complete = raw.where(reduce(lambda a, b: a & b, present)).withColumn("key", sql.sha2(text, 256)).cache()
     try:
-        _check_numbers(complete)
-        islands, species = _index(complete, "Island"), _index(complete, lab.LABEL)
-        num_train = steps.num_train(complete.count())
+        islands, species, num_rows = _survey(complete)
+        num_train = steps.num_train(num_rows)
         first_keys = complete.select("key").orderBy("key").limit(num_train)
         last_train_key = first_keys.agg(sql.max("key")).collect()[0][0]
     finally:
@@ -75,17 +73,27 @@ def load(spark: SparkSession, csv: str | Path | None, steps: lab.Preparation) ->
     )
 
 
-def _check_numbers(rows: DataFrame) -> None:
+def _survey(rows: DataFrame) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Islands and species, the most frequent first, and the number of rows, in one job.
+
+    ValueError if a number column holds text.
+    """
     from pyspark.sql import functions as sql
 
+    wrong = (
+        sql.min(sql.when(~sql.col(name).rlike(lab.NUMBER_PATTERN), sql.col(name))).alias(name) for name in lab.NUMBERS
+    )
+    groups = rows.groupBy("Island", lab.LABEL).agg(sql.count("*").alias("num_rows"), *wrong).collect()
     for name in lab.NUMBERS:
-        wrong = rows.where(~sql.col(name).rlike(lab.NUMBER_PATTERN)).select(name).first()
-        if wrong is not None:
-            raise lab.not_a_number(name, wrong[0])
-
-
-def _index(rows: DataFrame, column: str) -> tuple[str, ...]:
-    return lab.by_frequency((row[0], row[1]) for row in rows.groupBy(column).count().collect())
+        for group in groups:
+            if group[name] is not None:
+                raise lab.not_a_number(name, group[name])
+    counts = {column: Counter[str]() for column in ("Island", lab.LABEL)}
+    for group in groups:
+        for column, counter in counts.items():
+            counter[group[column]] += group["num_rows"]
+    islands, species = (lab.by_frequency(counter.items()) for counter in counts.values())
+    return islands, species, sum(group["num_rows"] for group in groups)
 
 
 def _position(column: str, names: tuple[str, ...]) -> Column:

@@ -18,9 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a lab; without one, say which there are."""
     if not argv or argv[0] in ("-h", "--help") or argv[0] not in _LABS:
         listed = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in _LABS.items())
-        print(
-            f"usage: hora demo <lab> [arguments …]\n\n{listed}\n\nhora demo <lab> --help shows its arguments."
-        )
+        print(f"usage: hora demo <lab> [arguments …]\n\n{listed}\n\nhora demo <lab> --help shows its arguments.")
         if argv and argv[0] not in ("-h", "--help"):
             print(f"hora: there is no lab {argv[0]!r}", file=sys.stderr)
             return 2

@@ -60,14 +60,10 @@ class ImageOptions:
             "num_steps",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must be at least 1, but it is {getattr(self, name)}"
-                )
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, but it is {getattr(self, name)}")
         for name in ("width", "clip_norm", "warmup_epochs", "checkpoint_steps"):
             if getattr(self, name) < 0:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must not be negative, but it is {getattr(self, name)}"
-                )
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, but it is {getattr(self, name)}")
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:

@@ -123,14 +123,8 @@ def measure(options: ImageOptions) -> float:
             num_images = options.batch_size * options.batches_per_allreduce * options.num_steps * hvd.size()
             rates.append(num_images / (time.perf_counter() - began))
     if hvd.rank() == 0:
-        name = (
-            torch.cuda.get_device_name()
-            if device.type == "cuda"
-            else f"CPU, {torch.get_num_threads()} threads"
-        )
-        what = (
-            f"ResNet-{options.depth}, {options.image_size}x{options.image_size}, batch {options.batch_size}"
-        )
+        name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        what = f"ResNet-{options.depth}, {options.image_size}x{options.image_size}, batch {options.batch_size}"
         print(f"{what}, {recipe.precision}, {hvd.size()} ranks, {name}: {max(rates):.0f} images/s")
     return max(rates)
 
@@ -142,9 +136,7 @@ def pick_device(options: ImageOptions) -> torch.device:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
         return torch.device("cpu")
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-    torch.backends.cudnn.benchmark = (
-        options.synthetic
-    )  # finding algorithms by racing them is not reproducible
+    torch.backends.cudnn.benchmark = options.synthetic  # finding algorithms by racing them is not reproducible
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     return torch.device("cuda", torch.cuda.current_device())
 

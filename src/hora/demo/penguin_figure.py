@@ -110,9 +110,7 @@ def _regions(features: np.ndarray, model: ModelFile) -> tuple[np.ndarray, np.nda
     birds = np.unique(features, axis=0)
     low, high = birds[:, [_X, _Y]].min(axis=0), birds[:, [_X, _Y]].max(axis=0)
     margin = 0.05 * (high - low)
-    x, y = (
-        np.linspace(a, b, 160, dtype=np.float32) for a, b in zip(low - margin, high + margin, strict=True)
-    )
+    x, y = (np.linspace(a, b, 160, dtype=np.float32) for a, b in zip(low - margin, high + margin, strict=True))
     points = np.stack([axis.ravel() for axis in np.meshgrid(x, y)], axis=1)
     spread = birds[:, [_X, _Y]].std(axis=0)
     gaps = (points[:, None] - birds[None, :, [_X, _Y]]) / spread

@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="out/penguins", help="folder of the results (default: out/penguins)")
     parser.add_argument("--np", type=int, default=2, help="ranks of the distributed run (default: 2)")
     parser.add_argument("--epochs", type=int, default=50, help="default: 50")
-    parser.add_argument(
-        "--no-spark", action="store_true", help="prepare with pandas, train on local processes"
-    )
+    parser.add_argument("--no-spark", action="store_true", help="prepare with pandas, train on local processes")
     options = parser.parse_args(argv)
     if options.np < 1 or options.epochs < 1:
         parser.error(f"--np and --epochs must be at least 1, but they are {options.np} and {options.epochs}")
@@ -60,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
     """A local Spark with a slot per rank; None where Spark or Java is missing."""
     if not wanted or shutil.which("java") is None:
-        yield _say(
-            None, "Spark: not used" if not wanted else "Spark: no Java here, so pandas prepares the data"
-        )
+        yield _say(None, "Spark: not used" if not wanted else "Spark: no Java here, so pandas prepares the data")
         return
     try:
         from pyspark.sql import SparkSession
@@ -75,6 +71,10 @@ def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.shuffle.partitions": str(num_slots),
+        # a few hundred rows: compiling queries well would take longer than running them
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.adaptive.enabled": "false",
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
     }
@@ -122,13 +122,10 @@ def _train(data: Penguins, spark: SparkSession | None, np: int, epochs: int, fol
     single = HorovodRunner(np=-1).run(train, data=data, epochs=epochs)
     hvd.shutdown()
     same = all(torch.equal(tensor, single.weights[name]) for name, tensor in alone.weights.items())
-    print(
-        f"weights after {epochs} epochs: {'identical to those of step 2' if same else 'OTHER THAN IN STEP 2'}"
-    )
+    print(f"weights after {epochs} epochs: {'identical to those of step 2' if same else 'OTHER THAN IN STEP 2'}")
     num = np if spark is not None else -np
     _step(f"4. Distributed: HorovodRunner(np={num}), {'Spark tasks' if spark is not None else 'processes'}")
-    # A local Spark's tasks print to this terminal anyway; sending their lines here too would show them twice.
-    runner = HorovodRunner(np=num, driver_log_verbosity="all" if spark is None else "log_callback_only")
+    runner = HorovodRunner(np=num, driver_log_verbosity="all")
     together = runner.run(train, data=data, epochs=epochs, model_path=model_path)
     return {"one process": alone, "HorovodRunner, 1 rank": single, f"HorovodRunner, {np} ranks": together}
 
@@ -167,9 +164,7 @@ def _show(data: Penguins, runs: Mapping[str, Run], folder: Path) -> None:
 def _weights_text(model: ModelFile) -> str:
     lines = []
     for name, tensor in model.model.state_dict().items():
-        values = str(
-            [[round(value, 2) for value in row] for row in tensor.reshape(len(tensor), -1).tolist()][:2]
-        )
+        values = str([[round(value, 2) for value in row] for row in tensor.reshape(len(tensor), -1).tolist()][:2])
         lines.append(f"{name:<16} {tuple(tensor.shape)!s:<9} {values} …")
     return "\n".join(lines)
 
@@ -191,9 +186,7 @@ def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: Model
     report.heading("A new penguin")
     report.table(list(NEW_PENGUIN), [list(NEW_PENGUIN.values())])
     probabilities = model.predict(NEW_PENGUIN).probabilities
-    report.table(
-        ("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()]
-    )
+    report.table(("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()])
     report.write(folder / "report.html")
 
 

@@ -1,0 +1,63 @@
+"""Every snippet of the README and of docs/ runs.
+
+`python` blocks of a page in order in one process, `sh` blocks one by one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return [code for name, code in _FENCE.findall(page.read_text()) if name == language]
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Path:
+    """A folder with the examples where pages expect them; what snippets write stays in it."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def _run(argv: list[str], where: Path) -> None:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(argv, cwd=where, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name)
+def test_python_blocks(page, playground):
+    script = playground / "page.py"
+    # as in a notebook: what a function of a page refers to travels with it
+    script.write_text("\n".join(_blocks(page, "python")))
+    _run([sys.executable, str(script)], playground)
+
+
+SHELL = [(page, code) for page in PAGES for code in _blocks(page, "sh")]
+
+
+@pytest.mark.parametrize(("page", "code"), SHELL, ids=[f"{page.name}-{i}" for i, (page, _) in enumerate(SHELL)])
+def test_shell_blocks(page, code, playground):
+    _run(["bash", "-euc", code], playground)
+
+
+def test_blocks_say_what_they_are():
+    for page in PAGES:
+        names = {name for name, _ in _FENCE.findall(page.read_text())}
+        assert names <= {"", "python", "sh", "console", "yaml"}, page
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

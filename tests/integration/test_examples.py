@@ -1,0 +1,101 @@
+"""Every file in examples/ runs, the explicit loop under every launcher, and the notebooks in a real kernel."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from command_process import run_command
+from nbclient import NotebookClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PENGUINS = str(EXAMPLES / "penguins.py")
+EPOCHS = "30"
+
+
+def _accuracy(output: str) -> float:
+    return float(re.findall(r"test accuracy: ([\d.]+)%", output)[-1])
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoints: Path) -> dict[str, torch.Tensor]:
+    """The weights after `horovodrun -np 2`: every other way of running two ranks must give the same."""
+    path = str(checkpoints / "horovodrun.pt")
+    job = ("horovodrun", "-np", "2", "python", PENGUINS, "--epochs", EPOCHS, "--checkpoint", path)
+    status, out, err = run_command(*job)
+    assert status == 0, err
+    assert _accuracy(out) >= 95, out
+    return torch.load(path, weights_only=True)["model"]
+
+
+def test_the_explicit_loop_alone():
+    status, out, err = run_command("python", PENGUINS, "--epochs", EPOCHS)
+    assert status == 0, err
+    assert _accuracy(out) >= 95
+
+
+def test_the_explicit_loop_under_horovodrun(reference):
+    assert reference["fc3.weight"].shape == (3, 10)
+
+
+def test_the_explicit_loop_under_horovod_runner(reference, checkpoints):
+    path = checkpoints / "runner.pt"
+    job = ("python", PENGUINS, "--epochs", EPOCHS, "--np", "-2", "--checkpoint", str(path))
+    status, out, err = run_command(*job)
+    assert status == 0, err
+    assert _accuracy(out) >= 95
+    _assert_same(torch.load(path, weights_only=True)["model"], reference)
+
+
+@pytest.mark.spark
+def test_the_explicit_loop_on_the_cluster(spark, reference, checkpoints):
+    from sparkdl import HorovodRunner
+
+    path = checkpoints / "spark.pt"
+    train = runpy.run_path(PENGUINS)["train"]
+    accuracy = HorovodRunner(np=2).run(train, epochs=int(EPOCHS), checkpoint=str(path))
+    assert accuracy >= 0.95
+    _assert_same(torch.load(path, weights_only=True)["model"], reference)
+
+
+def _assert_same(weights: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(weights[name], tensor) for name, tensor in reference.items())
+
+
+def test_the_workflow_example(tmp_path):
+    job = ("horovodrun", "-np", "2", "python", str(EXAMPLES / "penguins_workflow.py"))
+    status, out, err = run_command(*job, cwd=tmp_path)
+    assert status == 0, err
+    assert "a new penguin: Chinstrap" in out
+    assert float(re.findall(r"([\d.]+)% of the test birds", out)[-1]) >= 95
+
+
+def test_the_synthetic_benchmark(tmp_path):
+    job = ("horovodrun", "-np", "2", "python", str(EXAMPLES / "image_classifier.py"))
+    flags = ("--synthetic", "--width", "4", "--batch-size", "2", "--num-steps", "2", "--image-size", "16")
+    status, out, err = run_command(*job, *flags, cwd=tmp_path)
+    assert status == 0, err
+    assert re.search(r"ResNet-18, 16x16, batch 2, float32, 2 ranks, .*: \d+ images/s", out)
+
+
+@pytest.mark.parametrize("name", ["penguins", "images"])
+def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
+    notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=150, kernel_name="python3", resources=where).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert re.search(r"epoch \d+/\d+: 100%.*step/s", text), "no progress bar"
+    assert re.search(r"\[0\]<stdout>:epoch +\d+/\d+", text), "no progress of the distributed run"
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    if name == "penguins":
+        assert "Gentoo (" in text

@@ -1,0 +1,142 @@
+"""The labs as a user runs them.
+
+`hora demo penguins`, `hora demo images`; killed and resumed; Spark equals pandas.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command_process import CommandProcess, run_command, wait_until
+
+from hora.workflow import load
+
+CSV = """Species,Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass
+{rows}
+"""
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("own_csv", [False, True])
+def test_spark_and_pandas_agree_row_for_row(spark, tmp_path, own_csv):
+    import pandas as pd
+
+    from hora.data import penguins_pandas, penguins_spark
+    from hora.data.penguins import Preparation
+
+    csv = None
+    if own_csv:
+        rows = [f"{i % 3},{i % 2},4{i % 10}.{i},1{i % 5}, 18{i % 10} ,3{i % 10}00" for i in range(40)]
+        rows += ["1,0,,17,180,3000", "1,0,40,NA,180,3000", rows[0], rows[1]]
+        csv = tmp_path / "penguins.csv"
+        csv.write_text(CSV.format(rows="\n".join(rows)))
+    steps = Preparation(seed=3, copies=2)
+    ours = penguins_pandas.prepare(penguins_pandas.read(csv), steps)
+    theirs = penguins_spark.prepare(penguins_spark.read(spark, csv), steps)
+    for left, right in zip(ours[:2], theirs[:2], strict=True):
+        pd.testing.assert_frame_equal(left, right.toPandas())
+    assert ours[2:] == theirs[2:]
+
+
+@pytest.mark.spark
+def test_spark_names_text_in_a_number_column(spark, tmp_path):
+    from hora.data.penguins import load_penguins
+
+    csv = tmp_path / "penguins.csv"
+    csv.write_text(CSV.format(rows="1,0,40,17,180,3000\n1,0,40,17,long,3000\n1,0,41,17,180,3000"))
+    with pytest.raises(ValueError, match="column FlipperLength holds 'long', which is not a number"):
+        load_penguins(csv, spark=spark)
+
+
+def _assert_penguin_lab(out: str, folder: Path) -> None:
+    assert "identical to those of step 2" in out
+    accuracies = [float(found) for found in re.findall(r"([\d.]+)% of the test birds", out)]
+    assert len(accuracies) == 3
+    assert min(accuracies) >= 95, out
+    assert "prediction: Gentoo" in out
+    for name in ("penguins.png", "weights.png", "model", "report.html"):
+        assert str(folder / name) in out
+        assert (folder / name).exists()
+    assert (folder / "report.html").read_text().count("data:image/png;base64,") == 2
+    assert load(folder / "model").notes["ranks"] == 2
+
+
+@pytest.mark.spark
+def test_the_penguin_lab_with_spark(tmp_path):
+    with CommandProcess("hora", "demo", "penguins", "--out", str(tmp_path / "lab"), cwd=tmp_path) as lab:
+        status, out, err = lab.finish(limit_s=170)
+    assert status == 0, err
+    assert "pandas, as a check: the same rows in the same order" in out
+    assert "Spark 4" in out
+    _assert_penguin_lab(out, tmp_path / "lab")
+
+
+def test_the_penguin_lab_without_spark(tmp_path):
+    job = ("hora", "demo", "penguins", "--no-spark", "--epochs", "20", "--out", str(tmp_path / "lab"))
+    status, out, err = run_command(*job, cwd=tmp_path)
+    assert status == 0, err
+    assert "pandas: 956 training rows" in out
+    _assert_penguin_lab(out, tmp_path / "lab")
+
+
+def test_the_commands_own_words():
+    status, out, _ = run_command("hora", "demo")
+    assert status == 0
+    assert "penguins" in out
+    assert "images" in out
+    status, _, err = run_command("hora", "demo", "walruses")
+    assert status == 2
+    assert "there is no lab 'walruses'" in err
+    status, _, err = run_command("hora", "demo", "penguins", "--np", "0")
+    assert status == 2
+    assert "--np and --epochs must be at least 1" in err
+    status, _, err = run_command("hora", "demo", "images", "--np", "0")
+    assert status == 2
+    assert "--np must be at least 1" in err
+    status, _, err = run_command("hora", "demo", "images", "--epochs", "0")
+    assert status == 2
+    assert "--epochs must be at least 1" in err
+
+
+def test_images_reach_97_percent_on_two_ranks_and_survive_a_kill(tmp_path):
+    """Fail a random rank at a random moment, resume: the weights are those of the undisturbed run."""
+    with CommandProcess("hora", "demo", "images", "--log-dir", str(tmp_path / "whole"), cwd=tmp_path) as lab:
+        status, out, err = lab.finish(limit_s=170)
+    assert status == 0, err
+    assert float(re.findall(r"test accuracy ([\d.]+)% on 2 ranks", out)[-1]) >= 97, out
+    assert (tmp_path / "whole" / "images.png").stat().st_size > 20_000
+
+    script = str(Path(__file__).parents[2] / "examples" / "image_classifier.py")
+    job = ("horovodrun", "-np", "2", "python", script, "--checkpoint-steps", "7", "--resume")
+    job += ("--log-dir", str(tmp_path / "killed"))
+    with CommandProcess(*job, cwd=tmp_path) as first:
+        folder = tmp_path / "killed" / "checkpoints"
+        wait_until(lambda: folder.is_dir() and list(folder.glob("*.ckpt")), "the first checkpoint")
+        time.sleep(random.random() * 3)  # not to wait for anything: this is the random moment
+        victims = [pid for pid in first.leftovers() if _is_rank(pid, script)]
+        assert len(victims) == 2
+        os.kill(random.choice(victims), signal.SIGKILL)
+        status, _, err = first.finish()
+    assert status != 0
+    assert "exited with non-zero status" in err
+    with CommandProcess(*job, cwd=tmp_path) as second:
+        status, out, err = second.finish(limit_s=170)
+    assert status == 0, err
+    assert "resuming from" in out
+    undisturbed, resumed = (load(tmp_path / name / "model").model.state_dict() for name in ("whole", "killed"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in undisturbed.items())
+
+
+def _is_rank(pid: int, script: str) -> bool:
+    try:
+        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return len(argv) > 1 and argv[0].endswith(b"python") and argv[1] == script.encode()
