@@ -87,9 +87,15 @@ def test_wrong_device_dtype_and_name():
             hvd.allreduce(torch.ones(4, dtype=dtype), op=hvd.Adasum)
     with raises(ValueError, "name", "int"):
         hvd.allreduce(torch.ones(1), name=3)
-    for op in (6, -1, 99):
+    for op in (6, -1, 99, "sum", 1.5):
         with raises(ValueError, str(op)):
             hvd.allreduce(torch.ones(1), op=op)
+    with raises(ValueError):
+        hvd.allreduce(torch.ones(1), prescale_factor="half")
+    for shared in (torch.ones(1).expand(3), torch.ones(2, 1).expand(2, 3)):
+        with raises(ValueError, "in place", "share memory", "clone()"):
+            hvd.allreduce_(shared)
+        assert hvd.allreduce(shared, op=hvd.Sum).flatten()[0].item() == hvd.size()
     assert_runtime_works()
 
 
@@ -99,8 +105,9 @@ def test_root_outside_the_set():
         for call in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
             with raises(ValueError, "invalid root rank", str(root)):
                 call(torch.ones(1), root)
-    with raises(ValueError, "root"):
-        hvd.broadcast(torch.ones(1), None)
+    for root in (None, "0", 0.5):
+        with raises(ValueError, "root"):
+            hvd.broadcast(torch.ones(1), root)
     assert_runtime_works()
 
 

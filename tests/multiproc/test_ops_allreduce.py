@@ -253,9 +253,12 @@ def test_one_name_for_every_kind_of_operation():
 
 @session
 def test_handles():
-    handles = [hvd.allreduce_async(torch.ones(50), name=f"h{i}") for i in range(100)]
+    handles, polls = [], []
+    for i in range(100):
+        handles.append(hvd.allreduce_async(torch.ones(50), name=f"h{i}"))
+        polls.append(hvd.poll(handles[-1]))
     assert all(type(handle) is int for handle in handles)
-    polls = [hvd.poll(handle) for handle in handles]
+    assert False in polls
     assert all(type(done) is bool for done in polls)
     for handle in handles:
         assert hvd.synchronize(handle).tolist() == [1.0] * 50

@@ -146,6 +146,12 @@ def _with_contiguous_tensors(
     request.copy_back = [
         pair for pair in zip(outputs, results, strict=True) if pair[0] is not pair[1] and not pair[0].is_contiguous()
     ]
+    for output, _ in request.copy_back:
+        if any(stride == 0 and length > 1 for stride, length in zip(output.stride(), output.shape, strict=True)):
+            raise ValueError(
+                f"{_OPERATIONS[kind]} cannot work in place on a tensor whose elements share memory (shape "
+                f"{list(output.shape)}, strides {list(output.stride())}, from expand()); clone() it first"
+            )
     request.result = list(outputs)
     return request
 

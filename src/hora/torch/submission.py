@@ -6,6 +6,7 @@ are checked by the engine; here only the shape of the result is remembered, whic
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,10 +48,10 @@ def start(
         tensors,
         outputs=tensors if in_place else None,
         name=name,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        root_rank=root_rank,
+        op=_number(op, "op"),
+        prescale=float(prescale),
+        postscale=float(postscale),
+        root_rank=_number(root_rank, "root_rank"),
         splits=splits,
         process_set_id=registered_id(process_set),
         grouped=grouped,
@@ -85,6 +86,13 @@ def synchronize(handle: int) -> Any:
 def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. ValueError for a handle that is not in use."""
     return engine.current().poll(handle)
+
+
+def _number(value: int, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{what} must be a whole number, but it is {type(value).__name__}: {value!r}") from None
 
 
 def clear() -> None:
