@@ -3,6 +3,7 @@
 1. `horovodrun -np 2 python s.py` against `torchrun --nproc-per-node 2 s.py`, interleaved, the same script
    under both: once an empty one (the launchers' own cost), once one that initialises, all-reduces and ends.
 2. Idle ranks (no torch): start 8, 16, 32, 64 of them, let each meet all others once, end.
+3. The same with torch: `run()` starts 2, 4, 8, 16 ranks that initialise, all-reduce once and return.
 
 Seconds are wall time, medians; `cpu` is processor time of the launcher and everything it started, which a
 busy machine changes less.
@@ -46,6 +47,23 @@ if __name__ == "__main__":
     assert hora.runner.run(meet, num_proc=num_proc, start_timeout=120) == [num_proc] * num_proc
 """
 
+FUNCTION = """
+import sys
+import hora.runner
+
+def train():
+    import torch
+    import horovod.torch as hvd
+    hvd.init()
+    value = hvd.allreduce(torch.ones(1000), op=hvd.Sum)
+    hvd.shutdown()
+    return value.sum().item()
+
+if __name__ == "__main__":
+    num_proc = int(sys.argv[1])
+    assert hora.runner.run(train, num_proc=num_proc, start_timeout=120) == [1000.0 * num_proc] * num_proc
+"""
+
 
 def measure(argv: list[str]) -> tuple[float, float]:
     """Wall and processor seconds of a command with all its descendants."""
@@ -76,8 +94,7 @@ def compare(name: str, script: Path, repeats: int) -> None:
     print(f"{name:10} torchrun / horovodrun = {ratio:.2f} (cpu {cpu['torchrun'] / cpu['horovodrun']:.2f})")
 
 
-def grow(script: Path, repeats: int, max_ranks: int) -> None:
-    sizes = [n for n in (1, 8, 16, 32, 64, 128) if n <= max_ranks]
+def grow(name: str, script: Path, repeats: int, sizes: list[int]) -> None:
     times: dict[int, list[tuple[float, float]]] = {n: [] for n in sizes}
     for _ in range(repeats):
         for num_proc in sizes:
@@ -85,25 +102,24 @@ def grow(script: Path, repeats: int, max_ranks: int) -> None:
     for num_proc, got in times.items():
         wall, cpu = (statistics.median(t[i] for t in got) for i in (0, 1))
         each = f"{1000 * wall / num_proc:6.1f} ms a rank"
-        print(f"idle {num_proc:4} ranks   {wall:7.2f} s   {each}   cpu {cpu:7.2f} s")
+        print(f"{name:8} {num_proc:4} ranks   {wall:7.2f} s   {each}   cpu {cpu:7.2f} s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-ranks", type=int, default=64)
     options = parser.parse_args()
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}")
     with tempfile.TemporaryDirectory() as folder:
-        scripts = {"empty": EMPTY, "training": TRAINING, "idle": IDLE}
+        scripts = {"empty": EMPTY, "training": TRAINING, "idle": IDLE, "function": FUNCTION}
         paths = {name: Path(folder) / f"{name}.py" for name in scripts}
         for name, path in paths.items():
             path.write_text(scripts[name])
         compare("empty", paths["empty"], options.repeats)
         compare("training", paths["training"], options.repeats)
-        grow(paths["idle"], options.repeats, options.max_ranks)
+        grow("idle", paths["idle"], options.repeats, [n for n in (1, 8, 16, 32, 64, 128) if n <= options.max_ranks])
+        grow("function", paths["function"], options.repeats, [n for n in (1, 2, 4, 8, 16) if n <= options.max_ranks])
 
 
 if __name__ == "__main__":
