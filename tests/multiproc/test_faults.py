@@ -1,4 +1,4 @@
-"""Fail rank r in mid-collective by SIGKILL, exit or an exception: the others hear of it at once, and which rank it was."""
+"""Fail rank r in mid-collective by SIGKILL, exit or an exception: the others hear of it at once, and who it was."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from hora import engine
 
 GLOO = {"HORA_TRANSPORT": "gloo"}
 LIMIT_S = 5
@@ -83,10 +84,15 @@ def _die_inside_a_large_reduction(victim: int) -> None:
         hvd.allreduce_async_(big, name="big")
         time.sleep(0.02)
         _kill()
-    with pytest.raises(hvd.HorovodInternalError, match=f"rank {victim}"):
+
+    def reduce_for_ever():
+        nonlocal started
         for step in range(1000):
             started = time.monotonic()
             hvd.allreduce_(big, name="big" if step == 0 else f"big{step}")
+
+    with pytest.raises(hvd.HorovodInternalError, match=f"rank {victim}"):
+        reduce_for_ever()
     assert time.monotonic() - started < LIMIT_S
     hvd.shutdown()
 
@@ -99,3 +105,55 @@ def test_rank_1_dies_inside_a_large_reduction():
 @pytest.mark.ranks(3, lost=(1,), env=GLOO)
 def test_rank_1_dies_inside_a_large_reduction_without_shared_memory():
     _die_inside_a_large_reduction(1)
+
+
+@pytest.mark.ranks(3)
+def test_a_rank_that_cannot_do_its_part_ends_it_for_all_with_the_reason():
+    hvd.init()
+    hvd.allreduce(torch.ones(4), name="warm")
+    if hvd.rank() == 1:
+        lane = engine.current()._lanes[0]
+        lane.transport().allreduce = _no_memory
+    with pytest.raises(hvd.HorovodInternalError, match="failed on rank 1: MemoryError: no more"):
+        [hvd.allreduce(torch.ones(100_000), name=f"x{step}") for step in range(3)]
+    hvd.shutdown()
+
+
+def _no_memory(*arguments, **more):
+    raise MemoryError("no more")
+
+
+@pytest.mark.ranks(2)
+def test_ctrl_c_in_mid_collective_ends_it_for_all():
+    hvd.init()
+    hvd.allreduce(torch.ones(4), name="warm")
+    if hvd.rank() == 1:
+        engine.current()._lanes[0].transport().allreduce = _interrupted
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(torch.ones(4), name="x")
+    with pytest.raises(hvd.HorovodInternalError, match="failed on rank 1: it was interrupted"):
+        hvd.allreduce(torch.ones(4), name="x")
+    hvd.shutdown()
+
+
+def _interrupted(*arguments, **more):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.ranks(2)
+def test_ctrl_c_while_waiting_for_the_others_harms_nobody():
+    hvd.init()
+    if hvd.rank() == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                hvd.allreduce(torch.ones(4), name="early", op=hvd.Sum)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(1.0)
+        assert hvd.allreduce(torch.ones(4), name="early", op=hvd.Sum).sum() == 8
+    assert hvd.allreduce(torch.ones(4), name="later", op=hvd.Sum).sum() == 8
+    hvd.barrier()
+    hvd.shutdown()

@@ -54,6 +54,9 @@ class LaneHost(Protocol):
     def stalled(self, ranks: Sequence[int], text: str) -> None:
         """End the job because of a stall."""
 
+    def failed(self, text: str) -> None:
+        """End the job because this rank could not carry out what was agreed."""
+
 
 class Lane:
     """The progress of one process set on this rank."""
@@ -130,7 +133,7 @@ class Lane:
                     self._drive(request)
                 finally:
                     self._progress.release()
-                self._hand_over()
+                    self._hand_over()
             else:
                 self.agreement.wake()
                 with self._finished:
@@ -203,14 +206,26 @@ class Lane:
     def _drive(self, until: Request | None) -> None:
         try:
             while self._in_flight and not (until is not None and until.done) and not self._stopping:
-                if not self._step():
+                if not self._step_or_break():
                     self._check_stall()
                     self.agreement.wait()
         except HorovodInternalError as error:
             self._fail(error)
+
+    def _step_or_break(self) -> bool:
+        """One round. What this rank has agreed to and cannot do breaks the world: the others wait for it."""
+        try:
+            return self._step()
+        except HorovodInternalError:
+            raise
         except Exception as error:
-            log.exception("rank(s) %s: a collective failed", list(self.ranks))
-            self._fail(HorovodInternalError(f"a collective failed on this rank: {type(error).__name__}: {error}"))
+            log.exception("a collective of the ranks %s failed", list(self.ranks))
+            self._host.failed(f"{type(error).__name__}: {error}")
+            raise self._fate.error() from error
+        except BaseException as interruption:  # Ctrl-C in mid-collective
+            self._host.failed(f"it was interrupted by {type(interruption).__name__}")
+            self._fail(self._fate.error())
+            raise
 
     def _step(self) -> bool:
         """Carry out one round. False when there was none."""
@@ -324,8 +339,11 @@ class Lane:
             request.error = error
             self._in_flight.pop(request.key, None)
             if error is None and request.device_event is None:  # on a GPU it is done on the caller's stream
-                for target, result in request.copy_back:
-                    target.detach().copy_(result)
+                try:
+                    for target, result in request.copy_back:
+                        target.detach().copy_(result)
+                except RuntimeError as problem:  # must not keep the request from being done
+                    request.error = HorovodInternalError(f"the result could not be written back: {problem}")
             request.done = True
         if self._num_waiters:
             with self._finished:

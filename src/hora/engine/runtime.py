@@ -262,7 +262,12 @@ class Runtime:
 
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
-        return int(self.execute(Kind.JOIN))
+        # In every set, so that its other members need not wait for what will not come.
+        handles = [self.submit(Kind.JOIN, process_set_id=number) for number in sorted(self._lanes) if number]
+        last = int(self.execute(Kind.JOIN))
+        for handle in handles:
+            self.synchronize(handle)
+        return last
 
     # Process sets.
 
@@ -390,6 +395,10 @@ class Runtime:
     def stalled(self, ranks: Sequence[int], text: str) -> None:
         """End the job for everybody because these ranks keep the others waiting."""
         self._broken(f"rank(s) {', '.join(map(str, ranks))} {text}; Horovod has been shut down", tell=True)
+
+    def failed(self, text: str) -> None:
+        """End the job for everybody because this rank could not carry out what was agreed."""
+        self._broken(f"a collective failed on rank {self.world.rank}: {text}; Horovod has been shut down", tell=True)
 
     def lost(self, rank: int, how: str) -> None:
         """The launcher tells that a rank is gone."""
