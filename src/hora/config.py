@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = ["EngineConfig"]
-
-T = TypeVar("T")
 
 
 def _boolean(text: str) -> bool:
@@ -44,7 +42,7 @@ def _transport(text: str) -> str:
     return text
 
 
-def _variable(name: str, default: T, parse: Callable[[str], T], what: str) -> Any:
+def _variable(name: str, default: Any, parse: Callable[[str], Any], what: str) -> Any:
     return field(default=default, metadata={"variable": name, "parse": parse, "what": what})
 
 

@@ -19,7 +19,7 @@ class Piece(NamedTuple):
     """Some views, one after the other, and how many elements they have together."""
 
     parts: tuple[torch.Tensor, ...] | list[torch.Tensor]
-    count: int
+    count: int  # type: ignore[assignment] # a tuple has a method of this name, which nobody calls here
 
 
 # Short copies keep the GIL: to get it back from a busy main thread would take longer than the copy.
