@@ -64,6 +64,27 @@ def test_other_operations_are_refused_and_the_callers_may_join():
     assert_runtime_works()
 
 
+@pytest.mark.ranks(2, 3, 4)
+@session(sets=True)
+def test_process_sets_know_of_the_join(sets):
+    """Members of a set that go on are not kept waiting by one that has joined."""
+    everyone, mine = sets
+    first = mine.ranks[0]
+    for epoch in range(2):
+        if hvd.rank() != first:
+            ones = torch.ones(2)
+            for i in range(3):
+                alone = hvd.allreduce(ones, op=hvd.Sum, process_set=mine, name=f"{epoch}.{i}")
+                assert alone.tolist() == [mine.size() - 1] * 2
+            with raises(hvd.HorovodInternalError, "not supported with join", str(first)):
+                hvd.broadcast(ones, hvd.rank(), process_set=mine)
+            with raises(hvd.HorovodInternalError, "join"):
+                hvd.barrier(mine)
+        assert hvd.join() in everyone.ranks
+        together = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=mine)
+        assert together.item() == mine.size()
+
+
 @session
 def test_everybody_at_once():
     assert 0 <= hvd.join() < hvd.size()

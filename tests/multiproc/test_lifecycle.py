@@ -135,7 +135,7 @@ class Squares(torch.utils.data.Dataset):
         return torch.tensor(float(i * i))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 @session
 def test_data_loader_workers_beside_a_running_engine():
     for method in ("fork", "spawn"):

@@ -180,6 +180,19 @@ def test_ranks_that_disagree_on_a_new_set():
 
 
 @several
+def test_no_set_can_be_added_while_shutting_down():
+    hvd.init(process_sets="dynamic")
+    if hvd.rank() == 0:
+        hvd.shutdown()
+    else:
+        with raises(hvd.HorovodInternalError, "has been shut down"):
+            hvd.barrier()
+        with raises(ValueError, "has been shut down"):
+            hvd.add_process_set([0])
+        hvd.shutdown()
+
+
+@several
 def test_sets_do_not_wait_for_one_another():
     """The odd set goes through many barriers and reductions while the even one waits for its first member."""
     hvd.init(process_sets="dynamic")

@@ -61,9 +61,11 @@ def init(
 
 def shutdown() -> None:
     """Stop the runtime, here and on all ranks; harmless when it is not running."""
-    engine.shutdown()
-    submission.clear()
-    sets.unbind()
+    try:
+        engine.shutdown()
+    finally:
+        submission.clear()
+        sets.unbind()
 
 
 def restart() -> None:

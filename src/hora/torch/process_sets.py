@@ -101,6 +101,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     runtime = _current_or_value_error()
+    if runtime.fate.closing:
+        raise ValueError(f"no process set can be added any more: {runtime.fate.reason}")
     process_set.process_set_id = runtime.add_process_set(list(process_set.ranks or []))
     _bound.add(process_set)
     return process_set
@@ -113,7 +115,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
             f"remove_process_set needs a ProcessSet, but got {type(process_set).__name__}: {process_set!r}"
         )
     runtime = _current_or_value_error()
-    # The engine is asked even about a set it cannot know: all ranks take part, and it reports static mode.
+    # The engine is asked even about a set that it cannot know, because it reports static mode.
     removed = runtime.remove_process_set(
         -1 if process_set.process_set_id is None else process_set.process_set_id
     )
