@@ -75,6 +75,8 @@ def make_job(
     if not options.nics and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
         env.setdefault("HOROVOD_GLOO_IFACE", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # All ranks share this machine's cores, whatever names its addresses go by.
+        env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_proc, 1)))
     return Job(
         slots=slots,
         command=options.command if function is None else (),
