@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ def check_first(events: list[dict]) -> None:
     assert sum(e["ph"] == "B" for e in mine) == sum(e["ph"] == "E" for e in mine)
     assert {e["name"] for e in mine if e["ph"] == "X"} == {str(r) for r in range(hvd.size())}
     assert mine[-1]["args"] == {"dtype": "float32", "shape": "[3, 4]"}
-    assert all(a["ts"] <= b["ts"] for a, b in zip(mine, mine[1:], strict=False))
+    assert all(a["ts"] <= b["ts"] for a, b in pairwise(mine))
     assert any(e.get("name") == "CYCLE_START" for e in events)
 
 
