@@ -144,7 +144,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path, moment: str
         "    import time, os\n"
         "    print('working', os.environ['HOROVOD_RANK'], flush=True)\n"
         "    time.sleep(300)\n"
-        "    import torch\n"
+        f"    {'import torch' if moment == 'loading' else ''}\n"
         "if __name__ == '__main__':\n"
         "    horovod.run(work, num_proc=3)\n"
     )
