@@ -6,11 +6,11 @@ As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` a
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from job_process import JobProcess, wait_until
 
 _RESULT = "RESULT "
@@ -51,20 +51,23 @@ class ElasticJob(JobProcess):
         return (self.folder / "notes").read_text().splitlines()
 
     def worker(self, number: int) -> int:
-        """The process of a worker."""
-        for process in self.processes():
-            environ = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            if f"HORA_WORKER={number}".encode() in environ and "hora.launch.worker" in " ".join(process.cmdline()):
-                return process.pid
-        raise AssertionError(f"there is no worker {number}:\n{self.text()}")
+        """The process of a worker that has trained."""
+        for note in self.notes():
+            if note.endswith(f"/{number}"):
+                return int(note.split()[1])
+        raise AssertionError(f"worker {number} has not trained:\n{self.text()}")
 
 
 def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
-    """All ranks have the same state, all epochs were done, and every sample was seen as the sampler promises."""
+    """All ranks have the same state, that of an undisturbed run of the committed steps; all epochs were done; every
+    sample was seen as the sampler promises."""
     plan, first = job.plan, results[0]
     for result in results:
         for name in ("weights", "momentum", "epoch", "steps", "seen", "sizes"):
             assert result[name] == first[name], f"rank {result['rank']} has another {name} than rank 0"
+    from elastic_training import replay
+
+    assert first["weights"] == pytest.approx(replay(first["seen"], first["sizes"]), rel=1e-3, abs=1e-5)
     assert first["epoch"] == plan["epochs"]
     assert first["steps"] == len(first["seen"]) == len(first["sizes"])
     for epoch in range(plan["epochs"]):
@@ -74,18 +77,23 @@ def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
         assert len(seen) - plan["samples"] < max(first["sizes"]) * plan["batch"]
 
 
-def main() -> None:
-    import cloudpickle
-    import elastic_training
+def call(plan: dict[str, Any]) -> dict[str, Any]:
+    """On the workers. Names torch and horovod.torch, so that they are loaded once for all of them."""
+    import torch  # noqa: F401
+    from elastic_training import train
 
+    import horovod.torch  # noqa: F401
+
+    return train(plan)
+
+
+def main() -> None:
     import horovod
 
-    cloudpickle.register_pickle_by_value(elastic_training)
     order = json.loads(sys.argv[1])
-    results = horovod.run(elastic_training.train, args=(order["plan"],), **order["arguments"])
+    results = horovod.run(call, args=(order["plan"],), **order["arguments"])
     print(_RESULT + json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(__file__))
     main()

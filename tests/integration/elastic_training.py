@@ -20,8 +20,7 @@ import horovod.torch as hvd
 def train(plan: dict[str, Any]) -> dict[str, Any]:
     """Train as planned; returns what this rank has at the end."""
     hvd.init()
-    torch.manual_seed(hvd.rank())  # sync makes them equal
-    net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    net = network(seed=hvd.rank())  # sync makes them equal
     sharded = {"sharded": True} if plan.get("sharded") else {}
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters(), **sharded)
     sampler = hvd.elastic.ElasticSampler(list(range(plan["samples"])), shuffle=True, seed=5)
@@ -76,11 +75,35 @@ def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
         state.commit()
 
 
+def network(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def loss(net: torch.nn.Module, samples: list[int]) -> torch.Tensor:
+    inputs = torch.tensor(samples, dtype=torch.float32).unsqueeze(1) / 10.0
+    return net(inputs.expand(-1, 3)).square().mean()
+
+
+def replay(seen: list[tuple[int, list[int]]], sizes: list[int]) -> list[float]:
+    """The weights of a single process that takes the same steps, undisturbed."""
+    net = network(seed=0)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    sum(p.sum() for p in net.parameters()).mul(0.0).backward()
+    optimizer.step()  # the broadcast of the optimizer's state makes one with one step, without effect on the weights
+    for (_, samples), size in zip(seen, sizes, strict=True):
+        optimizer.zero_grad()
+        share = len(samples) // size
+        parts = [samples[rank * share : (rank + 1) * share] for rank in range(size)]
+        (sum(loss(net, part) for part in parts) / size).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
+
+
 def step(state: Any, mine: list[int]) -> None:
     gathered = hvd.allgather(torch.tensor(mine), name="samples").tolist()
     state.optimizer.zero_grad()
-    inputs = torch.tensor(mine, dtype=torch.float32).unsqueeze(1) / 10.0
-    state.model(inputs.expand(-1, 3)).square().mean().backward()
+    loss(state.model, mine).backward()
     state.optimizer.step()
     state.seen.append((state.epoch, gathered))
 

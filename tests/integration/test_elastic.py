@@ -94,9 +94,6 @@ def test_a_sharded_optimizer_loses_no_slice(tmp_path: Path, rank: int):
     results = job.results()
     assert_good_ending(job, results)
     assert all(value != 0 for value in results[0]["momentum"])
-    assert results[0]["momentum"][0] == results[0]["steps"], (
-        "Adam has counted every step that was committed, and no other"
-    )
 
 
 def test_all_die_and_the_next_job_goes_on_from_the_last_durable_commit(tmp_path: Path):
