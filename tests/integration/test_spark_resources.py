@@ -15,7 +15,7 @@ import textwrap
 import pytest
 from spark_cluster import StandaloneCluster
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import horovod.spark
 from horovod.spark import conf
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
 
 def test_every_ranks_result_in_rank_order(spark):

@@ -19,7 +19,7 @@ from hora.errors import JobFailedError
 from hora.launch.spark_slots import count_slots
 from sparkdl import HorovodRunner
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +282,9 @@ def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
     script = tmp_path / "driver.py"
     script.write_text(
         textwrap.dedent("""
-        from pyspark.sql import SparkSession
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from spark_cluster import spark_session
         from sparkdl import HorovodRunner
 
         def main():
@@ -291,13 +293,13 @@ def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
             log_to_driver("running")
             time.sleep(100)
 
-        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-        HorovodRunner(np=2).run(main)
+        with spark_session("local[2]"):
+            HorovodRunner(np=2).run(main)
         """)
     )
     mark = {"SPARK_TEST_CLUSTER": spark_cluster.name}
     driver = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), os.path.dirname(__file__)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

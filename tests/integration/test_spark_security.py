@@ -17,7 +17,7 @@ from hora.errors import AuthenticationError
 from hora.wire import ClientHandshake, Connection, new_secret
 from sparkdl import HorovodRunner
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
 
 class Exploit:

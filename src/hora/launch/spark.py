@@ -232,5 +232,6 @@ def _meet(tasks: SparkTasks, stage: SparkStage, wanted: SparkJob) -> list[TaskPl
 def _release(tasks: SparkTasks, stage: SparkStage) -> None:
     """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not."""
     tasks.dismiss()
-    if tasks.missing() or not stage.ended.wait(_LEAVE_LIMIT_S):
+    # After the loss of a task Spark would repeat the stage, which is of no use to anybody.
+    if tasks.missing() or tasks.lost_one or not stage.ended.wait(_LEAVE_LIMIT_S):
         stage.cancel()

@@ -93,7 +93,8 @@ class _Supervisor:
 
     def _start(self, worker: WorkerSpec) -> None:
         if self._launcher is None:
-            warm = worker.argv[0] == sys.executable and prepare(worker.preload or (), worker.env)
+            may_fork = worker.preload is not None and worker.argv[0] == sys.executable
+            warm = may_fork and prepare(worker.preload or (), worker.env)
             self._launcher = WarmLauncher() if warm else LocalLauncher()
         self._launcher.start([worker], self)
 
@@ -153,9 +154,11 @@ def mask_secret(stage_secret: bytes, nonce: bytes, secret: bytes) -> bytes:
     The connection authenticates what it carries but does not encrypt it. The stage's secret came inside
     Spark's task.
     """
-    pad = hmac.digest(stage_secret, b"worker secret" + nonce, "sha256")
-    assert len(secret) == len(pad)
-    return bytes(a ^ b for a, b in zip(secret, pad, strict=True))
+    pad = b"".join(
+        hmac.digest(stage_secret, b"worker secret" + nonce + block.to_bytes(4, "big"), "sha256")
+        for block in range(-(-len(secret) // 32))
+    )
+    return bytes(a ^ b for a, b in zip(secret, pad, strict=False))
 
 
 def host_hash() -> str:

@@ -35,6 +35,8 @@ class SparkTasks:
         self._arrived = threading.Condition()
         self._places: dict[int, TaskPlace] = {}
         self._peers: dict[int, Peer] = {}
+        self._dismissed = False
+        self.lost_one = False  # a task ended before it was told to
         self._secret = new_secret()
         self._job = f"spark-{secrets.token_hex(8)}"
         self.on_message: Callable[[int, Header, bytes], None] = _ignore
@@ -89,8 +91,7 @@ class SparkTasks:
 
     def dismiss(self) -> None:
         """Have every task end its process, if it still runs, and return to Spark."""
-        for task in range(self._num_tasks):
-            self.send(task, {"kind": "leave"})
+        self._listener.call(self._dismiss)
 
     def close(self) -> None:
         self._listener.close()
@@ -108,6 +109,7 @@ class SparkTasks:
             return
         with self._arrived:
             del self._peers[peer.worker]
+            self.lost_one = self.lost_one or not self._dismissed
         self.on_message(peer.worker, {"kind": "gone"}, b"")
 
     def _register(self, peer: Peer, header: Header) -> None:
@@ -122,6 +124,11 @@ class SparkTasks:
             self._peers[task] = peer
             self._places[task] = TaskPlace(task=task, host=str(header["host"]), gpus=tuple(map(str, header["gpus"])))
             self._arrived.notify_all()
+
+    def _dismiss(self) -> None:
+        self._dismissed = True
+        for peer in self._peers.values():
+            peer.send({"kind": "leave"})
 
     def _send(self, task: int, header: Header, payload: bytes) -> None:
         if task in self._peers:
