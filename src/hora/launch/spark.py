@@ -180,11 +180,14 @@ def driver_addresses(context: Any) -> tuple[str, str]:
     Spark has already settled how executors reach the driver. Where that is loopback nobody else shall reach
     us.
     """
-    conf = context.getConf()
-    host = conf.get("spark.driver.host", "") or socket.gethostname()
     if context.master.startswith("local"):
         return "127.0.0.1", "127.0.0.1"
-    resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    conf = context.getConf()
+    host = conf.get("spark.driver.host", "") or socket.gethostname()
+    try:
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:  # a name that only the executors' side of the network knows
+        return "0.0.0.0", host
     if ipaddress.ip_address(resolved).is_loopback:
         return str(resolved), str(resolved)
     bind = conf.get("spark.driver.bindAddress", "") or str(resolved)

@@ -109,6 +109,8 @@ class SparkTasks:
             return
         with self._arrived:
             del self._peers[peer.worker]
+            if self.on_message is _ignore:  # nothing runs yet: Spark repeats the stage, and the task comes again
+                del self._places[peer.worker]
             self.lost_one = self.lost_one or not self._dismissed
         self.on_message(peer.worker, {"kind": "gone"}, b"")
 
