@@ -242,17 +242,19 @@ class DistributedTransport:
         """Member m receives slice m of everybody and combines it; then everybody receives all slices."""
         n, me = self._num_members, self._member
         slices = spread(piece.total, n)
-        direct = piece.single and piece.total % n == 0
-        own = piece.sources[0] if direct and not rule.prescales else self._prepare(piece, rule)
+        own = piece.sources[0] if piece.single and not rule.prescales else self._prepare(piece, rule)
         received = self._take("received", n * slices[me], piece)
         pending = self._start_alltoall(own, received, slices, [slices[me]] * n)
         yield
         self._group.finish(pending)
-        reduced = self._take("reduced", slices[0], piece)
-        self._combine(rule, received.split(max(slices[me], 1)), reduced[: slices[me]])
-        gathered = piece.results[0] if direct else self._take("gathered", n * slices[0], piece)
-        self._group.finish(self._group.start_allgather(as_bytes(gathered), as_bytes(reduced)))
-        if not direct:
+        reduced = received[: slices[me]]
+        self._combine(rule, received.split(max(slices[me], 1)), reduced)
+        # gloo's own allgather goes round a ring and through memory of its own; this goes directly.
+        copies = self._take("copies", n * slices[me], piece)
+        copies.view(n, slices[me]).copy_(reduced)
+        gathered = piece.results[0] if piece.single else self._take("gathered", piece.total, piece)
+        self._group.finish(self._start_alltoall(copies, gathered, [slices[me]] * n, slices))
+        if not piece.single:
             unpack(gathered, piece.results)
 
     def _combine(self, rule: Reduction, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
