@@ -105,7 +105,6 @@ class SparkLauncher:
         self._placements = {placement.slot.rank: placement for placement in placements}
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # task -> worker
-        self._gone: set[int] = set()
         self._events: LaunchEvents | None = None
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
