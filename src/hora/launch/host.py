@@ -143,6 +143,10 @@ class Host:
         if chosen:
             self._command(op="terminate", workers=chosen, grace_s=grace_s)
 
+    def clear_up(self, worker: int, *, grace_s: float) -> None:
+        """End what a worker that has ended has left running. Does not wait."""
+        self._command(op="terminate", workers=[worker], grace_s=grace_s)
+
     def finish(self, *, grace_s: float) -> None:
         """End every worker and descendant that is left, and the supervisor. Does not wait. May be said
         again."""

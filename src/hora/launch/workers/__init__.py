@@ -4,15 +4,25 @@
     await_workers(ids); list_workers(); stop_workers()
 
 The functions speak to the session of this process, or to the one that started this process as a worker, or to a session
-that `hora workers start` keeps running for this folder. `hora.compat` gives them their old module names.
+that `hora workers launch` keeps running for this folder. `hora.compat` gives them their old module names.
 """
 
 from hora.launch.workers.api import (
     await_workers,
+    end_session,
+    keep_session,
     launch_workers,
     list_workers,
     stop_workers,
     worker_output,
 )
 
-__all__ = ["await_workers", "launch_workers", "list_workers", "stop_workers", "worker_output"]
+__all__ = [
+    "await_workers",
+    "end_session",
+    "keep_session",
+    "launch_workers",
+    "list_workers",
+    "stop_workers",
+    "worker_output",
+]

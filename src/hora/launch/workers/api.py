@@ -1,7 +1,7 @@
 """The worker functions themselves, and which session they speak to.
 
 1. Inside a worker: the session that started it (so its workers have the same master).
-2. A session that `hora workers start` keeps for this folder.
+2. A session that `hora workers launch` keeps for this folder.
 3. Otherwise a session of this process's own, which ends with it.
 """
 
@@ -21,7 +21,16 @@ from hora.launch.workers.gateway import Gateway, ask
 from hora.launch.workers.machine import measure
 from hora.launch.workers.session import Session
 
-__all__ = ["StopResponse", "await_workers", "launch_workers", "list_workers", "stop_workers", "worker_output"]
+__all__ = [
+    "StopResponse",
+    "await_workers",
+    "end_session",
+    "keep_session",
+    "launch_workers",
+    "list_workers",
+    "stop_workers",
+    "worker_output",
+]
 
 
 @dataclass(frozen=True)
@@ -133,17 +142,21 @@ def launch_workers(
     all_or_nothing: bool = False,
     raise_on_error: bool = False,
     log_dir: str = "",
+    backend: str = "auto",
 ) -> list[dict[str, Any]]:
     """Start `n` workers with `cpu` cores and `memory` GiB each; returns one dict per worker without waiting for them.
 
     `script` wins over `code`. A launch that was refused is a dict without `id`, with `message` (and a warning; with
-    `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is started. The accelerator and
-    resource arguments of the original are accepted and have no meaning here.
+    `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is started. `backend`: `local`
+    processes, tasks of the active `spark` session, or `auto`: Spark where this process has a session on a cluster. The
+    accelerator and resource arguments of the original are accepted and have no meaning here.
     """
     if kernel not in ("python3", "python2", "r", "scala", ""):
         raise ValueError(f"kernel must be python3, but it is {kernel!r}")
     if kernel not in ("python3", ""):
         raise ValueError(f"only the python3 kernel can run here, but {kernel!r} was asked for")
+    if backend not in ("auto", "local", "spark"):
+        raise ValueError(f"backend must be auto, local or spark, but it is {backend!r}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n must be a whole number of workers, at least 1, but it is {n!r}")
     if not script and not code:
@@ -160,6 +173,7 @@ def launch_workers(
         "name": name,
         "all_or_nothing": all_or_nothing,
         "log_dir": os.path.abspath(log_dir) if log_dir else "",
+        "backend": backend,
     }
     answers = _session().launch(n, request)
     refused = [answer["message"] for answer in answers if "id" not in answer]
@@ -195,6 +209,16 @@ def stop_workers(*ids: Any) -> list[StopResponse] | None:
     else:
         chosen = [worker for item in ids for worker in _ids(item)]
     return [StopResponse(worker, status) for worker, status in session.stop(chosen)]
+
+
+def keep_session() -> None:
+    """Have the workers of this folder outlive this process: until `end_session`, or an hour without workers."""
+    standing.start(os.getcwd())
+
+
+def end_session() -> bool:
+    """End the session that `keep_session` or `hora workers launch` made, with its workers. False when there is none."""
+    return standing.end(os.getcwd())
 
 
 def worker_output(worker: Any) -> str:

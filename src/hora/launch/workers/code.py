@@ -8,6 +8,7 @@ A thread watches that the worker keeps to its memory.
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import runpy
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,18 +97,31 @@ def _resident_pages(pid: int) -> int:
 def main() -> None:
     """Run what the session asked for, in a fresh `__main__`."""
     order = json.loads(Path(os.environ["HORA_SECRET_FILE"]).read_text())
-    os.sched_setaffinity(0, order["cores"])
+    if order["cores"]:
+        os.sched_setaffinity(0, order["cores"])
     threading.Thread(target=_watch_memory, args=(order["memory_gib"],), name="hora-memory", daemon=True).start()
     sys.path.insert(0, os.getcwd())
-    if order["script"]:
+    if order["script"] and order["source"] is None:
         script = Path(order["script"])
         sys.argv = [str(script)]
         sys.path[0] = str(script.resolve().parent)
         runpy.run_path(str(script), run_name="__main__")
         return
+    if order["script"]:
+        sys.argv = [order["script"]]
+        _run(order["source"], order["script"])
+        return
     sys.argv = ["<worker>"]
-    names: dict[str, Any] = {"__name__": "__main__", "__hora_shell__": _shell}
-    exec(compile(expand_shell_lines(order["code"]), "<worker code>", "exec"), names)
+    _run(expand_shell_lines(order["code"]), "<worker code>")
+
+
+def _run(source: str, name: str) -> None:
+    # A real `__main__`: what the code defines can be pickled, and its children find it there.
+    module = types.ModuleType("__main__")
+    module.__dict__["__hora_shell__"] = _shell
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for tracebacks
+    sys.modules["__main__"] = module
+    exec(compile(source, name, "exec"), module.__dict__)
 
 
 if __name__ == "__main__":

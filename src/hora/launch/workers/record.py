@@ -57,8 +57,11 @@ class Record:
         return self.status in TERMINAL
 
     def remember(self, data: bytes) -> None:
-        """Keep the end of its output."""
-        self.log = (self.log + data)[-_TAIL_BYTES:]
+        """Keep the end of its output, from the start of a line if one starts there."""
+        self.log += data[-_TAIL_BYTES:]
+        if len(self.log) > _TAIL_BYTES:
+            cut = self.log[-_TAIL_BYTES:]
+            self.log = cut.partition(b"\n")[2] or cut
 
     def to_dict(self, now: float) -> dict[str, Any]:
         begun = self.running_at

@@ -1,23 +1,24 @@
 """A standing session: workers that outlive the command that launched them, one session per user and folder.
 
-`hora workers start` makes it, `hora workers end` ends it together with its workers. It is found by a socket name made
+`hora workers launch` makes it, `hora workers end` ends it together with its workers. It is found by a socket name made
 of the user and the folder, so nothing is written anywhere. It also ends by itself when it has been without workers for
 a while. `python -m hora.launch.workers.standing` is its process.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import select
-import socket
 import subprocess
 import sys
 
 __all__ = ["end", "find", "name_of", "start"]
 
 _IDLE_LIMIT_S = 3600.0
-_START_LIMIT_S = 30.0
+_START_LIMIT_S = 60.0
+_END_LIMIT_S = 30.0
 
 
 def name_of(folder: str) -> tuple[str, str]:
@@ -28,12 +29,13 @@ def name_of(folder: str) -> tuple[str, str]:
 
 def find(folder: str) -> tuple[str, str] | None:
     """Name and key of the folder's session, if it runs."""
+    from hora.launch.workers.gateway import connect
+
     name, key = name_of(folder)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            sock.connect("\0" + name)
-        except OSError:
-            return None
+    try:
+        connect(name).close()
+    except OSError:
+        return None
     return name, key
 
 
@@ -60,14 +62,20 @@ def start(folder: str) -> tuple[str, str]:
 
 
 def end(folder: str) -> bool:
-    """End the folder's session and all its workers. False when none runs."""
-    from hora.launch.workers.gateway import ask
+    """End the folder's session and all its workers, and wait until it is gone. False when none runs."""
+    from hora.launch.workers.gateway import ask, server_pid
 
     found = find(folder)
     if found is None:
         return False
-    ask(*found, call="stop", ids=None)
-    ask(*found, call="end")
+    process = os.pidfd_open(server_pid(found[0]))
+    try:
+        ask(*found, call="stop", ids=None)
+        ask(*found, call="end")
+        if not select.select([process], [], [], _END_LIMIT_S)[0]:
+            raise TimeoutError(f"the session of workers of {folder} did not end within {_END_LIMIT_S:g} s")
+    finally:
+        os.close(process)
     return True
 
 
@@ -79,7 +87,13 @@ def main() -> None:
     from hora.launch.workers.session import Session
 
     name, key = name_of(os.getcwd())
-    gateway = Gateway(name, key)
+    try:
+        gateway = Gateway(name, key)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        print("somebody else has just started it", flush=True)
+        return
     session = Session(measure(os.environ), os.environ, address=name, key=key, output=OutputOptions(console=False))
     gateway.open(session)
     print("ready", flush=True)
