@@ -185,9 +185,7 @@ class HorovodBroadcast(torch.autograd.Function):
     """`apply(tensor, root_rank, name, process_set)`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
         return broadcast(tensor.detach(), root_rank, name, process_set)
 

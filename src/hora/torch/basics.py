@@ -40,9 +40,7 @@ __all__ = [
 ]
 
 
-def init(
-    comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None
-) -> None:
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
     """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
     _check_comm(comm)
     wanted = _check_process_sets(process_sets)
@@ -53,9 +51,7 @@ def init(
             engine.init(process_sets="dynamic")
         else:
             # One entry per distinct set: a repeated one is reported below, when the runtime is up.
-            engine.init(
-                process_sets=[list(ranks) for ranks in dict.fromkeys(tuple(s.ranks or []) for s in wanted)]
-            )
+            engine.init(process_sets=[list(ranks) for ranks in dict.fromkeys(tuple(s.ranks or []) for s in wanted)])
     sets.bind([] if isinstance(wanted, str) else wanted)
 
 
@@ -120,9 +116,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write a Chrome trace on rank 0 from now on; needs HOROVOD_TIMELINE=DYNAMIC (or a path) at init."""
     runtime = _runtime()
     if not runtime.config.timeline:
-        raise ValueError(
-            "start_timeline() needs the environment variable HOROVOD_TIMELINE=DYNAMIC (or a path) at init"
-        )
+        raise ValueError("start_timeline() needs the environment variable HOROVOD_TIMELINE=DYNAMIC (or a path) at init")
     runtime.start_timeline(str(file_path), bool(mark_cycles))
 
 
@@ -203,9 +197,7 @@ def _check_comm(comm: object) -> None:
         return  # a list of ranks chose MPI processes; without MPI it means nothing
     if sets.is_mpi_communicator(comm):
         raise ValueError("init(comm=…) got an MPI communicator, but MPI is not built; leave comm out")
-    raise ValueError(
-        f"init(comm=…) takes None or a list of ranks, but got {type(comm).__name__}: {comm!r:.100}"
-    )
+    raise ValueError(f"init(comm=…) takes None or a list of ranks, but got {type(comm).__name__}: {comm!r:.100}")
 
 
 def _check_process_sets(process_sets: object) -> list[sets.ProcessSet] | str:
@@ -213,17 +205,11 @@ def _check_process_sets(process_sets: object) -> list[sets.ProcessSet] | str:
         return []
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise ValueError(
-                f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r}'
-            )
+            raise ValueError(f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r}')
         return "dynamic"
     if not isinstance(process_sets, (list, tuple)):
-        raise ValueError(
-            f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r:.100}'
-        )
+        raise ValueError(f'init(process_sets=…) takes a list of ProcessSet or "dynamic", but got {process_sets!r:.100}')
     for index, entry in enumerate(process_sets):
         if not isinstance(entry, sets.ProcessSet):
-            raise ValueError(
-                f"init(process_sets=…): entry {index} must be a ProcessSet, but it is {entry!r:.100}"
-            )
+            raise ValueError(f"init(process_sets=…): entry {index} must be a ProcessSet, but it is {entry!r:.100}")
     return list(process_sets)

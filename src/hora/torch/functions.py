@@ -28,9 +28,7 @@ def broadcast_parameters(
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite parameters by the root's. `params`: a state_dict, or any iterable of (named) tensors."""
-    handles = [
-        broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named_tensors(params)
-    ]
+    handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named_tensors(params)]
     for handle in handles:
         synchronize(handle)
 
@@ -39,9 +37,7 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
     elif isinstance(params, torch.Tensor) or not hasattr(params, "__iter__"):
-        raise ValueError(
-            f"invalid params of type {type(params).__name__}: pass a state_dict or a list of parameters"
-        )
+        raise ValueError(f"invalid params of type {type(params).__name__}: pass a state_dict or a list of parameters")
     else:
         # Unnamed tensors are numbered, which matches between ranks because the order does.
         pairs = [p if isinstance(p, tuple) else (f"parameter.{i}", p) for i, p in enumerate(params)]
@@ -76,9 +72,7 @@ def broadcast_object(
     return obj if on_root else _unpickle(payload, num_bytes < 0, root_rank)
 
 
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Everybody's object, in rank order."""
     name = "allgather_object" if name is None else name
     payload, failure = _pickle(obj)
@@ -100,9 +94,7 @@ def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
     failure: Exception | None = None
     try:
         data = cloudpickle.dumps(obj)
-    except (
-        Exception
-    ) as error:  # whatever the object's own __reduce__ raises; raised again after the peers were told
+    except Exception as error:  # whatever the object's own __reduce__ raises; raised again after the peers were told
         failure = error
         data = "".join(traceback.format_exception_only(type(error), error)).encode() or b"unknown"
     return torch.frombuffer(bytearray(data), dtype=torch.uint8), failure

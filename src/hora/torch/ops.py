@@ -161,9 +161,7 @@ def grouped_allreduce_async_(
     """Start reducing several tensors in place as one operation; returns a handle."""
     op = handle_average_backwards_compatibility(op, average)
     group = _group(tensors)
-    return _reduce(
-        group, name, op, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True
-    )
+    return _reduce(group, name, op, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True)
 
 
 def grouped_allreduce_(
@@ -183,16 +181,12 @@ def grouped_allreduce_(
     )
 
 
-def allgather_async(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Start concatenating everybody's tensor on dimension 0; returns a handle."""
     return start(Kind.ALLGATHER, [tensor], name=name, process_set=process_set)
 
 
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate everybody's tensor on dimension 0, in rank order. Differentiable."""
     return autograd.allgather(tensor, name, process_set)
 
@@ -229,9 +223,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start overwriting the tensor by the root's; returns a handle."""
-    return start(
-        Kind.BROADCAST, [tensor], in_place=True, name=name, root_rank=root_rank, process_set=process_set
-    )
+    return start(Kind.BROADCAST, [tensor], in_place=True, name=name, root_rank=root_rank, process_set=process_set)
 
 
 def broadcast_(
@@ -271,9 +263,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start reducing a tensor and keeping this rank's share of its rows; returns a handle."""
-    return _reduce(
-        [tensor], name, op, prescale_factor, postscale_factor, process_set, kind=Kind.REDUCESCATTER
-    )
+    return _reduce([tensor], name, op, prescale_factor, postscale_factor, process_set, kind=Kind.REDUCESCATTER)
 
 
 def reducescatter(

@@ -32,14 +32,10 @@ class _Slot:
     device_type: str
 
 
-def broadcast_optimizer_state(
-    optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None
-) -> None:
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None) -> None:
     """Give all ranks the root's optimizer state and options. `model` tells which SGD gradients are sparse."""
     if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            "cannot broadcast torch.optim.LBFGS state; it has no fixed structure, use another optimizer"
-        )
+        raise ValueError("cannot broadcast torch.optim.LBFGS state; it has no fixed structure, use another optimizer")
     _check_same_groups(optimizer)
     if getattr(optimizer, "is_sharded", False):  # no rank has the whole state: let the optimizer bring it about
         state = optimizer.state_dict()

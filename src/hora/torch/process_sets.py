@@ -61,9 +61,7 @@ class ProcessSet:
             return None
         ranks, mine = _registered_ranks(self), engine.current().world.rank
         if mine not in ranks:
-            raise ValueError(
-                f"Rank {mine} is not a member of the provided process set, whose ranks are {ranks}"
-            )
+            raise ValueError(f"Rank {mine} is not a member of the provided process set, whose ranks are {ranks}")
         return ranks.index(mine)
 
     def included(self) -> bool | None:
@@ -73,9 +71,7 @@ class ProcessSet:
         return _current_or_value_error().world.rank in self.ranks
 
     def __str__(self) -> str:
-        return (
-            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
-        )
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
     __repr__ = __str__
 
@@ -116,9 +112,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         )
     runtime = _current_or_value_error()
     # The engine is asked even about a set that it cannot know, because it reports static mode.
-    removed = runtime.remove_process_set(
-        -1 if process_set.process_set_id is None else process_set.process_set_id
-    )
+    removed = runtime.remove_process_set(-1 if process_set.process_set_id is None else process_set.process_set_id)
     if removed:
         unbind(process_set)
     return removed
@@ -138,9 +132,7 @@ def bind(process_sets: Sequence[ProcessSet]) -> None:
                 f"process_sets[{index}] has the ranks {list(ranks)}, as the global process set has already"
             )
         if ranks in seen:
-            raise ValueError(
-                f"process_sets[{index}] has the same ranks {list(ranks)} as process_sets[{seen[ranks]}]"
-            )
+            raise ValueError(f"process_sets[{index}] has the same ranks {list(ranks)} as process_sets[{seen[ranks]}]")
         if ranks not in known:
             raise ValueError(
                 f"process_sets[{index}] with the ranks {list(ranks)} is not registered in the running one, "

@@ -40,9 +40,7 @@ def start(
     """Submit one collective; returns its handle. Without `background` only `synchronize` drives it."""
     runtime = engine.current()
     if name is not None and not isinstance(name, str):
-        raise ValueError(
-            f"the name of a collective must be a string, but it is {type(name).__name__}: {name!r}"
-        )
+        raise ValueError(f"the name of a collective must be a string, but it is {type(name).__name__}: {name!r}")
     handle = runtime.submit(
         kind,
         tensors,
