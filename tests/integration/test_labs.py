@@ -105,6 +105,7 @@ def test_the_commands_own_words():
     assert "--epochs must be at least 1" in err
 
 
+@pytest.mark.timeout(500)  # three trainings; half a minute where nothing else runs
 def test_images_reach_97_percent_on_two_ranks_and_survive_a_kill(tmp_path):
     """Fail a random rank at a random moment, resume: the weights are those of the undisturbed run."""
     with CommandProcess("hora", "demo", "images", "--log-dir", str(tmp_path / "whole"), cwd=tmp_path) as lab:

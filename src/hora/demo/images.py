@@ -60,7 +60,7 @@ def _draw(options: ImageOptions, outcome: Outcome) -> Figure:
 
     from hora.data.images import Augmentation, cifar10, digits
     from hora.workflow import load
-    from hora.workflow.plots import COLOURS, INK, draw_curves, polish
+    from hora.workflow.plots import COLOURS, DOTTED, INK, QUIET, draw_curves, polish
 
     data = digits() if options.data == "digits" else cifar10(options.data_dir)
     normalise = Augmentation(*data.moments())
@@ -70,6 +70,7 @@ def _draw(options: ImageOptions, outcome: Outcome) -> Figure:
     left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1), squeeze=False)[0]
     axes = left.subplots()
     draw_curves(axes, {f"{outcome.num_ranks} ranks, test images": outcome.history}, "accuracy")
+    axes.plot([], [], color=QUIET, linestyle=DOTTED, label="training images, augmented")
     polish(axes, f"ResNet-{options.depth} on {options.data}: {outcome.accuracy:.1%}", x="epoch")
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(frameon=False, labelcolor=INK, loc="lower right")

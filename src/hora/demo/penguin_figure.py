@@ -97,7 +97,7 @@ def _map(axes: Axes, data: Penguins, model: ModelFile, observation: Mapping[str,
     star = float(observation["CulmenLength"]), float(observation["FlipperLength"])
     axes.scatter(*star, marker="*", s=480, color="white", edgecolor=INK, linewidth=1.6, zorder=5)
     axes.annotate(
-        f"new penguin: {model.predict(observation)}", star, xytext=(0.98, 0.05), textcoords="axes fraction",
+        f"new penguin:\n{model.predict(observation)}", star, xytext=(0.98, 0.74), textcoords="axes fraction",
         ha="right", color=INK, fontsize=11, fontweight="bold", arrowprops={"arrowstyle": "-", "color": INK},
     )  # fmt: skip
     polish(axes, "Where the network draws its lines", x="culmen length (mm)", y="flipper length (mm)")
