@@ -29,7 +29,8 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def launch(n=1, code="print('hello')", cpu=0.5, memory=1, **more):
-    return workers.launch_workers(n, cpu=cpu, memory=memory, code=code, **more)
+    # Another test of this run may have left a Spark session active.
+    return workers.launch_workers(n, cpu=cpu, memory=memory, code=code, backend="local", **more)
 
 
 def ids(launched):
@@ -148,7 +149,8 @@ def test_script_wins_over_code_and_output_goes_to_a_file(tmp_path):
 def test_a_worker_launches_workers_for_the_same_master():
     code = (
         "from hora.launch.workers import launch_workers, await_workers\n"
-        "made = launch_workers(1, cpu=0.5, memory=0.5, code='import os; print(os.environ[\"CDSW_MASTER_ID\"])')\n"
+        "show = 'import os; print(os.environ[\"CDSW_MASTER_ID\"])'\n"
+        "made = launch_workers(1, cpu=0.5, memory=0.5, code=show, backend='local')\n"
         "print(await_workers(made)['workers'][0]['log_tail'][0])\n"
         "import os; print(os.environ['CDSW_MASTER_ID'])\n"
     )

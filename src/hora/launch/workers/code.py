@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,7 +120,9 @@ def _run(source: str, name: str) -> None:
     # A real `__main__`: what the code defines can be pickled, and its children find it there.
     module = types.ModuleType("__main__")
     module.__dict__["__hora_shell__"] = _shell
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # for tracebacks
+    # Tracebacks show the lines of a text that is in no file.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    sys.excepthook = traceback.print_exception
     sys.modules["__main__"] = module
     exec(compile(source, name, "exec"), module.__dict__)
 

@@ -1,0 +1,306 @@
+"""Workers and callers that misbehave: strangers at the gateway, floods, daemons, deaf workers, killed helpers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hora.launch.spec import OutputOptions
+from hora.launch.workers import standing
+from hora.launch.workers.gateway import Gateway, ask, connect, server_pid
+from hora.launch.workers.machine import measure
+from hora.launch.workers.session import Session
+
+KEY = "the key"
+FOR_EVER = "import time\nprint('up', flush=True)\ntime.sleep(600)"
+NOBODY = 65534
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gateway = Gateway(f"hora-test-{os.getpid()}-{time.monotonic_ns()}", KEY)
+    found = Session(measure(os.environ), os.environ, address=gateway.name, key=KEY, output=OutputOptions(console=False))
+    gateway.open(found)
+    found.gateway = gateway
+    yield found
+    gateway.close()
+    found.close()
+
+
+def launch(session, code, **more):
+    request = {"cpu": 0.5, "memory": 1.0, "nvidia_gpu": 0, "env": {}, "code": code, "backend": "local"} | more
+    (worker,) = session.launch(1, request)
+    return worker["id"]
+
+
+def ended(session, worker):
+    (found,) = [w for ws in session.wait([worker], for_completion=True, timeout_s=60).values() for w in ws]
+    return found
+
+
+def running(session, worker):
+    assert session.wait([worker], for_completion=False, timeout_s=60)["workers"]
+
+
+def eventually(true, limit_s=20):
+    deadline = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def gone(pid):
+    return eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def num_calls():
+    return sum(thread.name == "hora-workers-call" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        json.dumps({"call": "list"}),
+        json.dumps({"call": "list", "key": "wrong"}),
+        json.dumps({"call": "list", "key": "schlüssel"}),
+        json.dumps({"call": "list", "key": ["the key"]}),
+        json.dumps(["the key"]),
+        "[" * 100_000,
+        "not json",
+        "\0" * 1000,
+    ],
+)
+def test_without_the_key_the_connection_is_closed_without_a_word(session, sent):
+    with connect(session.gateway.name) as sock:
+        sock.settimeout(20)
+        sock.sendall(sent.encode() + b"\n")
+        assert sock.recv(1) == b""
+    assert ask(session.gateway.name, KEY, call="list") == []
+
+
+def test_a_call_that_makes_no_sense_is_answered(session):
+    with pytest.raises(ValueError, match="unknown call 'dance'"):
+        ask(session.gateway.name, KEY, call="dance")
+    with pytest.raises(RuntimeError, match="answered: 'ids'"):
+        ask(session.gateway.name, KEY, call="wait")
+
+
+INTRUDER = """
+import os, socket, sys
+os.setuid(65534)
+name, request = sys.argv[1:]
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect("\\0" + name)
+    try:
+        sock.sendall(request.encode() + b"\\n")
+        answer = sock.recv(100)
+    except (BrokenPipeError, ConnectionResetError):
+        answer = b""
+print(answer)
+"""
+
+SQUATTER = """
+import os, socket, sys
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.bind("\\0" + sys.argv[1])
+sock.listen()
+print("ready", flush=True)
+while True:
+    connection, _ = sock.accept()
+    connection.settimeout(5)
+    print("heard", connection.recv(100), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_not_answered_even_with_the_key(session):
+    request = json.dumps({"call": "list", "key": KEY})
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", INTRUDER, session.gateway.name, request],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout == "b''\n", done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_a_name_that_another_user_took_gets_no_request(tmp_path):
+    name, _ = standing.name_of(str(tmp_path))
+    squatter = subprocess.Popen([sys.executable, "-S", "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
+    try:
+        assert squatter.stdout.readline() == "ready\n"
+        assert standing.find(str(tmp_path)) is None
+        with pytest.raises(ConnectionError, match=f"belongs to user {NOBODY}"):
+            ask(name, "key", call="launch", code="secret")
+        with pytest.raises(RuntimeError, match="did not start"):
+            standing.start(str(tmp_path))
+    finally:
+        squatter.kill()
+        heard = squatter.stdout.read()
+        squatter.wait()
+        squatter.stdout.close()
+    assert "secret" not in heard
+
+
+def test_a_thousand_silent_connections_cost_little_and_stop_nobody(session):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    with contextlib.ExitStack() as stack:
+        most = 0
+        for _ in range(1000):
+            stack.enter_context(connect(session.gateway.name))
+            most = max(most, num_calls())
+        assert ask(session.gateway.name, KEY, call="list") == []
+        assert most <= 80  # 32 strangers, and some that are about to go
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert eventually(lambda: num_calls() == 0)
+
+
+def test_nobody_waits_for_a_caller_that_is_gone(session):
+    worker = launch(session, FOR_EVER)
+    sock = connect(session.gateway.name)
+    wait = {"key": KEY, "call": "wait", "ids": [worker], "for_completion": True, "timeout_s": 0}
+    sock.sendall(json.dumps(wait).encode() + b"\n")
+    assert eventually(lambda: num_calls() == 1)
+    sock.close()
+    assert eventually(lambda: num_calls() == 0)
+
+
+def test_a_hundred_megabytes_of_output(session, tmp_path):
+    before = psutil.Process().memory_info().rss
+    code = "for _ in range(100):\n    print('x' * 999_999)\nprint('done')"
+    worker = launch(session, code, log_dir=str(tmp_path))
+    found = ended(session, worker)
+    assert (found["status"], found["log_tail"][-1]) == ("succeeded", "done")
+    assert (tmp_path / f"{worker}.log").stat().st_size == 100 * 1_000_000 + len("done\n")
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+    assert sum(map(len, found["log_tail"])) <= 2**15
+
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        {ignore}
+        print("daemon", os.getpid(), flush=True)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+{then}
+"""
+
+
+def daemon_pid(session, worker):
+    assert eventually(lambda: "daemon" in session.tail(worker))
+    return int(re.search(r"daemon (\d+)", session.tail(worker))[1])
+
+
+@pytest.mark.parametrize("how", ["ends", "is stopped"])
+def test_daemons_end_with_their_worker(session, how):
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL)"
+    then = "time.sleep(0.5)" if how == "ends" else "time.sleep(600)"
+    worker, other = launch(session, DAEMON.format(ignore=ignore, then=then)), launch(session, FOR_EVER)
+    running(session, other)
+    pid = daemon_pid(session, worker)
+    if how == "ends":
+        assert ended(session, worker)["status"] == "succeeded"
+    else:
+        session.stop([worker])
+        assert ended(session, worker)["status"] == "stopped"
+    assert gone(pid)
+    assert session.workers()[1]["status"] == "running"
+
+
+def test_a_worker_deaf_to_sigterm_is_killed(session):
+    code = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(600)"
+    )
+    worker = launch(session, code)
+    assert eventually(lambda: "deaf" in session.tail(worker))
+    assert session.stop([worker]) == [(worker, 204)]
+    (found,) = session.workers()
+    assert (found["status"], found["exit_code"]) == ("stopped", 128 + signal.SIGKILL)
+
+
+def test_a_killed_supervisor_fails_its_workers_and_the_next_launch_gets_another(session):
+    worker = launch(session, FOR_EVER)
+    running(session, worker)
+    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.supervisor" in " ".join(p.cmdline())]
+    family = guardian.children(recursive=True)
+    for process in (guardian, *family):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    found = ended(session, worker)
+    assert found["status"] == "failed"
+    assert ended(session, launch(session, "print('hello')"))["status"] == "succeeded"
+
+
+def test_a_log_folder_that_cannot_be_gives_back_what_was_granted(session, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"log_dir='.*file/logs' cannot be written: Not a directory"):
+        launch(session, "pass", log_dir=str(tmp_path / "file" / "logs"))
+    assert session.workers() == []
+    assert ended(session, launch(session, "pass", cpu=float(len(os.sched_getaffinity(0)))))["status"] == "succeeded"
+
+
+def test_what_code_defines_is_in_a_real_main_and_tracebacks_show_it(session):
+    code = "import pickle\ndef f():\n    return 1 / 0\nassert pickle.loads(pickle.dumps(f)) is f\nf()"
+    found = ended(session, launch(session, code))
+    assert found["exit_code"] == 1
+    assert "    return 1 / 0" in found["log_tail"]
+
+
+def test_workers_do_not_take_themselves_for_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environment = os.environ | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_CYCLE_TIME": "1"}
+    session = Session(measure(os.environ), environment, address="-", key="", output=OutputOptions(console=False))
+    try:
+        code = "import os\nprint(sorted(name for name in os.environ if name.startswith('HOROVOD_')))"
+        assert ended(session, launch(session, code))["log_tail"] == ["['HOROVOD_CYCLE_TIME']"]
+    finally:
+        session.close()
+
+
+def hora(*arguments):
+    return [sys.executable, "-m", "hora", "workers", *arguments]
+
+
+def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    at_once = [
+        subprocess.Popen(hora("launch", "--cpu", "0.5", "--memory", "1", "--code", FOR_EVER), stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    ids = [process.communicate(timeout=60)[0].split()[0].decode() for process in at_once]
+    assert [process.returncode for process in at_once] == [0, 0]
+    name, key = standing.find(str(tmp_path))
+    found = ask(name, key, call="wait", ids=ids, for_completion=False, timeout_s=60)
+    assert {worker["id"] for worker in found["workers"]} == set(ids)  # both in one session
+    daemon = psutil.Process(server_pid(name))
+    family = daemon.children(recursive=True)
+    assert len(family) >= 4  # guardian, supervisor, two workers
+    daemon.kill()
+    assert all(gone(process.pid) for process in (daemon, *family))
+    assert standing.find(str(tmp_path)) is None
+    with pytest.raises(OSError):
+        socket.socket(socket.AF_UNIX).connect("\0" + name)
+    assert list(Path(tmp_path).iterdir()) == []
