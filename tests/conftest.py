@@ -1,0 +1,19 @@
+"""Two test processes at a time: most tests wait for something, and a machine has at least two cores.
+
+Tests that share something expensive (the Spark cluster, a file's fixtures) stay in one process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+_SPARK = {"spark", "spark_cluster"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        shared = "spark" if _SPARK & set(getattr(item, "fixturenames", ())) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(shared))
