@@ -47,8 +47,15 @@ class ElasticJob(JobProcess):
         wait_until(f"step {number}", lambda: self.step() >= number or self.process.poll() is not None)
         assert self.process.poll() is None, self.text()
 
-    def notes(self) -> list[str]:
-        return (self.folder / "notes").read_text().splitlines()
+    def notes(self, kind: str = "enters") -> list[str]:
+        """What the ranks wrote down: when they entered the loop, which steps rank 0 saw committed."""
+        return [note for note in self._notes() if note.split()[2] == kind]
+
+    def _notes(self) -> list[str]:
+        try:
+            return (self.folder / "notes").read_text().splitlines()
+        except FileNotFoundError:
+            return []
 
     def worker(self, number: int) -> int:
         """The process of a worker that has trained."""

@@ -73,6 +73,8 @@ def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
         state.batch = 0
         state.sampler.set_epoch(state.epoch)
         state.commit()
+        if hvd.broadcast_object((Path(plan["folder"]) / "last_epoch").exists(), name="last epoch"):
+            return
 
 
 def network(seed: int) -> torch.nn.Module:
@@ -131,6 +133,7 @@ def fail(how: str, when: str) -> None:
 def progress(plan: dict[str, Any], state: Any) -> None:
     """Let the test know how far we are, and wait for it where it asked for that."""
     (Path(plan["folder"]) / "progress").write_text(f"{state.steps} {hvd.size()}")
+    note(plan, f"committed step {state.steps} on {hvd.size()}")
     time.sleep(plan.get("pause_s", 0.0))
 
 

@@ -51,7 +51,7 @@ def test_a_stopped_rank_is_given_up_and_ended(tmp_path: Path):
     results = job.results()
     assert_good_ending(job, results)
     assert [result["worker"] for result in results] == [0, 1]
-    assert "went on alone" in job.text()
+    assert "it does not answer" in job.text()
 
 
 def test_too_few_are_left(tmp_path: Path):

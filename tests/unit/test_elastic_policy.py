@@ -161,6 +161,16 @@ def test_a_worker_that_goes_on_alone_is_ended_after_a_limit():
     assert decide(facts(members, where="a:0-1", limits=limits), 50).workers == (1,)
 
 
+def test_silence_alone_is_tolerated_unless_a_limit_was_asked_for():
+    members = workers(WORKING, WORKING)
+    members[0] = replace(members[0], silent_since=5.0)
+    limits = {"stall_shutdown_s": 20.0}
+    assert decide(facts(members, where="a:0-1", limits=limits), 24) == Wait(25)
+    decision = decide(facts(members, where="a:0-1", limits=limits), 25)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((0,), True)
+
+
 def test_nobody_is_stuck_as_long_as_nobody_waits():
     members = [replace(w, silent_since=0.0) for w in workers(WORKING, WORKING)]
     assert decide(facts(members, where="a:0-1"), 10**6) == Wait(None)

@@ -87,6 +87,7 @@ class _ElasticRun:
 
     def __init__(self, job: Job, spec: ElasticSpec, launcher: Launcher, output: Output) -> None:
         self._job, self._spec, self._launcher, self._output = job, spec, launcher, output
+        self._limits = replace(spec.limits, stall_shutdown_s=_stall_shutdown_s(job.env))
         self._id = secrets.token_hex(8)
         self._secret = new_secret()
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -160,7 +161,7 @@ class _ElasticRun:
 
     def _facts(self, now: float) -> policy.Facts:
         return policy.Facts(
-            limits=self._spec.limits,
+            limits=self._limits,
             generation=self._generation,
             workers=tuple(self._with_silence(worker, now) for worker in self._workers.values()),
             hosts=self._usable_hosts(now),
@@ -193,7 +194,7 @@ class _ElasticRun:
         """Take note of what happens next, and of everything that has happened by then."""
         now = time.monotonic()
         times = [now + _INTERRUPTIBLE_S, until, self._blacklist.next_return(now)]
-        if self._somebody_waits_for_somebody():
+        if self._limits.stall_shutdown_s is not None or self._somebody_waits_for_somebody():
             self._ping_at = self._ping_at or now
             self.rendezvous.ping()
             times.append(now + _PING_S)
@@ -441,6 +442,13 @@ class _ElasticRun:
         self._blacklist.bar((worker.host, None if whole else worker.slot), now)
         said = f" ({reason})" if reason else ""
         self._tell(f"process {self._name(number)} failed with exit code {code}{said}")
+
+
+def _stall_shutdown_s(env: Mapping[str, str]) -> float | None:
+    """After how long a silence the user wants a rank to be given up; the workers read the same variables."""
+    if env.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return None
+    return float(env.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or None
 
 
 def _leaves_it_short(decision: policy.Decision) -> bool:

@@ -89,7 +89,7 @@ class HostSlots:
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """`stuck_s`: how long a worker may go on alone while another one waits for it in vain; `silent_s`: the same for one
-    that does not even answer."""
+    that does not even answer. `stall_shutdown_s`: how long a worker may be silent in any case (None: for ever)."""
 
     num_proc: int
     min_num_proc: int
@@ -98,6 +98,7 @@ class Limits:
     elastic_timeout_s: float = 600.0
     stuck_s: float = 300.0
     silent_s: float = 10.0
+    stall_shutdown_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,7 @@ def _dismiss(facts: Facts, now: float) -> End | None:
         return End(_numbers(lost), "its connection to the launcher was lost", failed=True)
     stuck = [w for w in facts.workers if (limit := _stuck_at(facts, w)) is not None and now >= limit]
     if stuck:
-        return End(_numbers(stuck), "it went on alone while the others waited for it", failed=True)
+        return End(_numbers(stuck), "it does not answer, or went on alone while others waited for it", failed=True)
     usable = _usable(facts)
     idle = [
         w
@@ -232,15 +233,19 @@ def _dismiss(facts: Facts, now: float) -> End | None:
 
 
 def _stuck_at(facts: Facts, worker: Worker) -> float | None:
-    """When this worker's going on alone will no longer be tolerated."""
-    if worker.generation != facts.generation or worker.state is not State.WORKING:
+    """When this worker's silence, or its going on alone, will no longer be tolerated."""
+    limits, silent = facts.limits, worker.silent_since
+    if not worker.alive:
         return None
+    deadlines = []
+    if silent is not None and limits.stall_shutdown_s is not None:
+        deadlines.append(silent + limits.stall_shutdown_s)
     waiting = [w.since for w in facts.workers if w.generation == facts.generation and w.state is State.READY]
-    if not waiting:
-        return None
-    if worker.silent_since is not None:
-        return max(min(waiting), worker.silent_since) + facts.limits.silent_s
-    return min(waiting) + facts.limits.stuck_s
+    if waiting and worker.generation == facts.generation and worker.state is State.WORKING:
+        deadlines.append(min(waiting) + limits.stuck_s)
+        if silent is not None:
+            deadlines.append(max(min(waiting), silent) + limits.silent_s)
+    return min(deadlines, default=None)
 
 
 def _meanwhile(facts: Facts, current: Sequence[Worker], now: float) -> Decision:

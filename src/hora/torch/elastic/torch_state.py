@@ -18,8 +18,9 @@ from hora.torch.elastic.durable import DurableCommits
 from hora.torch.elastic.sampler import ElasticSampler
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import broadcast_object, broadcast_parameters
-from hora.torch.ops import broadcast_
+from hora.torch.ops import allreduce_
 from hora.torch.optimizer_state import broadcast_optimizer_state
+from hora.torch.reduce_op import Sum
 
 __all__ = [
     "ModelStateHandler",
@@ -261,8 +262,10 @@ class TorchState(ObjectState):
                 handler.value.reset()
 
     def _agree(self, view: tuple[int, int, int]) -> tuple[int, int, int]:
-        # One small tensor instead of an object: this runs at every commit.
-        before, latest, changes = broadcast_(torch.tensor(view), 0, name="elastic.host_updates").tolist()
+        # One small tensor instead of an object, because this runs at every commit. And a sum, to which only rank 0 adds
+        # anything, instead of a broadcast: nobody goes on before all have saved, so no commit that returned can be lost.
+        mine = torch.tensor(view if self._rank() == 0 else (0, 0, 0))
+        before, latest, changes = allreduce_(mine, op=Sum, name="elastic.host_updates").tolist()
         return before, latest, changes
 
     def __setattr__(self, name: str, value: Any) -> None:
