@@ -12,10 +12,11 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hora.launch.hosts import HostInfo
 
-__all__ = ["DiscoveryScript", "parse_discovered"]
+__all__ = ["DiscoveryScript", "HostWatch", "parse_discovered"]
 
 _INTERVAL_S = 1.0
 _RUN_LIMIT_S = 60.0
@@ -41,6 +42,16 @@ def parse_discovered(text: str, default_slots: int | None) -> list[HostInfo]:
         host = HostInfo.from_string(content)
         found[host.hostname] = host
     return list(found.values())
+
+
+class HostWatch(Protocol):
+    """Whoever knows which hosts there are: a script, the tasks of a Spark stage."""
+
+    def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
+        """Call `changed`, in any thread, with each list of hosts that differs from the one before."""
+
+    def close(self) -> None:
+        """Call it no more."""
 
 
 class DiscoveryScript:

@@ -21,7 +21,7 @@ from hora.launch import address
 from hora.launch import elastic_policy as policy
 from hora.launch.blacklist import Blacklist
 from hora.launch.controller import prepare
-from hora.launch.discovery import DiscoveryScript
+from hora.launch.discovery import HostWatch
 from hora.launch.elastic_policy import HostSlots, Limits, State, Worker
 from hora.launch.failure_report import cause, failure_message, signal_text
 from hora.launch.generation import assign, provisional
@@ -52,7 +52,7 @@ class ElasticSpec:
 
     limits: Limits
     hosts: tuple[HostInfo, ...] = ()
-    script: DiscoveryScript | None = None
+    script: HostWatch | None = None
     local_only: bool = False
     cooldown_range: tuple[int, int] | None = None
 
