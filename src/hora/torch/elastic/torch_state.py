@@ -58,13 +58,13 @@ class StateHandler:
         return False
 
     @property
-    def saved(self) -> Any:
+    def committed(self) -> Any:
         """What was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of them."""
-        raise TypeError(f"{type(self).__name__} must define saved to be part of a durable commit")
+        raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
 
-    @saved.setter
-    def saved(self, saved: Any) -> None:
-        raise TypeError(f"{type(self).__name__} must define saved to be part of a durable commit")
+    @committed.setter
+    def committed(self, saved: Any) -> None:
+        raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
 
 
 class _SnapshotHandler(StateHandler):
@@ -73,11 +73,11 @@ class _SnapshotHandler(StateHandler):
     _saved: Any
 
     @property
-    def saved(self) -> Any:
+    def committed(self) -> Any:
         return self._saved
 
-    @saved.setter
-    def saved(self, saved: Any) -> None:
+    @committed.setter
+    def committed(self, saved: Any) -> None:
         self._saved = saved
 
     @property
@@ -208,7 +208,7 @@ class TorchState(ObjectState):
                     f"state's are {sorted(mine)}"
                 )
         for name, handler in self._handlers.items():
-            handler.saved = handled[name]
+            handler.committed = handled[name]
         self._saved_state = plain
         self.restore()
 
@@ -222,7 +222,7 @@ class TorchState(ObjectState):
         self.check_host_updates()
 
     def _write(self, durable: DurableCommits) -> None:
-        handled = {name: handler.saved for name, handler in self._handlers.items()}
+        handled = {name: handler.committed for name, handler in self._handlers.items()}
         durable.write({"handled": handled, "plain": self._saved_state})
         self._num_unwritten = 0
 
