@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -28,6 +29,10 @@ _RECORD = struct.Struct("<II")
 _DEFINE = 0xFFFFFFFF  # the record's second word is the length of the signature that follows, padded to whole records
 _KEPT_SIGNATURES = 65536
 _FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
+
+
+# How long the coordinator holds back news of some members in the hope that the others announce the same.
+_PATIENCE_S = 0.2
 
 
 class Agreement(Protocol):
@@ -158,6 +163,13 @@ class LocalAgreement:
         """Nothing is held."""
 
 
+def _is_simple(signature: Signature) -> bool:
+    """Whether a round of nothing but this request, announced by all, needs no planning."""
+    if signature.kind == Kind.ALLREDUCE:
+        return len(signature.dtypes) == 1
+    return signature.kind == Kind.BARRIER or (signature.kind == Kind.REDUCESCATTER and bool(signature.extra))
+
+
 class ShmAgreement:
     """Agreement through a segment that all members map.
 
@@ -194,6 +206,7 @@ class ShmAgreement:
         self._overflow = bytearray()
         self._num_bells = 0
         self._bell_seen = 0
+        self._patient_since = 0.0
 
     @classmethod
     def num_bytes(cls, num_members: int) -> int:
@@ -243,10 +256,14 @@ class ShmAgreement:
         # The bell is read before the heads: news that comes after the heads were read changes it, and `wait` returns.
         self._bell_seen = self._bells[0].value
         heads = [head.value for head in self._heads]
-        same = self._same_record(heads) if planner.idle and self._cut_is_free() else None
-        if same is not None:
-            self._publish()
-            return self._end_round(planner.plan_one(*same))
+        if planner.idle and self._cut_is_free():
+            same = self._same_record(heads)
+            if same is not None:
+                self._patient_since = 0.0
+                self._publish()
+                return self._end_round(planner.plan_one(*same))
+            if self._may_become_same(heads):
+                return None
         self._feed(planner, heads)
         if not planner.has_ready and not self._filled():
             return None
@@ -281,7 +298,7 @@ class ShmAgreement:
                 return None
             number, instance = _RECORD.unpack_from(self._memory, at + position % self.RING_BYTES)
             signature = self._readers[member].known(number)
-            if signature is None or signature.kind != Kind.ALLREDUCE or len(signature.dtypes) != 1:
+            if signature is None or not _is_simple(signature):
                 return None
             if same is None:
                 same = (signature, instance)
@@ -290,6 +307,19 @@ class ShmAgreement:
             at += self.RING_BYTES
         self._fed[:] = upto
         return same
+
+    def _may_become_same(self, heads: Sequence[int]) -> bool:
+        """Whether to wait a moment before feeding the news, because the others' may make it a round of one request."""
+        fed, missing = self._fed, False
+        for member, head in enumerate(heads):
+            if head == fed[member]:
+                missing = True
+            elif head - fed[member] != _RECORD.size:
+                return False
+        now = time.monotonic()
+        if not self._patient_since or now - self._patient_since > 2 * _PATIENCE_S:
+            self._patient_since = now
+        return missing and now - self._patient_since < _PATIENCE_S
 
     def _end_round(self, batches: list[Batch]) -> list[Batch]:
         with self._cuts_lock:

@@ -8,6 +8,7 @@ Three ways. *Sliced* allreduce: member m reduces slice m into everybody's data, 
 *Direct* allreduce of little data: everybody reduces all of it into a private result; nobody waits, because the data of
 the next request goes to a second place and the one after that is agreed on by members that are done with this one.
 *Scatter*: everybody reduces its slice; the caller sees to it that nobody writes new data before all have read.
+The last two need no order among requests, so a caller that would wait anyway can meet the others at a `Gate` instead.
 
 The lane keeps the bindings of its set, because a rank that has joined takes part in what it has not requested.
 """
@@ -18,20 +19,22 @@ from collections.abc import Sequence
 
 import torch
 
+from hora.engine.gate import Gate
 from hora.engine.plan import Part
 from hora.engine.request import Kind, Request, Signature
 from hora.engine.transport.arithmetic import reduction
 from hora.engine.transport.base import Transport
 from hora.engine.transport.region import reduce_everywhere, reduce_slice
 from hora.engine.transport.threads import single_threaded
+from hora.errors import HorovodInternalError
 
-__all__ = ["Binding", "reduce_bound"]
+__all__ = ["Binding", "reduce_at_gate", "reduce_bound"]
 
 
 class Binding:
     """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce."""
 
-    __slots__ = ("out", "places", "process_set_id", "scratch", "signature", "turn")
+    __slots__ = ("_turn", "gate", "out", "places", "process_set_id", "scratch", "signature")
 
     def __init__(
         self,
@@ -39,13 +42,24 @@ class Binding:
         signature: Signature,
         places: Sequence[Sequence[torch.Tensor]],
         out: torch.Tensor | None,
+        gate: Gate | None = None,
     ) -> None:
+        self.gate = gate
         self.process_set_id = process_set_id
         self.signature = signature
         self.places = places
         self.out = out
         self.scratch = torch.empty_like(out) if out is not None and len(places) > 1 else None
-        self.turn = 0  # the place for the data of the next request
+        self._turn = 0
+
+    @property
+    def turn(self) -> int:
+        """The place for the data of the next request. At a gate, the number of those that came before: a rank that had
+        joined knows it, although it did not take part."""
+        return self.gate.num_passed % len(self.places) if self.gate is not None else self._turn
+
+    def next_turn(self) -> None:
+        self._turn = (self._turn + 1) % len(self.places)
 
     @property
     def kind(self) -> Kind:
@@ -71,4 +85,27 @@ def reduce_bound(part: Part, request: Request | None, binding: Binding, transpor
             reduce_everywhere(views, member, arithmetic)
     if out is None:
         transport.barrier()
-    binding.turn = (binding.turn + 1) % len(binding.places)
+    binding.next_turn()
+
+
+def reduce_at_gate(binding: Binding, member: int, ranks: Sequence[int]) -> torch.Tensor:
+    """Carry out a direct or scattered reduction when all members have come to its gate. Returns the result."""
+    signature, views, out = binding.signature, binding.places[binding.turn], binding.out
+    assert binding.gate is not None, signature.name
+    assert out is not None, signature.name
+    absent = binding.gate.pass_through()
+    arithmetic = reduction(signature.op, views[0].dtype, signature.prescale, signature.postscale, len(views))
+    with single_threaded():
+        if binding.kind is Kind.REDUCESCATTER:
+            if absent:
+                joined = ", ".join(str(ranks[peer]) for peer in absent)
+                raise HorovodInternalError(
+                    f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({signature.name})"
+                )
+            reduce_slice(views, member, arithmetic, out)
+        else:
+            assert binding.scratch is not None, signature.name
+            operands = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(views)]
+            arithmetic.combine(operands if absent else views, out, binding.scratch)
+            arithmetic.finish_(out)
+    return out

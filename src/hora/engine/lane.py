@@ -22,6 +22,7 @@ from hora.engine.agreement import Agreement
 from hora.engine.binding import Binding, reduce_bound
 from hora.engine.execution import carry_out
 from hora.engine.fate import Fate
+from hora.engine.gate import Gate
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Key, Kind, ReduceOp, Request, Signature, full_names
 from hora.engine.stall import StallInspector
@@ -87,6 +88,7 @@ class Lane:
         self._transports: dict[str, Transport] = {}
         self._in_flight: dict[Key, Request] = {}
         self.bindings: dict[str, Binding] = {}
+        self.gates: list[Gate] = []
         self._unnamed: dict[str, int] = {}
         self._lock = threading.Lock()  # submission: in-flight table, numbering, announcements
         self._progress = threading.Lock()  # held by whoever drives

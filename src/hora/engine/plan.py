@@ -143,7 +143,7 @@ class Planner:
         else:
             key = (signature.operation, signature.name)
         signatures = (signature,) * self._num_members
-        num_bytes = self._fusion_of(signature)[0][1]
+        num_bytes = self._fusion_of(signature)[0][1] if signature.dtypes else 0
         return [Batch(KINDS[signature.kind], signature, [Part(key, 0, signatures)], num_bytes=num_bytes)]
 
     def close_round(self) -> list[Batch]:

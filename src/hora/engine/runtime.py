@@ -24,9 +24,10 @@ import torch
 from hora.config import EngineConfig
 from hora.engine import futex
 from hora.engine.agreement import Agreement, LocalAgreement, MeshAgreement, ShmAgreement
-from hora.engine.binding import Binding
+from hora.engine.binding import Binding, reduce_at_gate
 from hora.engine.bootstrap import Gathering, host_fingerprint, local_address, open_gathering
 from hora.engine.fate import Fate
+from hora.engine.gate import Gate
 from hora.engine.lane import Lane
 from hora.engine.mesh import Mesh, MeshEvents, same_host_groups
 from hora.engine.plan import Batch, Planner
@@ -187,6 +188,7 @@ class Runtime:
         prescale: float = 1.0,
         postscale: float = 1.0,
         process_set_id: int = 0,
+        gate: Gate | None = None,
     ) -> Binding:
         """Prepare a reduction of shared memory for `submit_bound`: see `binding.py`.
 
@@ -204,7 +206,7 @@ class Runtime:
             float(postscale),
             extra=(1,),
         )
-        binding = Binding(process_set_id, signature, places, out)
+        binding = Binding(process_set_id, signature, places, out, gate)
         self._lane(process_set_id).bindings[name] = binding
         return binding
 
@@ -218,11 +220,57 @@ class Runtime:
         self._handles[handle] = (lane, request)
         return handle
 
+    def gate(self, segment: Segment, offset: int, *, name: str, process_set_id: int = 0) -> Gate:
+        """A place to wait for the other members, on shared memory that all of them use for it (collective)."""
+        lane, config = self._lane(process_set_id), self.config
+        gate = Gate(
+            segment,
+            offset,
+            member=lane.member,
+            ranks=lane.ranks,
+            name=name,
+            guard=self._guard_at_gate,
+            warning_s=0.0 if config.stall_check_disable else config.stall_warning_s,
+            shutdown_s=config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0,
+            stalled=self.stalled,
+        )
+        lane.gates.append(gate)
+        return gate
+
+    def _guard_at_gate(self) -> None:
+        # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
+        self.fate.check_open()
+
+    def reduce_at_gate(self, binding: Binding) -> torch.Tensor:
+        """Carry out a bound reduction that is direct or scattered, in the calling thread, without agreement."""
+        self.fate.check_open()
+        lane, timeline = self._lane(binding.process_set_id), self.timeline
+        if timeline is None:
+            return reduce_at_gate(binding, lane.member, lane.ranks)
+        operation = binding.kind.name
+        names = [f"{operation.lower()}.{binding.signature.name}"]
+        timeline.arrived(names, operation, lane.member)
+        timeline.agreed(names)
+        timeline.begin(names, operation)
+        timeline.begin(names, f"SHM_{operation}")
+        result = reduce_at_gate(binding, lane.member, lane.ranks)
+        timeline.end(names)
+        timeline.end(names, [{"dtype": binding.signature.dtypes[0], "shape": str(list(binding.signature.shapes[0]))}])
+        return result
+
     def unbind(self, binding: Binding) -> None:
         """Forget a bound reduction; its memory goes with the last view of it."""
         lane = self._lanes.get(binding.process_set_id)
         if lane is not None and binding.signature.name is not None:
             lane.bindings.pop(binding.signature.name, None)
+            if binding.gate is not None:
+                self.drop_gate(binding.gate, binding.process_set_id)
+
+    def drop_gate(self, gate: Gate, process_set_id: int) -> None:
+        """Forget a gate."""
+        lane = self._lanes.get(process_set_id)
+        if lane is not None and gate in lane.gates:
+            lane.gates.remove(gate)
 
     def poll(self, handle: int) -> bool:
         """Whether the operation is done. ValueError for an unknown handle."""
@@ -263,10 +311,16 @@ class Runtime:
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
         # In every set, so that its other members need not wait for what will not come.
+        gates = [gate for lane in self._lanes.values() for gate in lane.gates]
+        for gate in gates:
+            gate.leave()
         handles = [self.submit(Kind.JOIN, process_set_id=number) for number in sorted(self._lanes) if number]
         last = int(self.execute(Kind.JOIN))
         for handle in handles:
             self.synchronize(handle)
+        for gate in gates:
+            gate.come_back()
+        self.barrier()  # nobody may pass a gate before all have come back to it
         return last
 
     # Process sets.

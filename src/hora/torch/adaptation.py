@@ -113,6 +113,7 @@ def bucket_memory(
 ) -> list[tuple[torch.Tensor, Any]]:
     """For every bucket this rank's zeroed buffer and, where the members share memory, its bound reduction."""
     size, member = recipe.process_set.size() or 1, recipe.process_set.rank()
+    set_id = recipe.process_set.process_set_id
     direct = [spec.num_elements * spec.dtype.itemsize * size <= _DIRECT_BYTES for spec in specs]
     if recipe.gradient_predivide_factor != 1.0:
         direct = [False] * len(specs)  # scaling changes the data itself, which everybody reads there
@@ -121,7 +122,7 @@ def bucket_memory(
     if all(spec.device.type == "cpu" for spec in specs):
         spaces = [SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs]
         num_bytes = sum(size * num * space for num, space in zip(turns, spaces, strict=True))
-        memory = SharedMemory.allocate(runtime, recipe.process_set.process_set_id, num_bytes)
+        memory = SharedMemory.allocate(runtime, set_id, num_bytes + SharedMemory.gate_space(size))
     if memory is None:
         return [(torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device), None) for spec in specs]
     result = []
@@ -129,9 +130,12 @@ def bucket_memory(
         places = [[memory.take(spec.num_elements, spec.dtype) for _ in range(size)] for _ in range(num_turns)]
         flat = places[0][member] if num_turns == 1 else torch.zeros(spec.num_elements, dtype=spec.dtype)
         out = None if num_turns == 1 else flat
-        binding = runtime.bind(Kind.ALLREDUCE, places, name=spec.name, out=out, **recipe.arguments())
+        gate = None
+        if out is not None and spec is specs[-1]:  # the caller waits for the last bucket: no need to agree on it
+            gate = memory.take_gate(runtime, f"allreduce.{spec.name}", set_id, size)
+        binding = runtime.bind(Kind.ALLREDUCE, places, name=spec.name, out=out, gate=gate, **recipe.arguments())
         result.append((flat, binding))
-    runtime.barrier(recipe.process_set.process_set_id)  # a reduction may start only when everybody has bound it
+    runtime.barrier(set_id)  # a reduction may start only when everybody has bound it
     return result
 
 

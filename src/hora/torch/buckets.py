@@ -10,6 +10,7 @@ States of a bucket: filling --last gradient--> submitted --finish--> filling.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from hora.torch.bucket_plan import BucketSpec
 from hora.torch.error_feedback import ErrorFeedback
 from hora.torch.reduction import EachAlone, Recipe
 
-__all__ = ["Bucket", "Buckets", "view_like"]
+__all__ = ["Bucket", "Buckets", "unbind_all", "view_like"]
 
 # Gradients smaller than this are copied together when the bucket is complete: a call costs more than the bytes.
 _SMALL_BYTES = 16 * 1024
@@ -35,6 +36,14 @@ def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch
     ):
         return piece.as_strided(parameter.shape, parameter.stride())
     return piece.view(parameter.shape)
+
+
+def unbind_all(runtime: Any, bindings: Sequence[Any], gate: Any = None) -> None:
+    """Let the runtime forget these reductions, and a gate."""
+    for binding in bindings:
+        runtime.unbind(binding)
+        if gate is not None:
+            runtime.drop_gate(gate, binding.process_set_id)
 
 
 def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
@@ -116,6 +125,8 @@ class Buckets:
         self._last = self.buckets[-1]
         self._control = self._last.flat[-1]
         self._told = [0.0] * len(self._last.places)
+        bindings = [bucket.binding for bucket in self.buckets if bucket.binding is not None]
+        self._finalizer = weakref.finalize(self, unbind_all, runtime, bindings)
         self._submitted: list[Bucket] = []
         self._in_order = True
         self._next = 0
@@ -148,14 +159,21 @@ class Buckets:
     def finish(self) -> None:
         self._tell(0.0 if self._in_order else 1.0)
         self._in_order, self._next = True, 0
-        self._submit(self._last)
-        submitted, self._submitted = self._submitted, []
         first_error: Exception | None = None
+        at_gate = self._last.binding is not None and self._last.binding.gate is not None
+        if not at_gate:
+            self._submit(self._last)
+        submitted, self._submitted = self._submitted, []
+        if at_gate:
+            self._fill_small(self._last)
+            submitted.append(self._last)
         for bucket in submitted:
             handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
-            assert handle is not None, bucket.name
             try:
-                self._runtime.synchronize(handle)
+                if handle is None:
+                    self._runtime.reduce_at_gate(bucket.binding)
+                else:
+                    self._runtime.synchronize(handle)
             except Exception as error:  # every handle must be collected, whatever becomes of the others
                 first_error = first_error or error
         if self._alone is not None:
@@ -212,10 +230,13 @@ class Buckets:
                 if gradient is not None:
                     torch.sub(gradient, places[index], out=bucket.residuals[index])
 
-    def _submit(self, bucket: Bucket) -> None:
+    def _fill_small(self, bucket: Bucket) -> None:
         if bucket.small:
             self._fill(bucket, bucket.small)
             bucket.small = []
+
+    def _submit(self, bucket: Bucket) -> None:
+        self._fill_small(bucket)
         background = bucket is not self._last
         if bucket.binding is not None:
             bucket.handle = self._runtime.submit_bound(bucket.binding, background=background)
@@ -232,9 +253,7 @@ class Buckets:
 
     def release(self) -> None:
         """Forget the prepared reductions; gradients that look into the buckets keep the memory."""
-        for bucket in self.buckets:
-            if bucket.binding is not None:
-                self._runtime.unbind(bucket.binding)
+        self._finalizer()
 
     def _give_back(self, bucket: Bucket) -> None:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):

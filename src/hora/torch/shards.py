@@ -11,6 +11,7 @@ A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. Nobody
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 
 from hora.engine.request import Kind, ReduceOp
+from hora.errors import HorovodInternalError
 from hora.torch.bucket_plan import BucketSpec
-from hora.torch.buckets import view_like
+from hora.torch.buckets import unbind_all, view_like
 from hora.torch.reduction import Recipe
 from hora.torch.shared_memory import SharedMemory
 
@@ -82,7 +84,8 @@ class Shards:
         self._arguments = recipe.arguments()
         self._member: int = recipe.process_set.rank()
         self._size: int = recipe.process_set.size()
-        self.buckets = [self._make_bucket(spec, memory) for spec in specs]
+        self.buckets = [self._make_bucket(spec, memory, spec is specs[-1]) for spec in specs]
+        self._exit = None if memory is None else memory.take_gate(runtime, "optimizer.step", self._set_id, self._size)
         self.pieces = [piece for index in range(len(specs)) for piece in self._cut(index, kind_of)]
         self.slots = {
             parameter: (bucket, index)
@@ -90,10 +93,12 @@ class Shards:
             for index, parameter in enumerate(bucket.spec.parameters)
         }
         self._slots_by_id = {id(parameter): slot for parameter, slot in self.slots.items()}
+        bindings = [bucket.binding for bucket in self.buckets if bucket.binding is not None]
+        self._finalizer = weakref.finalize(self, unbind_all, runtime, bindings, self._exit)
         self._submitted: list[_Bucket] = []
         self._move_parameters()
 
-    def _make_bucket(self, spec: BucketSpec, memory: SharedMemory | None) -> _Bucket:
+    def _make_bucket(self, spec: BucketSpec, memory: SharedMemory | None, is_last: bool) -> _Bucket:
         count, dtype = spec.num_elements, spec.parameters[0].dtype
         share = count // self._size
         begin, end = self._member * share, (self._member + 1) * share
@@ -102,8 +107,11 @@ class Shards:
             peers = [memory.take(count, spec.dtype) for _ in range(self._size)]
             mine = peers[self._member]
             # Nobody else reads the own slice of the own gradients: the reduced slice can lie there.
+            gate = None
+            if is_last:  # the caller waits for it: no need to agree on it
+                gate = memory.take_gate(self.runtime, f"reducescatter.{spec.name}", self._set_id, self._size)
             binding = self.runtime.bind(
-                Kind.REDUCESCATTER, [peers], name=spec.name, out=mine[begin:end], **self._arguments
+                Kind.REDUCESCATTER, [peers], name=spec.name, out=mine[begin:end], gate=gate, **self._arguments
             )
             return _Bucket(spec, values, mine, binding, begin, end)
         values = torch.zeros(count, dtype=dtype, device=spec.device)
@@ -117,7 +125,7 @@ class Shards:
             SharedMemory.space(spec.num_elements, spec.parameters[0].dtype)
             + num_members * SharedMemory.space(spec.num_elements, spec.dtype)
             for spec in specs
-        )
+        ) + 2 * SharedMemory.gate_space(num_members)
 
     def _cut(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Piece]:
         """This rank's slice of a bucket, divided where the kind changes."""
@@ -179,18 +187,23 @@ class Shards:
 
     def finish(self) -> None:
         """Reduce what is left and wait: every piece has its reduced gradient then."""
-        self._submit(self.buckets[-1], background=False)
+        last = self.buckets[-1]
+        if not self.shared:
+            self._submit(last, background=False)
         submitted, self._submitted = self._submitted, []
+        if self.shared:
+            submitted.append(last)
         first_error: Exception | None = None
         results: dict[int, torch.Tensor] = {}
         for bucket in submitted:
             handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
             try:
-                reduced = self.runtime.synchronize(handle)
+                if handle is None:
+                    results[id(bucket)] = self.runtime.reduce_at_gate(bucket.binding)
+                else:
+                    (results[id(bucket)],) = self.runtime.synchronize(handle)
             except Exception as error:  # every handle must be collected, whatever becomes of the others
                 first_error = first_error or error
-            else:
-                results[id(bucket)] = reduced[0]
         if first_error is not None:
             raise first_error
         for piece in self.pieces:
@@ -259,8 +272,8 @@ class Shards:
 
     def publish(self) -> None:
         """Make the stepped slices everybody's: a barrier where memory is shared, otherwise all-gather them."""
-        if self.shared:
-            self.runtime.barrier(self._set_id)
+        if self._exit is not None:
+            self.meet()
             return
         handles = [
             self.runtime.submit(
@@ -277,14 +290,12 @@ class Shards:
 
     def meet(self) -> None:
         """Return when every member is here: needed before stepping when gradients were reduced earlier."""
-        if self.shared:
-            self.runtime.barrier(self._set_id)
+        if self._exit is not None and self._exit.pass_through():
+            raise HorovodInternalError("a sharded optimizer is not supported with Join: every rank has to step its slice")
 
     def release(self) -> None:
         """Forget the prepared reductions."""
-        for bucket in self.buckets:
-            if bucket.binding is not None:
-                self.runtime.unbind(bucket.binding)
+        self._finalizer()
 
     def gradient_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all members' slices together (collective)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hora.engine.gate import Gate
 from hora.engine.segment import PAGE_BYTES, Segment, aligned
 
 __all__ = ["SharedMemory"]
@@ -31,6 +32,17 @@ class SharedMemory:
     def space(count: int, dtype: torch.dtype) -> int:
         """The bytes that `take` uses up."""
         return aligned(count * dtype.itemsize, PAGE_BYTES)
+
+    @staticmethod
+    def gate_space(num_members: int) -> int:
+        """The bytes that `take_gate` uses up."""
+        return aligned(Gate.num_bytes(num_members), PAGE_BYTES)
+
+    def take_gate(self, runtime: Any, name: str, process_set_id: int, num_members: int) -> Gate:
+        """The next piece as a gate."""
+        gate: Gate = runtime.gate(self._segment, self._position, name=name, process_set_id=process_set_id)
+        self._position += self.gate_space(num_members)
+        return gate
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The next piece, which begins on a page of its own."""
