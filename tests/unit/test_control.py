@@ -311,3 +311,52 @@ def test_no_thread_is_left():
     place.connect(0)
     place.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_a_newcomer_waits_for_a_generation_that_has_a_place_for_it(place: Place):
+    place.server.publish(4, {0: World(size=1, generation=4, worker=0)})
+    newcomer = place.connect(0, worker=7)
+    mine = World(worker=7, generation=-1, elastic=True, meeting=place.meeting)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(newcomer.next_world, mine, timeout_s=LIMIT_S)
+        assert [place.events.next(), place.events.next()] == [("joined", 7), ("waiting", 7, -1)]
+        place.server.publish(5, {0: World(size=1, generation=5, worker=0)})  # not yet
+        second = World(rank=1, size=2, local_rank=1, local_size=2, generation=6, worker=7, meeting=place.meeting)
+        place.server.publish(6, {7: second})
+        found = answer.result(LIMIT_S)
+    assert found is not None
+    assert (found.rank, found.size, found.generation, found.worker) == (1, 2, 6, 7)
+
+
+def test_a_worker_of_an_old_generation_is_told_to_leave(place: Place):
+    place.server.publish(3, {1: World(size=1, generation=3, worker=1)})
+    assert place.connect(0, worker=0).next_world(World(worker=0, generation=1), timeout_s=LIMIT_S) is None
+
+
+def test_a_worker_that_was_given_up_is_refused(place: Place):
+    """A host that was cut off and is back: its workers belong to a world that is gone."""
+    cut_off = place.connect(2, worker=2)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(cut_off.next_world, World(worker=2, generation=0), timeout_s=LIMIT_S)
+        assert [place.events.next(), place.events.next()] == [("joined", 2), ("waiting", 2, 0)]
+        place.server.give_up(2)
+        assert answer.result(LIMIT_S) is None
+    place.server.publish(1, {2: World(size=1, generation=1, worker=2)})
+    assert cut_off.next_world(World(worker=2, generation=0), timeout_s=LIMIT_S) is None
+    with pytest.raises(HorovodInternalError, match="worker 2 was given up by the launcher"):
+        place.connect(2, worker=2)
+
+
+def test_whoever_answers_is_heard_of(place: Place):
+    client = place.connect(0, worker=5)
+    assert place.events.next() == ("joined", 5)
+    client.set("key", b"value")
+    before = place.server.heard_at(5)
+    assert before is not None
+    place.server.ping()
+    client.set("after", b"the ping")  # the reader has answered the ping before it sees the answer to this
+    client.set("after", b"the pong")
+    later = place.server.heard_at(5)
+    assert later is not None
+    assert later > before
+    assert place.server.heard_at(6) is None

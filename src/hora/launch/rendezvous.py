@@ -149,9 +149,9 @@ class Rendezvous:
         operation = _OPERATIONS.get(header["op"])
         if operation is None:
             raise ValueError(f"unknown operation {header['op']!r}")
+        operation(self, peer, header, payload)
         if peer.worker >= 0:
             self._heard[peer.worker] = time.monotonic()
-        operation(self, peer, header, payload)
 
     def closed(self, peer: Peer) -> None:
         for parked in self._gets.values():
