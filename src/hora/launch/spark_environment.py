@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["GPU_VARIABLE", "assigned_gpus", "forwarded_variables", "start_timeout_s"]
+__all__ = ["GPU_VARIABLE", "assigned_gpus", "elastic_timeout_s", "forwarded_variables", "start_timeout_s"]
 
 GPU_VARIABLE = "HORA_SPARK_GPUS"
-_DEFAULT_START_TIMEOUT_S = 600.0
+_DEFAULT_TIMEOUT_S = 600.0
 _FORWARDED = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_")
 # Who the driver itself is, if it runs inside a job, is nothing that its own ranks should inherit.
 _OWN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HORA_SECRET_FILE", "HORA_JOB", "HORA_WORKER", GPU_VARIABLE)
@@ -26,13 +26,22 @@ def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, s
 
 def start_timeout_s(environ: Mapping[str, str] | None = None) -> float:
     """`HOROVOD_SPARK_START_TIMEOUT`, or ten minutes."""
-    text = (os.environ if environ is None else environ).get("HOROVOD_SPARK_START_TIMEOUT", "")
+    return _seconds("HOROVOD_SPARK_START_TIMEOUT", environ)
+
+
+def elastic_timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`HOROVOD_ELASTIC_TIMEOUT`, or ten minutes."""
+    return _seconds("HOROVOD_ELASTIC_TIMEOUT", environ)
+
+
+def _seconds(name: str, environ: Mapping[str, str] | None) -> float:
+    text = (os.environ if environ is None else environ).get(name, "")
     try:
-        seconds = float(text) if text else _DEFAULT_START_TIMEOUT_S
+        seconds = float(text) if text else _DEFAULT_TIMEOUT_S
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise ValueError(f"HOROVOD_SPARK_START_TIMEOUT must be a positive number of seconds, but it is {text!r}")
+        raise ValueError(f"{name} must be a positive number of seconds, but it is {text!r}")
     return seconds
 
 

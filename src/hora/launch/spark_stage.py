@@ -27,8 +27,13 @@ _numbers = itertools.count()
 class SparkStage:
     """A running Spark job. `error` is why it failed, once `ended` is set; None if it succeeded."""
 
-    def __init__(self, context: Any, num_tasks: int, body: Callable[[int], None], *, group: str) -> None:
+    def __init__(
+        self, context: Any, num_tasks: int, body: Callable[[int], None], *, group: str, barrier: bool = True
+    ) -> None:
         self._context = context
+        # Spark refuses barrier stages where executors come and go. Ordinary tasks do there: the start timeout covers
+        # slots that never come.
+        self._barrier = barrier and not allocates_dynamically(context)
         self._num_tasks = num_tasks
         self._body = body
         self._cancelled = False
@@ -77,9 +82,7 @@ class SparkStage:
         try:
             self._context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
             rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
-            # Spark refuses barrier stages where executors come and go. Ordinary tasks do there: the start
-            # timeout covers slots that never come.
-            stage = rdd if allocates_dynamically(self._context) else rdd.barrier()
+            stage = rdd.barrier() if self._barrier else rdd
             tasks = stage.mapPartitions(_TaskBody(self._body))
             with _own_workers(self._context):
                 tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker

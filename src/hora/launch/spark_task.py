@@ -83,6 +83,8 @@ class _Supervisor:
                     self._start(self._worker(header, payload))
                 elif header["kind"] == "terminate" and self._launcher is not None:
                     self._launcher.terminate([header["worker"]], grace_s=header["grace_s"])
+                elif header["kind"] == "fail":
+                    raise RuntimeError(f"the rank of task {task} ended with exit code {header['code']}")
                 elif header["kind"] == "leave":
                     return
         except (EOFError, OSError):

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from hora.spark_run import run
+from hora.spark_run_elastic import run_elastic
 
-__all__ = ["run"]
+__all__ = ["run", "run_elastic"]

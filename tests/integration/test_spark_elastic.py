@@ -1,0 +1,111 @@
+"""`horovod.spark.run_elastic` on a real standalone cluster: failures, and a lost executor."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import threading
+
+import pytest
+
+import horovod.spark
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+
+
+def train(failures, directory):
+    """Five epochs of a sum that only comes out right if every step counts once. `failures`: epoch -> rank."""
+    import os
+
+    import torch
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(net.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
+    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, epoch=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.epoch < 5:
+            once = os.path.join(directory, f"failed-{state.epoch}")
+            if failures.get(state.epoch) == hvd.rank() and not os.path.exists(once):
+                open(once, "w").close()
+                print(f"failing in epoch {state.epoch}", flush=True)
+                os._exit(3) if state.epoch % 2 else exec("raise RuntimeError('planned')")
+            optimizer.zero_grad()
+            (net(torch.ones(1, 1)) * (state.epoch + 1)).sum().backward()
+            optimizer.step()
+            state.epoch += 1
+            state.commit()
+
+    loop(state)
+    return hvd.rank(), hvd.size(), net.weight.item()
+
+
+def test_three_failures_leave_the_result_of_an_undisturbed_run(spark, spark_cluster, by_value, tmp_path):
+    arguments = {"num_proc": 2, "elastic_timeout": 100, "verbose": 0}
+    disturbed = horovod.spark.run_elastic(train, args=({1: 1, 2: 0, 3: 1}, str(tmp_path)), **arguments)
+    assert disturbed == [(0, 2, -15.0), (1, 2, -15.0)]
+    assert len(list(tmp_path.iterdir())) == 3
+    assert spark_cluster.leftovers() == []
+
+
+def test_a_lost_executor_is_replaced(spark, spark_cluster, by_value, tmp_path):
+    def main(directory):
+        import os
+
+        import torch
+
+        import horovod.torch as hvd
+        from sparkdl.horovod import log_to_driver
+
+        hvd.init()
+        state = hvd.elastic.TorchState(step=0)
+
+        @hvd.elastic.run
+        def loop(state):
+            while state.step < 20 or not os.path.exists(os.path.join(directory, "killed")):
+                hvd.allreduce(torch.ones(1), name="step")
+                state.step += 1
+                state.commit()
+                if state.step == 10:
+                    log_to_driver("half way")
+
+        loop(state)
+        return hvd.size(), state.step >= 20
+
+    def kill():
+        spark_cluster.executors()[0].kill()
+        (tmp_path / "killed").touch()
+
+    class Watch(io.StringIO):
+        def write(self, data):
+            if "half way" in data and not killed.is_set():
+                killed.set()
+                threading.Thread(target=kill).start()
+            return len(data)
+
+    killed = threading.Event()
+    with contextlib.redirect_stdout(Watch()):
+        results = horovod.spark.run_elastic(
+            main, args=(str(tmp_path),), num_proc=2, min_num_proc=1, elastic_timeout=100, verbose=0
+        )
+    assert killed.is_set()
+    assert results
+    assert all(finished for _, finished in results)
+    assert spark_cluster.leftovers() == []
+
+
+def test_signature_and_bad_requests(spark):
+    assert " ".join(inspect.signature(horovod.spark.run_elastic).parameters) == (
+        "fn args kwargs num_proc min_num_proc max_num_proc start_timeout elastic_timeout reset_limit env stdout "
+        "stderr verbose nics prefix_output_with_timestamp min_np max_np"
+    )
+    with pytest.raises(ValueError, match="min_num_proc=3"):
+        horovod.spark.run_elastic(train, num_proc=2, min_num_proc=3)
+    with pytest.warns(DeprecationWarning, match="max_np"), pytest.raises(ValueError, match="max_num_proc=1"):
+        horovod.spark.run_elastic(train, num_proc=2, max_np=1)
