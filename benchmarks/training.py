@@ -168,7 +168,9 @@ def report(result: dict[str, Any]) -> str:
             cpu = statistics.median(result["cpu_ms"]["DDP"]) / statistics.median(result["cpu_ms"][name])
             parts.append(f"DDP/{name} {statistics.median(ratios):.2f} (cpu {cpu:.2f})")
     spread = max(result["losses"].values()) - min(v for k, v in result["losses"].items() if k != "alone")
-    parts.append(f"losses {' '.join(f'{v:.4f}' for v in result['losses'].values())}" if spread > 1e-3 else "losses equal")
+    parts.append(
+        f"losses {' '.join(f'{v:.4f}' for v in result['losses'].values())}" if spread > 1e-3 else "losses equal"
+    )
     return "  ".join(parts)
 
 
@@ -179,7 +181,14 @@ def run(np: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         probe.close()
         results = Path(folder) / "results.json"
         command = [sys.executable, "-m", "benchmarks.training", "--worker", "--meet", f"{folder}/meet"]
-        command += ["--models", arguments.models, "--optimizers", arguments.optimizers, "--rounds", str(arguments.rounds)]
+        command += [
+            "--models",
+            arguments.models,
+            "--optimizers",
+            arguments.optimizers,
+            "--rounds",
+            str(arguments.rounds),
+        ]
         command += ["--contenders", arguments.contenders, "--json", str(results)]
         command += ["--profile", arguments.profile] if arguments.profile else []
         command += ["--realtime"] if arguments.realtime else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_nothing_grows_over_two_thousand_steps():
 
 
 def resources() -> dict[str, int]:
-    status = open("/proc/self/status").read()
+    status = Path("/proc/self/status").read_text()
     field = lambda name: int(status.split(f"{name}:")[1].split()[0])  # noqa: E731
     return {"kib": field("VmRSS"), "threads": field("Threads"), "descriptors": len(os.listdir("/proc/self/fd"))}
 

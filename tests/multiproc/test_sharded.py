@@ -126,7 +126,7 @@ def test_clipping_by_the_global_norm():
         for model, optimizer, found in zip(models, optimizers, norms, strict=True):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                train(model, optimizer, 5, mine(), lambda net, found=found: found.append(clip(net)))
+                train(model, optimizer, 5, mine(), lambda net, found=found, clip=clip: found.append(clip(net)))
         assert_close(norms[0], norms[1])
         assert_close(weights(models[0]), weights(models[1]))
         assert_same_everywhere(norms[0])

@@ -6,6 +6,7 @@ The reference is always plain torch on the batches of all ranks joined together,
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -64,8 +65,8 @@ class SmallResNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
         widths = [width, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 8 * width, 8 * width]
-        self.blocks = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, widths[1:], strict=False))
-        self.shortcuts = nn.ModuleList(nn.Conv2d(a, b, 1) for a, b in zip(widths, widths[1:], strict=False))
+        self.blocks = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
+        self.shortcuts = nn.ModuleList(nn.Conv2d(a, b, 1) for a, b in pairwise(widths))
         self.norms = nn.ModuleList(nn.GroupNorm(2, b) for b in widths[1:])
         self.head = nn.Linear(widths[-1], 3)
 

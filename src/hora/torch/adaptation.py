@@ -108,9 +108,7 @@ class Adaptation:
         return Buckets(runtime, self._recipe, specs, bucket_memory(runtime, self._recipe, specs), alone)
 
 
-def bucket_memory(
-    runtime: Any, recipe: Recipe, specs: Sequence[BucketSpec]
-) -> list[tuple[torch.Tensor, Any]]:
+def bucket_memory(runtime: Any, recipe: Recipe, specs: Sequence[BucketSpec]) -> list[tuple[torch.Tensor, Any]]:
     """For every bucket this rank's zeroed buffer and, where the members share memory, its bound reduction."""
     size, member = recipe.process_set.size() or 1, recipe.process_set.rank()
     set_id = recipe.process_set.process_set_id
@@ -163,9 +161,7 @@ def agree_on_order(
     if total[1] != digest * size:
         _raise_difference(names, parameters, recipe)
     sums, flags = total[_NUM_HEADER : _NUM_HEADER + count], total[_NUM_HEADER + count :]
-    order = sorted(
-        (index for index in range(count) if not flags[index]), key=lambda index: (sums[index], index)
-    )
+    order = sorted((index for index in range(count) if not flags[index]), key=lambda index: (sums[index], index))
     return Order(
         number=total[2],
         parameters=[parameters[index] for index in order],
@@ -194,15 +190,11 @@ def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) 
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
 
 
-def _raise_difference(
-    names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor], recipe: Recipe
-) -> None:
+def _raise_difference(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor], recipe: Recipe) -> None:
     from hora.torch.functions import allgather_object
 
     mine = [(names[p], tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
-    everybody: list[list[Any]] = allgather_object(
-        mine, name="optimizer.parameters", process_set=recipe.process_set
-    )
+    everybody: list[list[Any]] = allgather_object(mine, name="optimizer.parameters", process_set=recipe.process_set)
     for member, theirs in enumerate(everybody):
         for here, there in itertools.zip_longest(everybody[0], theirs):
             if here != there:

@@ -64,8 +64,8 @@ class DeltaOptimizer(_DistributedOptimizer):
         runtime = engine.current()
         with torch.no_grad():
             for parameter, (handle, context) in deltas.items():
-                (reduced,) = runtime.synchronize(handle) or ()
-                parameter.add_(self._recipe.compression.decompress(reduced, context))
+                reduced = runtime.synchronize(handle)
+                parameter.add_(self._recipe.compression.decompress(reduced[0], context))
 
     def note_missing(self) -> None:
         """Nothing to adapt: changes travel one by one."""

@@ -20,9 +20,7 @@ class ErrorFeedback(Compressor):
 
     def __init__(self, compression: type[Compressor]) -> None:
         if wire_dtype(compression) is None:
-            raise ValueError(
-                f"error feedback needs Compression.fp16 or Compression.bf16, but got {compression!r}"
-            )
+            raise ValueError(f"error feedback needs Compression.fp16 or Compression.bf16, but got {compression!r}")
         self.compression = compression
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]

@@ -102,9 +102,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Forget reductions and agreements, as after a change of the world or of the parameters."""
         self._runtime = engine.current()
         self._reducer: Reducer = EachAlone(self._recipe, self._parameter_names, self._hooked, self._groups)
-        self._adaptation = Adaptation(
-            self._recipe, self._parameter_names, self._hooked, grouped=bool(self._groups)
-        )
+        self._adaptation = Adaptation(self._recipe, self._parameter_names, self._hooked, grouped=bool(self._groups))
         self._reset_budgets()
 
     def _reset_budgets(self) -> None:
@@ -134,9 +132,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             )
         gradient = parameter.grad
         if gradient is not None and gradient.requires_grad:
-            raise AssertionError(
-                "gradients that require a gradient themselves (create_graph=True) cannot be reduced"
-            )
+            raise AssertionError("gradients that require a gradient themselves (create_graph=True) cannot be reduced")
         if not self._backward_seen:
             self._backward_seen = True
             if engine.current() is not self._runtime:
@@ -222,7 +218,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _base_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return super().step() if closure is None else super().step(closure)  # type: ignore[arg-type]
+        return super().step() if closure is None else super().step(closure)
 
     def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         average_loss = isinstance(self, torch.optim.LBFGS)
@@ -331,9 +327,7 @@ def DistributedOptimizer(
     `sharded=True` divides optimizer work and state over the ranks, and on one host keeps parameters once in shared memory.
     """
     if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError(
-            f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once"
-        )
+        raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
     op = int(op)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
         raise ValueError(

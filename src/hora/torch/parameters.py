@@ -33,9 +33,7 @@ def parameter_names(
             )
     repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if repeated:
-        raise ValueError(
-            f"parameter names in named_parameters must be unique; found duplicates: {', '.join(repeated)}"
-        )
+        raise ValueError(f"parameter names in named_parameters must be unique; found duplicates: {', '.join(repeated)}")
     names = {parameter: name for name, parameter in reversed(pairs)}
     nameless = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if nameless:
@@ -59,14 +57,10 @@ def parameter_groups(
     if groups is None:
         return []
     if isinstance(groups, bool) or not isinstance(groups, (int, list, tuple)):
-        raise ValueError(
-            f"groups should be a positive integer or a list of lists of tensors, but it is {groups!r}"
-        )
+        raise ValueError(f"groups should be a positive integer or a list of lists of tensors, but it is {groups!r}")
     if isinstance(groups, int):
         if groups <= 0:
-            raise ValueError(
-                f"groups should be a positive integer or a list of lists of tensors, but it is {groups}"
-            )
+            raise ValueError(f"groups should be a positive integer or a list of lists of tensors, but it is {groups}")
         return _near_even(parameters, groups)
     listed: list[torch.Tensor] = []
     for group in groups:

@@ -235,7 +235,7 @@ _SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
 def _elementwise_state(optimizer: Any, group: int, like: torch.Tensor) -> dict[str, torch.dtype]:
     """The entries a group's state has for every element, and their dtypes: seen, or found out by stepping a dummy."""
     members = optimizer.param_groups[group]["params"]
-    state = {p: optimizer.state[p] for p in members if p in optimizer.state and optimizer.state[p]}
+    state = {p: optimizer.state[p] for p in members if optimizer.state.get(p)}
     keys = _elementwise_keys(state, members)
     if state:
         return {key: next(s[key].dtype for s in state.values() if key in s) for key in keys}

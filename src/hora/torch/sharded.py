@@ -52,8 +52,8 @@ def check_shardable(recipe: Recipe, optimizer: torch.optim.Optimizer, groups: Se
     kind = type(optimizer)
     if kind.__name__ not in ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
         raise ValueError(
-            f"sharded=True needs an optimizer that treats every element by itself, and {kind.__module__}.{kind.__name__} is not "
-            f"known to; use one of torch.optim's {', '.join(ELEMENTWISE)}, or sharded=False"
+            f"sharded=True needs an optimizer that treats every element by itself, and {kind.__module__}.{kind.__name__} "
+            f"is not known to; use one of torch.optim's {', '.join(ELEMENTWISE)}, or sharded=False"
         )
     if recipe.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"sharded=True reduces with Average or Sum, but op is {ReduceOp(recipe.op).name}")

@@ -291,7 +291,9 @@ class Shards:
     def meet(self) -> None:
         """Return when every member is here: needed before stepping when gradients were reduced earlier."""
         if self._exit is not None and self._exit.pass_through():
-            raise HorovodInternalError("a sharded optimizer is not supported with Join: every rank has to step its slice")
+            raise HorovodInternalError(
+                "a sharded optimizer is not supported with Join: every rank has to step its slice"
+            )
 
     def release(self) -> None:
         """Forget the prepared reductions."""

@@ -129,9 +129,7 @@ class _Normalise(torch.autograd.Function):
             scale = inverse_std if weight is None else inverse_std * weight.double()
             slope = (-scale * inverse_std * inverse_std * totals[channels:]).to(working).view(shape)
             offset = (-scale * totals[:channels]).to(working).view(shape)
-            grad_input = torch.addcmul(offset + grad * scale.to(working).view(shape), centred, slope).to(
-                input.dtype
-            )
+            grad_input = torch.addcmul(offset + grad * scale.to(working).view(shape), centred, slope).to(input.dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 

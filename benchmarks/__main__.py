@@ -1,0 +1,5 @@
+"""`python -m benchmarks`: the whole comparison."""
+
+from benchmarks.run import main
+
+main()

@@ -1,0 +1,145 @@
+"""The whole comparison with one command: `make bench`, or `python -m benchmarks [--quick]`.
+
+Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, start-up against torchrun
+and TorchDistributor. Prints what each benchmark prints and saves a table (`docs/benchmarks/results.md`), the numbers
+(`results.json`) and a picture (`results.png`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+Rows = list[dict[str, Any]]
+
+
+def run_module(module: str, *arguments: str) -> str:
+    """Run a benchmark, show what it prints, and return it. A benchmark that fails is reported, not fatal."""
+    print(f"\n== {module} {' '.join(arguments)}", flush=True)
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    print(done.stdout, flush=True)
+    if done.returncode:
+        return f"failed with exit code {done.returncode}:\n{done.stdout[-600:]}"
+    return done.stdout
+
+
+def with_numbers(module: str, *arguments: str) -> tuple[str, Rows]:
+    """Run a benchmark that can write its numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "numbers.json"
+        text = run_module(module, *arguments, "--json", str(path))
+        rows: Rows = json.loads(path.read_text()) if path.exists() else []
+        return text, rows
+
+
+def ratio(row: dict[str, Any], contender: str) -> float:
+    """DDP's time divided by the contender's, the median over interleaved rounds."""
+    pairs = zip(row["ms"]["DDP"], row["ms"][contender], strict=True)
+    return statistics.median(theirs / ours for theirs, ours in pairs)
+
+
+def table(collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "# Benchmarks",
+        "",
+        f"Made by `make bench` on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+        f"load {os.getloadavg()[0]:.1f}. Every contender ran in the same processes, in turns; numbers are medians.",
+        "",
+        "## Training step against DistributedDataParallel (gloo)",
+        "",
+        "| model | optimizer | ranks | alone | DDP | overlapped | DDP / overlapped | sharded | DDP / sharded |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in training:
+        ms = {name: f"{statistics.median(times):.2f} ms" for name, times in row["ms"].items()}
+        lines.append(
+            f"| {row['task']} | {row['optimizer']} | {row['np']} | {ms['alone']} | {ms['DDP']} | {ms['overlap']} "
+            f"| **{ratio(row, 'overlap'):.2f}** | {ms['sharded']} | **{ratio(row, 'sharded'):.2f}** |"
+        )
+    lines += [
+        "",
+        "## Collectives against gloo",
+        "",
+        "| | ranks | bytes | hvd | gloo | times faster |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in collectives:
+        lines.append(
+            f"| {row['case']} | {row['ranks']} | {row['bytes']} | {row['hvd_us']:.0f} µs | {row['gloo_us']:.0f} µs "
+            f"| **{row['times']:.1f}** ({row['times_least']:.1f} to {row['times_most']:.1f}) |"
+        )
+    for title, text in texts.items():
+        lines += ["", f"## {title}", "", "```", text.strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def picture(collectives: Rows, training: Rows, path: Path) -> None:
+    """Two panels of bars: how many times faster."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    labels = [f"{row['task']}\n{row['optimizer']}, np={row['np']}" for row in training]
+    for shift, contender in ((-0.2, "overlap"), (0.2, "sharded")):
+        heights = [ratio(row, contender) for row in training]
+        bars = left.bar([i + shift for i in range(len(training))], heights, 0.38, label=contender)
+        left.bar_label(bars, fmt="%.2f", fontsize=8)
+    left.set_xticks(range(len(training)), labels, fontsize=8)
+    left.set_title("Training step: DDP's time / ours")
+    left.legend()
+    shown = [row for row in collectives if row["case"] in ("sum", "many")]
+    names = [f"{row['bytes'] >> 10} KiB" if row["case"] == "sum" else "1000 x 1 KiB" for row in shown]
+    bars = right.bar(names, [row["times"] for row in shown], color="tab:green")
+    right.bar_label(bars, fmt="%.1f", fontsize=8)
+    right.tick_params(axis="x", labelsize=8)
+    right.set_title("Allreduce: gloo's time / ours")
+    for axes in (left, right):
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Run everything and save it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--np", default="2", help="ranks, also several: 2,4")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, no start-up")
+    parser.add_argument(
+        "--realtime", action="store_true", help="on a busy machine: training goes before other processes"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
+    options = parser.parse_args()
+    rounds = "3" if options.quick else "9"
+    collectives: Rows = []
+    training: Rows = []
+    for np in options.np.split(","):
+        collectives += with_numbers("collectives", "-np", np, "--rounds", rounds)[1]
+        flags = ["--realtime"] if options.realtime else []
+        training += with_numbers("training", "--np", np, "--rounds", rounds, *flags)[1]
+    texts = {}
+    if not options.quick:
+        texts["Memory of four ranks, sharded and DDP"] = run_module("memory")
+        texts["Start-up against torchrun"] = run_module("startup", "--repeats", "3", "--max-ranks", "8")
+        texts["Start-up on Spark against TorchDistributor"] = run_module("spark_startup", "3")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps({"collectives": collectives, "training": training}, indent=1))
+    (options.out / "results.md").write_text(table(collectives, training, texts))
+    picture(collectives, training, options.out / "results.png")
+    print(f"saved in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
