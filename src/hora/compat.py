@@ -1,4 +1,4 @@
-"""Old worker modules under their own names, where the platform does not provide them.
+"""Old worker modules under their own names, and a session's variables, where the platform does not provide them.
 
     python -m hora.compat script.py [args]     runs a script that says `import cdsw` or `import cml.workers_v1`
     hora.compat.install()                      makes the names importable in this process
@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 import types
 from pathlib import Path
 
 from hora.launch import workers
+from hora.launch.workers.record import new_id
 
 __all__ = ["install"]
 
@@ -22,7 +24,10 @@ _FUNCTIONS = ("launch_workers", "await_workers", "list_workers", "stop_workers")
 
 
 def install() -> list[str]:
-    """Make `cdsw`, `cml.workers_v1` and `cml.utils_v1` importable; returns the names that were missing."""
+    """Make `cdsw`, `cml.workers_v1` and `cml.utils_v1` importable; returns the names that were missing.
+
+    Also sets the CDSW_ variables of a session, where they are not set.
+    """
     installed = []
     for name in ("cdsw", "cml", "cml.workers_v1", "cml.utils_v1"):
         if name in sys.modules or _exists(name):
@@ -32,7 +37,25 @@ def install() -> list[str]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
+    for variable, value in _variables().items():
+        os.environ.setdefault(variable, value)
     return installed
+
+
+def _variables() -> dict[str, str]:
+    """What scripts look up in the environment of a session. In a worker they are there already."""
+    return {
+        "CDSW_ENGINE_ID": new_id(),
+        "CDSW_MASTER_ID": "",
+        "CDSW_IP_ADDRESS": "127.0.0.1",
+        "CDSW_APP_PORT": "8080",
+        "CDSW_READONLY_PORT": "8081",
+        "CDSW_PUBLIC_PORT": "8082",
+        "CDSW_DOMAIN": "localhost",
+        "CDSW_PROJECT": os.path.basename(os.getcwd()) or "project",
+        "CDSW_CREATOR": os.environ.get("USER", "user"),
+        "CDSW_ENGINE_TYPE": "python3",
+    }
 
 
 def _exists(name: str) -> bool:

@@ -121,6 +121,20 @@ def test_all_or_nothing():
     assert all("id" in worker for worker in launch(cores, cpu=1))
 
 
+def test_all_or_nothing_waits_for_room():
+    cores = len(os.sched_getaffinity(0))
+    first = launch(1, code="import time; time.sleep(1)", cpu=1)
+    launched = launch(cores, cpu=1, all_or_nothing=True, wait_seconds=60)
+    assert all("id" in worker for worker in launched)
+    assert workers.list_workers()[0]["status"] == "succeeded"
+    assert len(workers.await_workers(launched)["workers"]) == cores
+    assert workers.await_workers(first)["workers"]
+    with pytest.raises(RuntimeError, match="not launched"):
+        launch(cores + 1, cpu=1, all_or_nothing=True, wait_seconds=0.2, raise_on_error=True)
+    with pytest.raises(ValueError, match="wait_seconds=5 is for all_or_nothing"):
+        launch(1, wait_seconds=5)
+
+
 def test_limits_reach_the_worker():
     code = (
         "import os, json\n"
@@ -223,6 +237,10 @@ from cml.workers_v1 import launch_workers, await_workers, list_workers, stop_wor
 import cml.utils_v1 as u
 assert u._emulate_cdsw() is cdsw
 assert "name" in inspect.signature(cdsw.launch_workers).parameters
+import os
+assert os.environ["CDSW_MASTER_ID"] == "" and os.environ["CDSW_IP_ADDRESS"] == "127.0.0.1"
+head = cdsw.launch_workers(1, cpu=0.5, memory=1, code="import os; print(os.environ['CDSW_MASTER_ID'])")
+assert cdsw.await_workers(head)["workers"][0]["log_tail"] == [os.environ["CDSW_ENGINE_ID"]]
 NUM_WORKERS = 2
 made = cdsw.launch_workers(NUM_WORKERS, cpu=0.5, memory=1, code="import time; time.sleep(600)")
 result = cdsw.await_workers([w["id"] for w in made], wait_for_completion=False, timeout_seconds=120)
@@ -247,7 +265,7 @@ def test_an_old_script_runs_unchanged(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "[0]<stdout>:2.0 2" in done.stdout, done.stdout
-    assert "['stopped', 'stopped']" in done.stdout
+    assert "['stopped', 'stopped', 'succeeded']" in done.stdout
 
 
 def hora(*arguments, check=True):

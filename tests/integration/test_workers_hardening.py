@@ -280,6 +280,28 @@ def test_workers_do_not_take_themselves_for_ranks(tmp_path, monkeypatch):
         session.close()
 
 
+def test_two_sessions_never_share_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gpus = [f"test-{os.getpid()}-{number}" for number in range(2)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    first, second = (
+        Session(measure(environment), environment, address="-", key="", output=OutputOptions(console=False))
+        for _ in range(2)
+    )
+    code = "import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])"
+    try:
+        held = launch(first, code + "\nimport time; time.sleep(600)", nvidia_gpu=1)
+        assert ended(second, launch(second, code, nvidia_gpu=1))["log_tail"] == [gpus[1]]
+        request = {"cpu": 0.5, "memory": 1.0, "nvidia_gpu": 2, "env": {}, "code": code, "backend": "local"}
+        (refused,) = second.launch(1, request)
+        assert refused["message"].endswith("1 of 2 are free; 1 are in use by workers of other sessions")
+        first.stop([held])
+        assert ended(second, launch(second, code, nvidia_gpu=2))["log_tail"] == [",".join(gpus)]
+    finally:
+        first.close()
+        second.close()
+
+
 def hora(*arguments):
     return [sys.executable, "-m", "hora", "workers", *arguments]
 

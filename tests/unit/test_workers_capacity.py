@@ -65,3 +65,29 @@ def test_shell_lines():
     assert expand_shell_lines(code) == (
         "x = 1\nif x:\n    __hora_shell__('echo {x} \\\\\\n  more', globals() | locals())\n\nprint('! stays')\n"
     )
+
+
+def test_a_line_of_a_string_is_no_shell_line():
+    code = '# it\'s\nx = \'\'\'\n!stays\n\'\'\' + \'"""\'\n!goes\ny = """a\\"""b\n!stays \'\'\'\n"""\n!goes\n'
+    lines = expand_shell_lines(code).splitlines()
+    assert [line for line in lines if "stays" in line] == ["!stays", "!stays '''"]
+    assert [line for line in lines if "goes" in line] == ["__hora_shell__('goes', globals() | locals())"] * 2
+    compile("\n".join(lines), "code", "exec")
+
+
+def test_gpus_of_other_sessions_are_left_alone():
+    asked = []
+
+    def claim(gpu):
+        asked.append(gpu)
+        return gpu != "0"
+
+    with pytest.raises(Refused, match="99 CPU"):
+        MACHINE.grant("a", cpu=99, memory_gib=1, num_gpus=1, claim=claim)
+    assert asked == []
+    granted = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1, claim=claim)
+    assert granted.grants["a"].gpus == ("1",)
+    with pytest.raises(
+        Refused, match="2 GPUs were asked for, but 1 of 2 are free; 1 are in use by workers of other sessions"
+    ):
+        MACHINE.grant("b", cpu=1, memory_gib=1, num_gpus=2, claim=claim)

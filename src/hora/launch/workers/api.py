@@ -61,7 +61,10 @@ class RemoteSession:
     key: str
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = ask(self.name, self.key, call="launch", n=n, request=dict(request))
+        limit_s = request["wait_s"] + 60.0
+        found: list[dict[str, Any]] = ask(
+            self.name, self.key, limit_s=limit_s, call="launch", n=n, request=dict(request)
+        )
         return found
 
     def workers(self) -> list[dict[str, Any]]:
@@ -140,6 +143,7 @@ def launch_workers(
     name: str = "",
     *,
     all_or_nothing: bool = False,
+    wait_seconds: float = 0,
     raise_on_error: bool = False,
     log_dir: str = "",
     backend: str = "auto",
@@ -147,9 +151,10 @@ def launch_workers(
     """Start `n` workers with `cpu` cores and `memory` GiB each; returns one dict per worker without waiting for them.
 
     `script` wins over `code`. A launch that was refused is a dict without `id`, with `message` (and a warning; with
-    `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is started. `backend`: `local`
-    processes, tasks of the active `spark` session, or `auto`: Spark where this process has a session on a cluster. The
-    accelerator and resource arguments of the original are accepted and have no meaning here.
+    `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is started; `wait_seconds` is how long to
+    wait for room before that. `backend`: `local` processes, tasks of the active `spark` session, or `auto`: Spark where
+    this process has a session on a cluster. The accelerator and resource arguments of the original are accepted and have
+    no meaning here.
     """
     if kernel not in ("python3", "python2", "r", "scala", ""):
         raise ValueError(f"kernel must be python3, but it is {kernel!r}")
@@ -161,6 +166,8 @@ def launch_workers(
         raise ValueError(f"n must be a whole number of workers, at least 1, but it is {n!r}")
     if not script and not code:
         raise ValueError("workers need something to run: give them code= or script=")
+    if wait_seconds and not all_or_nothing:
+        raise ValueError(f"wait_seconds={wait_seconds} is for all_or_nothing=True; otherwise what fits starts at once")
     if script and not os.path.exists(script):
         raise ValueError(f"there is no script {script!r} in {os.getcwd()}")
     request = {
@@ -172,6 +179,7 @@ def launch_workers(
         "env": {str(key): str(value) for key, value in (env or {}).items()},
         "name": name,
         "all_or_nothing": all_or_nothing,
+        "wait_s": float(wait_seconds),
         "log_dir": os.path.abspath(log_dir) if log_dir else "",
         "backend": backend,
     }

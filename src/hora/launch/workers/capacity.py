@@ -5,8 +5,9 @@ Cores are counted as fractions and bound as whole ones; GPUs are never shared. W
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Capacity", "Grant", "Refused"]
@@ -35,8 +36,20 @@ class Capacity:
     gpus: tuple[str, ...] = ()
     grants: Mapping[str, Grant] = field(default_factory=dict)
 
-    def grant(self, worker: str, *, cpu: float, memory_gib: float, num_gpus: int) -> Capacity:
-        """A capacity that has given this much to `worker`; raises Refused."""
+    def grant(
+        self,
+        worker: str,
+        *,
+        cpu: float,
+        memory_gib: float,
+        num_gpus: int,
+        claim: Callable[[str], bool] = lambda gpu: True,
+    ) -> Capacity:
+        """A capacity that has given this much to `worker`; raises Refused.
+
+        `claim` says whether a GPU that is free here is free for us; it is asked only when all else fits, and only until
+        there are enough.
+        """
         for name, value in (("cpu", cpu), ("memory", memory_gib)):
             if not value > 0 or not math.isfinite(value):
                 raise Refused(f"{name} must be a positive number, but it is {value}")
@@ -45,15 +58,18 @@ class Capacity:
         used = list(self.grants.values())
         free_cpu = len(self.cores) - sum(grant.cpu for grant in used)
         free_memory = self.memory_gib - sum(grant.memory_gib for grant in used)
-        free_gpus = self._free_gpus(used)
         for what, wanted, free, there_is in (
             ("CPU cores", cpu, free_cpu, len(self.cores)),
             ("GiB of memory", memory_gib, free_memory, self.memory_gib),
-            ("GPUs", num_gpus, len(free_gpus), len(self.gpus)),
+            ("GPUs", num_gpus, len(self._free_gpus()), len(self.gpus)),
         ):
             if wanted > free + 1e-9:
                 raise Refused(f"{wanted:g} {what} were asked for, but {free:g} of {there_is:g} are free")
-        grant = Grant(cpu=cpu, memory_gib=memory_gib, cores=self._cores(cpu), gpus=tuple(free_gpus[:num_gpus]))
+        gpus = tuple(itertools.islice(filter(claim, self._free_gpus()), num_gpus))
+        if len(gpus) < num_gpus:
+            others = f"{len(self._free_gpus()) - len(gpus)} are in use by workers of other sessions"
+            raise Refused(f"{num_gpus} GPUs were asked for, but {len(gpus)} of {len(self.gpus)} are free; {others}")
+        grant = Grant(cpu=cpu, memory_gib=memory_gib, cores=self._cores(cpu), gpus=gpus)
         return Capacity(
             cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants={**self.grants, worker: grant}
         )
@@ -63,8 +79,12 @@ class Capacity:
         left = {name: grant for name, grant in self.grants.items() if name != worker}
         return Capacity(cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants=left)
 
-    def _free_gpus(self, used: Sequence[Grant]) -> list[str]:
-        taken = {gpu for grant in used for gpu in grant.gpus}
+    def used_gpus(self) -> set[str]:
+        """Those that workers have."""
+        return {gpu for grant in self.grants.values() for gpu in grant.gpus}
+
+    def _free_gpus(self) -> list[str]:
+        taken = self.used_gpus()
         return [gpu for gpu in self.gpus if gpu not in taken]
 
     def _cores(self, cpu: float) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ __all__ = ["expand_shell_lines", "main"]
 
 _SHELL_LINE = re.compile(r"^(?P<indent>[ \t]*)!(?P<command>.*)$")
 _VARIABLE = re.compile(r"\{(?P<braced>[A-Za-z_]\w*)\}|\$(?P<plain>[A-Za-z_]\w*)")
+_QUOTES = re.compile(r"""\\.|#|\'{3}|"{3}|'|\"""")
 _WATCH_S = 0.5
 
 
@@ -33,10 +34,11 @@ def expand_shell_lines(code: str) -> str:
     """Python text in which lines that begin with `!` have become calls; a backslash continues such a line."""
     lines: list[str] = []
     waiting: list[str] = []
-    indent = ""
+    indent = quote = ""
     for line in code.splitlines():
-        found = None if waiting else _SHELL_LINE.match(line)
+        found = None if waiting or quote else _SHELL_LINE.match(line)
         if found is None and not waiting:
+            quote = _open_quote(line, quote)
             lines.append(line)
             continue
         if found is not None:
@@ -47,6 +49,19 @@ def expand_shell_lines(code: str) -> str:
             lines.extend([""] * (len(waiting) - 1))  # line numbers in tracebacks stay right
             waiting = []
     return "\n".join(lines) + "\n"
+
+
+def _open_quote(line: str, quote: str) -> str:
+    """The triple quote that is open after this line, if one is; `quote` was open before it."""
+    inside = quote
+    for found in _QUOTES.findall(line):
+        if not inside and found.startswith("#"):
+            break
+        if not inside and found[0] in "'\"":
+            inside = found
+        elif inside == found:
+            inside = ""
+    return inside if len(inside) == 3 else ""
 
 
 def _shell(command: str, names: Mapping[str, Any]) -> None:

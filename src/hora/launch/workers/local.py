@@ -15,6 +15,7 @@ from hora.launch.host import Host, local_supervisor_command
 from hora.launch.spec import LaunchEvents, Slot, WorkerSpec
 from hora.launch.workers.backend import GRACE_S, Launched, order_bytes
 from hora.launch.workers.capacity import Capacity
+from hora.launch.workers.gpu_claims import GpuClaims
 
 __all__ = ["LocalWorkers"]
 
@@ -26,15 +27,23 @@ class LocalWorkers:
 
     def __init__(self, capacity: Capacity, environment: Mapping[str, str], events: LaunchEvents) -> None:
         self._capacity, self._environment, self._events = capacity, dict(environment), events
+        self._claims = GpuClaims()
         self._hosts: list[Host] = []  # the last one is in use
 
     def settle(self, n: int) -> None:
         pass  # what this machine has is known
 
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
-        self._capacity = self._capacity.grant(
-            worker, cpu=request["cpu"], memory_gib=request["memory"], num_gpus=request["nvidia_gpu"]
-        )
+        try:
+            self._capacity = self._capacity.grant(
+                worker,
+                cpu=request["cpu"],
+                memory_gib=request["memory"],
+                num_gpus=request["nvidia_gpu"],
+                claim=self._claims.claim,
+            )
+        finally:
+            self._claims.keep(self._capacity.used_gpus())
 
     def start(self, launched: Sequence[Launched]) -> None:
         if not self._hosts or self._hosts[-1].ended:
@@ -47,6 +56,7 @@ class LocalWorkers:
 
     def release(self, worker: str) -> None:
         self._capacity = self._capacity.release(worker)
+        self._claims.keep(self._capacity.used_gpus())
 
     def clear_up(self, number: int) -> None:
         """End what the worker has left running, as the end of a container would."""
@@ -59,6 +69,7 @@ class LocalWorkers:
             host.finish(grace_s=GRACE_S)
         for host in hosts:
             host.wait(GRACE_S + _CLOSE_SLACK_S)
+        self._claims.keep(())
 
     def _spec(self, launched: Launched) -> WorkerSpec:
         grant = self._capacity.grants[launched.record.id]

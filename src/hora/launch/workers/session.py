@@ -56,7 +56,7 @@ class Session:
         key: str,
         output: OutputOptions | None = None,
     ) -> None:
-        self.id = new_id()
+        self.id = environment.get("CDSW_ENGINE_ID") or new_id()
         inherited = {name: value for name, value in environment.items() if name not in _NOT_INHERITED}
         self._user = inherited.get("USER", "user")
         self._address, self._key = address, key
@@ -72,31 +72,51 @@ class Session:
         self._backends: dict[int, Backend] = {}  # of each worker
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Start `n` workers; one dict for each, in order. What does not fit is a dict without `id`, with `message`."""
+        """Start `n` workers; one dict for each, in order. What does not fit is a dict without `id`, with `message`.
+
+        With `all_or_nothing` in the request nothing starts then, and `wait_s` says for how long to wait for room first.
+        """
         backend = self._backend(request)
         backend.settle(n)
+        deadline = time.monotonic() + float(request.get("wait_s", 0.0))
+        with self._changed:
+            while True:
+                answers, launched = self._reserve(n, request, backend)
+                if len(launched) == n or not request.get("all_or_nothing"):
+                    break
+                self._undo(launched, backend)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return [_not_launched(answer) for answer in answers]
+                self._changed.wait(left_s)
+            if launched:
+                try:
+                    backend.start(launched)
+                except BaseException:
+                    self._undo(launched, backend)
+                    raise
+        return answers
+
+    def _reserve(
+        self, n: int, request: Mapping[str, Any], backend: Backend
+    ) -> tuple[list[dict[str, Any]], list[Launched]]:
+        """An answer for each of `n` workers, and those for which there is room."""
         answers: list[dict[str, Any]] = []
         launched: list[Launched] = []
-        with self._changed:
+        for index in range(n):
+            engine = new_id()
             try:
-                for index in range(n):
-                    engine = new_id()
-                    try:
-                        backend.reserve(engine, request)
-                    except Refused as refusal:
-                        answers.append({"engineId": engine, "index": index, "message": str(refusal)})
-                        continue
-                    launched.append(self._admit(engine, index, request, backend))
-                    answers.append(launched[-1].record.to_dict(time.time()))
-                if request.get("all_or_nothing") and len(launched) < n:
-                    self._undo(launched, backend)
-                    return [_not_launched(answer) for answer in answers]
-                if launched:
-                    backend.start(launched)
+                backend.reserve(engine, request)
+                launched.append(self._admit(engine, index, request, backend))
+            except Refused as refusal:
+                answers.append({"engineId": engine, "index": index, "message": str(refusal)})
             except BaseException:
                 self._undo(launched, backend)
+                backend.release(engine)
                 raise
-        return answers
+            else:
+                answers.append(launched[-1].record.to_dict(time.time()))
+        return answers, launched
 
     def workers(self) -> list[dict[str, Any]]:
         """Every worker of this session, in the order of their launch."""
@@ -223,7 +243,6 @@ class Session:
             try:
                 self._logs[number] = LogFile(request["log_dir"], engine)
             except OSError as error:
-                backend.release(engine)
                 raise ValueError(f"log_dir={request['log_dir']!r} cannot be written: {error.strerror}") from error
         self._records[engine] = record
         self._by_number[number], self._backends[number] = record, backend

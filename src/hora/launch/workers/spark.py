@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.spark import SparkJob, SparkLauncher, driver_addresses
+from hora.launch.spark_environment import forwarded_variables
 from hora.launch.spark_placement import place_tasks
 from hora.launch.spark_session import active_context
 from hora.launch.spark_slots import count_slots, require_slots
@@ -112,6 +113,9 @@ class _Group:
 
     def __init__(self, context: Any, launched: Sequence[Launched], events: LaunchEvents) -> None:
         self._launched, self._events = list(launched), events
+        # Here and now: executors need not have the file, and it may change before there are slots.
+        script = launched[0].request.get("script")
+        self._source = Path(script).read_text() if script else None
         self.numbers = frozenset(worker.number for worker in launched)
         self._lock = threading.RLock()
         self._stopped: set[int] = set()
@@ -193,14 +197,12 @@ class _Group:
             worker.record.ip_address = self._tasks.address(placement.task)
             own = {"CDSW_IP_ADDRESS": worker.record.ip_address, "CDSW_MASTER_IP": self._address}
             own |= {"CML_MASTER_IP": self._address, "CUDA_VISIBLE_DEVICES": ",".join(placement.own_gpus)}
-            script = worker.request.get("script")
             spec = WorkerSpec(
                 worker=worker.number,
                 slot=placement.slot,
                 argv=(sys.executable, "-m", "hora.launch.workers.code"),
-                env={**worker.variables, **own, **worker.request["env"]},
-                # The executors need not have the file.
-                secret=order_bytes(worker.request, cores=(), source=Path(script).read_text() if script else None),
+                env={**forwarded_variables(), **worker.variables, **own, **worker.request["env"]},
+                secret=order_bytes(worker.request, cores=(), source=self._source),
                 grace_s=GRACE_S,
             )
             specs.append(spec)
