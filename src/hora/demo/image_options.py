@@ -40,6 +40,7 @@ class ImageOptions:
     )
     compile: bool = _flag(False, "torch.compile the network")
     channels_last: bool = _flag(False, "channels-last memory layout; always on GPUs")
+    threads: int = _flag(0, "CPU threads per rank; 0: the machine's cores, divided by its ranks")
     no_cuda: bool = _flag(False, "do not use a GPU")
     seed: int = _flag(42, "of weights, order and augmentation")
     log_dir: str = _flag("out/images", "checkpoints, TensorBoard files, model")
@@ -61,7 +62,7 @@ class ImageOptions:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, but it is {getattr(self, name)}")
-        for name in ("width", "clip_norm", "warmup_epochs", "checkpoint_steps"):
+        for name in ("width", "clip_norm", "warmup_epochs", "checkpoint_steps", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, but it is {getattr(self, name)}")
 
