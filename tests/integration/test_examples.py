@@ -87,11 +87,12 @@ def test_the_synthetic_benchmark(tmp_path):
     assert re.search(r"ResNet-18, 16x16, batch 2, float32, 2 ranks, .*: \d+ images/s", out)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["penguins", "images"])
 def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
     notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=150, kernel_name="python3", resources=where).execute()
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
     assert re.search(r"epoch \d+/\d+: 100%.*step/s", text), "no progress bar"

@@ -135,7 +135,7 @@ def pick_device(options: ImageOptions) -> torch.device:
         # Ranks of one machine share its cores; more threads than cores would spend their time waiting. The launcher
         # may know of more neighbours than local_size() does.
         share = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
-        torch.set_num_threads(min(share, torch.get_num_threads()))
+        torch.set_num_threads(options.threads or min(share, torch.get_num_threads()))
         return torch.device("cpu")
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
     torch.backends.cudnn.benchmark = options.synthetic  # finding algorithms by racing them is not reproducible
