@@ -19,13 +19,20 @@ _RESULT = "RESULT "
 class ElasticJob(JobProcess):
     """`plan`: see `elastic_training`. `arguments`: those of `horovod.run`."""
 
-    def __init__(self, work: Path, plan: dict[str, Any], environment: dict[str, str] | None = None, **arguments: Any):
+    def __init__(
+        self,
+        work: Path,
+        plan: dict[str, Any],
+        environment: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+        **arguments: Any,
+    ) -> None:
         self.folder = work / "job"
         self.folder.mkdir()
         self.plan = {"samples": 48, "epochs": 2, "batch": 2, **plan, "folder": str(self.folder)}
         order = json.dumps({"plan": self.plan, "arguments": arguments})
         torchs_own = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")}  # torch makes it at import, and leaves it
-        super().__init__([sys.executable, __file__, order], work, **torchs_own, **(environment or {}))
+        super().__init__([*prefix, sys.executable, __file__, order], work, **torchs_own, **(environment or {}))
 
     def results(self, limit_s: float = 120.0) -> list[dict[str, Any]]:
         """What the ranks returned; nothing may be left of the job."""
@@ -96,7 +103,11 @@ def call(plan: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     import horovod
+    from hora.launch import ssh
 
+    # Hosts that are cut off are noticed sooner than users would like.
+    ssh._HEARTBEAT_S, ssh._HEARTBEAT_LIMIT_S = 0.5, 5.0
+    ssh._OPTIONS["ServerAliveInterval"] = "1"
     order = json.loads(sys.argv[1])
     results = horovod.run(call, args=(order["plan"],), **order["arguments"])
     print(_RESULT + json.dumps(results), flush=True)

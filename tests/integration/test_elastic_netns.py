@@ -1,0 +1,87 @@
+"""An elastic job on two machines, played by network namespaces: the cable between them is cut, and mended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic_job import ElasticJob
+from ssh_server import SSHD, SshServer
+from test_elastic_hosts import assert_equal, changes, stop_soon, wait_for_size
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.ssh,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, ("ip", "ssh", "ssh-keygen", SSHD))),
+        reason="needs root, ip (iproute2), ssh, ssh-keygen and sshd",
+    ),
+]
+
+
+class Machines:
+    """`here` and `there`, with one cable; sshd runs there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.here, self.there = f"hora-eh{os.getpid()}", f"hora-et{os.getpid()}"
+        self._folder = folder
+
+    def __enter__(self) -> Machines:
+        for name, address in ((self.here, "10.78.0.1"), (self.there, "10.78.0.2")):
+            self.ip(f"netns add {name}")
+            self.ip(f"-n {name} link set lo up")
+            if name == self.there:
+                self.ip(f"link add cable netns {self.here} type veth peer name cable netns {self.there}")
+                self.ip(f"-n {self.here} addr add 10.78.0.1/24 dev cable")
+                self.ip(f"-n {name} addr add {address}/24 dev cable")
+                self.ip(f"-n {self.here} link set cable up")
+                self.ip(f"-n {name} link set cable up")
+        self.server = SshServer(self._folder, {"there": "10.78.0.2"}, prefix=("ip", "netns", "exec", self.there))
+        self.server.__enter__()
+        return self
+
+    def ip(self, command: str) -> None:
+        done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False, timeout=30)
+        if done.returncode != 0:
+            pytest.skip(f"cannot make network namespaces: {done.stderr.strip()}")
+
+    def __exit__(self, *_: object) -> None:
+        self.server.__exit__()
+        for name in (self.here, self.there):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False, timeout=30)
+
+
+@pytest.fixture
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with Machines(tmp_path_factory.mktemp("netns")) as made:
+        yield made
+
+
+def test_the_cable_is_cut_and_training_goes_on_and_mended_and_the_other_host_comes_back(
+    machines: Machines, tmp_path: Path
+):
+    job = ElasticJob(
+        tmp_path,
+        {"samples": 4000, "epochs": 1, "pause_s": 0.1},
+        {"HORA_SSH": machines.server.command},
+        prefix=("ip", "netns", "exec", machines.here),
+        num_proc=2,
+        min_num_proc=1,
+        hosts="10.78.0.1:1,there:1",
+        network_interfaces=["cable"],
+        cooldown_range=(1, 3),
+        start_timeout=60,
+    )
+    wait_for_size(job, 2)
+    machines.ip(f"-n {machines.there} link set cable down")
+    wait_for_size(job, 1)
+    machines.ip(f"-n {machines.there} link set cable up")
+    wait_for_size(job, 2)
+    stop_soon(job)
+    results = job.results()
+    assert_equal(results)
+    assert changes(results[0]["sizes"]) == [2, 1, 2]
