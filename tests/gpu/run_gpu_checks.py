@@ -52,9 +52,7 @@ def shared_gpu_transport(rank: int, size: int, store: dist.Store) -> None:
     from hora.engine.transport.distributed import DistributedTransport
 
     torch.cuda.set_device(0)
-    cpu = DistributedTransport(
-        dist.PrefixStore("cpu", store), rank, size, nobody_is_dead, LIMIT_S, address="127.0.0.1"
-    )
+    cpu = DistributedTransport(dist.PrefixStore("cpu", store), rank, size, nobody_is_dead, LIMIT_S, address="127.0.0.1")
     transport = CudaTransport(store, rank, size, nobody_is_dead, LIMIT_S, make_cpu=lambda: cpu)
     with torch.cuda.stream(torch.cuda.Stream()):
         check_everything(transport, rank, size, device="cuda")
@@ -229,9 +227,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device here")
         return 1
-    print(
-        f"torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}", flush=True
-    )
+    print(f"torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}", flush=True)
     good = [run(nccl_transport, 1), run(shared_gpu_transport, 2)]
     if torch.cuda.device_count() > 1:
         good.append(run(nccl_transport, 2))

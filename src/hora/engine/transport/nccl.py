@@ -121,8 +121,10 @@ def share_a_gpu(store: Store, member: int, num_members: int, device: torch.devic
 def _gpu_identity(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
-    if uuid is None:  # before torch 2.5
-        raise HorovodInternalError(f"torch {torch.__version__} cannot tell which GPU {device} is; use torch 2.5")
+    if uuid is None:  # older than what we support, or a build without it
+        raise HorovodInternalError(
+            f"torch {torch.__version__} cannot tell which GPU {device} is; use torch 2.4 or newer"
+        )
     return str(uuid)
 
 
