@@ -16,7 +16,7 @@ import cloudpickle
 
 from hora.launch.options import Options
 from hora.launch.spark import SparkJob, run_on_spark
-from hora.launch.spark_environment import forwarded_variables, start_timeout_s
+from hora.launch.spark_environment import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.spark_session import context_or_new
 from hora.launch.spark_slots import require_slots
 from hora.launch.spec import JobResult, OutputOptions
@@ -33,7 +33,8 @@ class HorovodRunner:
 
     `np > 0`: that many tasks of one Spark stage. `np < 0`: `-np` processes on this machine, without Spark;
     `-1` calls the function right here. `np = 0` (deprecated): one process for each task slot of the
-    cluster. `driver_log_verbosity`: `"all"` shows every line the processes print, `"log_callback_only"`
+    cluster. A function that uses `hvd.elastic.run` goes on when Spark loses an executor.
+    `driver_log_verbosity`: `"all"` shows every line the processes print, `"log_callback_only"`
     what they send with `log_to_driver`.
     """
 
@@ -74,23 +75,42 @@ def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: in
 
 
 def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool) -> Any:
-    function = _pickled(main, kwargs)
+    plain = bytes(cloudpickle.dumps((main, (), dict(kwargs))))
+    elastic = is_elastic(plain)
     context = context_or_new()
     num_slots = require_slots(context, num_proc)
-    result = run_on_spark(
-        context,
-        SparkJob(
-            function=function,
-            num_proc=num_proc or num_slots,
-            group="HorovodRunner",
-            env=forwarded_variables(),
-            output=OutputOptions(console=stream_output),
-            stream_output=stream_output,
-            start_timeout_s=start_timeout_s(),
-            wait_for_slots=True,
-        ),
+    job = SparkJob(
+        function=plain if elastic else _pickled(main, kwargs),
+        num_proc=num_proc or num_slots,
+        group="HorovodRunner",
+        env=forwarded_variables(),
+        output=OutputOptions(console=stream_output),
+        stream_output=stream_output,
+        start_timeout_s=start_timeout_s(),
+        wait_for_slots=True,
     )
-    return _value_of_rank_0(result)
+    return _value_of_rank_0(_run_elastic(context, job) if elastic else run_on_spark(context, job))
+
+
+def _run_elastic(context: Any, job: SparkJob) -> JobResult:
+    """With as many tasks as were asked for, on those that live while Spark replaces the others."""
+    from hora.launch.elastic_policy import Limits
+    from hora.launch.spark_elastic import run_elastic_on_spark
+
+    timeout_s = elastic_timeout_s()
+    limits = Limits(
+        num_proc=job.num_proc,
+        min_num_proc=1,
+        max_num_proc=job.num_proc,
+        elastic_timeout_s=timeout_s,
+        stuck_s=max(timeout_s / 2, 1.0),
+    )
+    return run_elastic_on_spark(context, job, limits)
+
+
+def is_elastic(function: bytes) -> bool:
+    """Whether a pickled function drives an elastic loop itself: it names `hvd.elastic` and one of its states."""
+    return b"elastic" in function and b"State" in function
 
 
 class _OnlyRank0Answers:

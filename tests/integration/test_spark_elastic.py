@@ -10,6 +10,7 @@ import threading
 import pytest
 
 import horovod.spark
+from sparkdl import HorovodRunner
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
@@ -54,30 +55,35 @@ def test_three_failures_leave_the_result_of_an_undisturbed_run(spark, spark_clus
     assert spark_cluster.leftovers() == []
 
 
-def test_a_lost_executor_is_replaced(spark, spark_cluster, by_value, tmp_path):
-    def main(directory):
-        import os
+def until_killed(directory):
+    """Steps until an executor was killed, and some more."""
+    import os
 
-        import torch
+    import torch
 
-        import horovod.torch as hvd
-        from sparkdl.horovod import log_to_driver
+    import horovod.torch as hvd
+    from sparkdl.horovod import log_to_driver
 
-        hvd.init()
-        state = hvd.elastic.TorchState(step=0)
+    hvd.init()
+    state = hvd.elastic.TorchState(step=0, rest=20)
 
-        @hvd.elastic.run
-        def loop(state):
-            while state.step < 20 or not os.path.exists(os.path.join(directory, "killed")):
-                hvd.allreduce(torch.ones(1), name="step")
-                state.step += 1
-                state.commit()
-                if state.step == 10:
-                    log_to_driver("half way")
+    @hvd.elastic.run
+    def loop(state):
+        while state.rest:
+            killed = float(os.path.exists(os.path.join(directory, "killed")))
+            # Everybody sees the file in the same step.
+            state.rest -= bool(hvd.allreduce(torch.tensor(killed), name="killed", op=hvd.Max))
+            state.step += 1
+            state.commit()
+            if state.step == 10:
+                log_to_driver("half way")
 
-        loop(state)
-        return hvd.size(), state.step >= 20
+    loop(state)
+    return state.rest, hvd.rank()
 
+
+@pytest.mark.parametrize("how", ["run_elastic", "HorovodRunner"])
+def test_a_lost_executor_does_not_end_the_training(how, spark, spark_cluster, by_value, tmp_path):
     def kill():
         spark_cluster.executors()[0].kill()
         (tmp_path / "killed").touch()
@@ -90,13 +96,15 @@ def test_a_lost_executor_is_replaced(spark, spark_cluster, by_value, tmp_path):
             return len(data)
 
     killed = threading.Event()
+    assert HorovodRunner(np=2).run(lambda: "both slots are there") == "both slots are there"
     with contextlib.redirect_stdout(Watch()):
-        results = horovod.spark.run_elastic(
-            main, args=(str(tmp_path),), num_proc=2, min_num_proc=1, elastic_timeout=100, verbose=0
-        )
+        if how == "run_elastic":
+            directory = str(tmp_path)
+            results = horovod.spark.run_elastic(until_killed, args=(directory,), num_proc=2, min_num_proc=1, verbose=0)
+            assert results[0] == (0, 0)
+        else:
+            assert HorovodRunner(np=2).run(until_killed, directory=str(tmp_path)) == (0, 0)
     assert killed.is_set()
-    assert results
-    assert all(finished for _, finished in results)
     assert spark_cluster.leftovers() == []
 
 

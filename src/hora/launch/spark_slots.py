@@ -16,6 +16,7 @@ __all__ = ["allocates_dynamically", "count_slots", "require_slots"]
 _POLL_S = 0.1
 # Spark itself gives executors of a new application this long to register before it schedules without them.
 _REGISTRATION_LIMIT_S = 30.0
+_most_seen: dict[str, int] = {}  # application -> the most slots that it ever had
 
 
 def count_slots(context: Any) -> int:
@@ -43,8 +44,11 @@ def require_slots(context: Any, num_slots: int) -> int:
     wanted = max(num_slots, 1)
     # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
     settled = _settled_at(context)
+    if _most_seen.get(context.applicationId, 0) >= wanted:
+        settled = max(settled, time.time() + _REGISTRATION_LIMIT_S)  # an executor was lost: another one will come
     while True:
         slots = count_slots(context)
+        _most_seen[context.applicationId] = max(slots, _most_seen.get(context.applicationId, 0))
         if slots >= wanted and (num_slots > 0 or time.time() >= settled or context.master.startswith("local")):
             return slots
         if time.time() >= settled:
