@@ -36,6 +36,7 @@ def test_broadcast_parameters_takes_dicts_lists_and_iterables():
         lambda m: list(m.state_dict().values()),
         lambda m: (pair for pair in m.state_dict().items()),
         lambda m: collections.UserDict(m.state_dict()),
+        lambda m: dict(enumerate(m.state_dict().values())),
     ):
         net = model(hvd.rank())
         net[1].num_batches_tracked.fill_(hvd.rank() + 7)

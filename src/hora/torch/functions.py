@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import cloudpickle
@@ -35,7 +36,7 @@ def broadcast_parameters(
 
 def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
-        pairs = sorted(params.items())
+        pairs = sorted(((str(name), tensor) for name, tensor in params.items()), key=itemgetter(0))
     elif isinstance(params, torch.Tensor) or not hasattr(params, "__iter__"):
         raise ValueError(f"invalid params of type {type(params).__name__}: pass a state_dict or a list of parameters")
     else:
