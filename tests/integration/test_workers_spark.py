@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import warnings
 from pathlib import Path
 
 import pytest
 
 from hora.launch import workers
+from hora.launch.spark_slots import count_slots
 from hora.launch.workers import api
 
 pytestmark = pytest.mark.spark
@@ -31,6 +33,11 @@ def launch(n=2, code=FOR_EVER, cpu=1, memory=1, **more):
 
 def slots_are_free(spark):
     context = spark.sparkContext
+    # A lost executor's replacement first: Spark looks again only every 15 s whether a barrier stage fits.
+    deadline = time.monotonic() + 60
+    while count_slots(context) < 2:
+        assert time.monotonic() < deadline, "the cluster has not got its two slots back"
+        time.sleep(0.05)
     return context.parallelize(range(2), 2).barrier().mapPartitions(lambda part: list(part)).count() == 2
 
 
