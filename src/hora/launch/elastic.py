@@ -251,6 +251,7 @@ class _ElasticRun:
         self._num_resets += self._generation >= 0
         self._generation += 1
         self._notified = False
+        self._failures.clear()  # the job has got over them
         self._places = assign([self._workers[number] for number in numbers])
         ranks = {number: slot.rank for number, slot in self._places.items()}
         self._output.set_ranks(ranks)
