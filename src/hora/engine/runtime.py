@@ -9,33 +9,31 @@ lanes. One runtime exists at a time; `hora.engine` keeps it. States:
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import json
 import logging
 import os
-import secrets
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hora.config import EngineConfig
-from hora.engine import futex
 from hora.engine.agreement import Agreement, LocalAgreement, MeshAgreement, ShmAgreement
 from hora.engine.binding import Binding, reduce_at_gate
-from hora.engine.bootstrap import Gathering, host_fingerprint, local_address, open_gathering
 from hora.engine.fate import Fate
 from hora.engine.gate import Gate
 from hora.engine.lane import Lane
-from hora.engine.mesh import Mesh, MeshEvents, same_host_groups
+from hora.engine.mesh import Mesh, MeshEvents
+from hora.engine.neighbours import Neighbours, check_ranks, check_ranks_at_init
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Kind, ReduceOp, Request, Signature, dtype_name
 from hora.engine.segment import Segment
 from hora.engine.stall import StallInspector
 from hora.engine.transport.base import Transport
-from hora.engine.transport.factory import Neighbourhood, make_transport
+from hora.engine.transport.factory import make_transport
+from hora.engine.transport.local import LocalTransport
 from hora.errors import HorovodInternalError
 from hora.events import Timeline
 from hora.world import World
@@ -44,29 +42,7 @@ __all__ = ["Runtime"]
 
 log = logging.getLogger("hora")
 
-_PROBE_LIMIT_S = 10.0
 _GOODBYE_LIMIT_S = 2.0
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What a rank tells the others when they meet."""
-
-    rank: int
-    mesh_name: str
-    fingerprint: str
-    pid: int
-    hostname: str
-    process_sets: list[list[int]]
-    secret: str
-    config: dict[str, Any]
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> _Facts:
-        return cls(**json.loads(data))
 
 
 class Runtime:
@@ -77,40 +53,52 @@ class Runtime:
         self.config = config
         self.timeline: Timeline | None = None
         self.fate = Fate()
-        self.hosts: list[list[int]] = [[0]]  # ranks that proved to share memory
         self._epoch = f"{world.generation}.{epoch}"
         self._handles: dict[int, tuple[Lane, Request]] = {}
         self._next_handle = itertools.count()
         self._sets: dict[int, tuple[int, ...]] = {}
         self._lanes: dict[int, Lane] = {}
-        self._mesh: Mesh | None = None
-        self._gathering: Gathering | None = None
-        self._peers: list[_Facts] = []
+        self._neighbours: Neighbours | None = None  # none in a world of one
         self._serials: dict[int, int] = {}
         self._num_registered = 0
         self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
         self._rounds_lock = threading.Lock()
-        self._num_segments: dict[str, int] = {}
         self.pid = os.getpid()
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all are there, within the limit."""
         size = self.world.size
         try:
-            self._meet([sorted(ranks) for ranks in process_sets])
-            sets = [_checked(ranks, size) for ranks in process_sets]
+            wanted = [sorted(ranks) for ranks in process_sets]
+            if size > 1:
+                # A rank that refused its sets alone, before the meeting, would keep the others waiting.
+                self._neighbours = Neighbours(self.world, self.config, self._epoch, self._mesh_events())
+                wanted = self._neighbours.meet(wanted)
+            sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
             with self._peers_may_go():
                 self._register(0, tuple(range(size)))
                 for index, ranks in enumerate(ranks for ranks in sets if len(ranks) < size):
                     self._register(index + 1, ranks)
-                if size > 1:
+                if self._neighbours is not None:
                     # A rank that went on and left again at once would take away what others are still fetching from it.
-                    self._gather("ready", b"1")
+                    self._neighbours.gather("ready", b"1")
         except BaseException:
             self.close()
             raise
         if self.config.timeline and self.config.timeline.upper() != "DYNAMIC":
             self.start_timeline(self.config.timeline, self.config.timeline_mark_cycles)
+
+    def _peers_may_go(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._neighbours is None else self._neighbours.peers_may_go()
+
+    @property
+    def _mesh(self) -> Mesh | None:
+        return None if self._neighbours is None else self._neighbours.mesh
+
+    @property
+    def hosts(self) -> list[list[int]]:
+        """Ranks that proved to share memory."""
+        return [[0]] if self._neighbours is None else self._neighbours.hosts
 
     # Operations.
 
@@ -166,7 +154,8 @@ class Runtime:
     def shared_memory(self, process_set_id: int, num_bytes: int) -> Segment | None:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
         lane = self._lane(process_set_id)
-        if len(lane.ranks) == 1 or not self._shares_memory(lane.ranks):
+        near = self._neighbours
+        if near is None or len(lane.ranks) == 1 or not near.share_memory(lane.ranks):
             return None
         signature = Signature(int(Kind.REGION), "region", None, extra=(process_set_id, num_bytes))
         request = Request(signature, (), None)
@@ -358,7 +347,7 @@ class Runtime:
             self._register(number, tuple(values))
             return number
         if batch.kind is Kind.REGION:
-            return self._share_or_none(*values)
+            return self._shared_segment(*values)
         (number,) = values
         self._sets.pop(number, None)
         lane = self._lanes.pop(number, None)
@@ -431,9 +420,9 @@ class Runtime:
             lane.close()
         self._lanes.clear()
         self._handles.clear()
-        if self._mesh is not None:
-            self._mesh.close()
-            self._mesh = None
+        if self._neighbours is not None:
+            self._neighbours.mesh.close()
+            self._neighbours = None
         self.stop_timeline()
 
     def settled(self) -> None:
@@ -468,89 +457,7 @@ class Runtime:
         for lane in list(self._lanes.values()):
             lane.agreement.wake()
 
-    # Setting up.
-
-    def _meet(self, process_sets: list[list[int]]) -> None:
-        world = self.world
-        if world.size == 1:
-            return
-        self._gathering = open_gathering(world, limit_s=self.config.init_timeout_s)
-        self._mesh = mesh = Mesh(world.rank, world.size, self._mesh_events())
-        secret = secrets.token_hex(32) if world.rank == 0 else ""
-        shared = {
-            name: getattr(self.config, name) for name in ("fusion_threshold_bytes", "disable_group_fusion", "transport")
-        }
-        mine = _Facts(world.rank, mesh.name, host_fingerprint(), self.pid, world.hostname, process_sets, secret, shared)
-        self._peers = [_Facts.decode(data) for data in self._gather("facts", mine.encode())]
-        self._check_agreement_on_sets()
-        mesh.start(bytes.fromhex(self._peers[0].secret))
-        self.hosts = self._prove_hosts()
-        with self._peers_may_go():
-            self._join_mesh()
-
-    @contextlib.contextmanager
-    def _peers_may_go(self) -> Iterator[None]:
-        """What a peer's sudden end does to its connections is a lost rank, not a problem of this one."""
-        try:
-            yield
-        except OSError as error:
-            raise HorovodInternalError(f"rank {self.world.rank} could not meet the others: {error}") from error
-
-    def _check_agreement_on_sets(self) -> None:
-        expected = self._peers[0].process_sets
-        for peer in self._peers:
-            if peer.process_sets != expected:
-                raise ValueError(
-                    "Horovod initialization failed: the ranks disagree on their process sets: rank 0 has "
-                    f"{expected}, rank {peer.rank} has {peer.process_sets}"
-                )
-        # Only now: a rank that refused its sets alone, before the meeting, would keep the others waiting.
-        for ranks in expected:
-            _checked(ranks, self.world.size)
-
-    def _gather(self, what: str, value: bytes) -> list[bytes]:
-        assert self._gathering is not None
-        world = self.world
-        return self._gathering.allgather(
-            f"{self._epoch}/{what}",
-            value,
-            rank=world.rank,
-            size=world.size,
-            limit_s=self.config.init_timeout_s,
-        )
-
-    def _prove_hosts(self) -> list[list[int]]:
-        """Groups of ranks that really share memory: every other rank fetched the first one's."""
-        assert self._mesh is not None
-        (group,) = [g for g in same_host_groups([p.fingerprint for p in self._peers]) if self.world.rank in g]
-        leader = group[0]
-        proven = leader == self.world.rank
-        if proven:
-            self._mesh.offer("probe", 1, len(group) - 1)
-        else:
-            try:
-                self._mesh.fetch(self._peers[leader].mesh_name, "probe", limit_s=_PROBE_LIMIT_S).close()
-                proven = True
-            except OSError as error:
-                log.warning("rank %d cannot share memory with rank %d: %s", self.world.rank, leader, error)
-        answers = self._gather("hosts", json.dumps([leader if proven else self.world.rank]).encode())
-        return same_host_groups([json.loads(answer)[0] for answer in answers])
-
-    def _join_mesh(self) -> None:
-        mesh, world = self._mesh, self.world
-        assert mesh is not None
-        near = self.hosts[0]
-        where: list[Any] = ["", 0]
-        if len(self.hosts) > 1:
-            address = local_address(world.meeting.address, self.config.interface)
-            mine = [address, mesh.listen_tcp(address) if world.rank == 0 else 0]
-            where = json.loads(self._gather("hub", json.dumps(mine).encode())[0])
-        if world.rank == 0:
-            mesh.wait_for_all(limit_s=self.config.init_timeout_s)
-        elif world.rank in near:
-            mesh.join_hub(self._peers[0].mesh_name, limit_s=self.config.init_timeout_s)
-        else:
-            mesh.join_hub((str(where[0]), int(where[1])), limit_s=self.config.init_timeout_s)
+    # What the mesh reports, on its thread.
 
     def _mesh_events(self) -> MeshEvents:
         return MeshEvents(
@@ -562,9 +469,9 @@ class Runtime:
         )
 
     def _on_lost(self, rank: int) -> None:
-        peer = self._peers[rank]
+        assert self._neighbours is not None
         self._broken(
-            f"rank {rank} (process {peer.pid} on {peer.hostname}) was lost: its connection ended without a goodbye. "
+            f"{self._neighbours.describe(rank)} was lost: its connection ended without a goodbye. "
             "It was killed, crashed, or its host is unreachable. Horovod has been shut down"
         )
 
@@ -615,11 +522,10 @@ class Runtime:
 
     def _make_lane(self, number: int, ranks: tuple[int, ...]) -> Lane:
         member = ranks.index(self.world.rank)
-        shared = self._peers[0].config if self._peers else asdict(self.config)
         planner = Planner(
             ranks,
-            fusion_threshold_bytes=shared["fusion_threshold_bytes"],
-            group_fusion=not shared["disable_group_fusion"],
+            fusion_threshold_bytes=self._setting("fusion_threshold_bytes"),
+            group_fusion=not self._setting("disable_group_fusion"),
         )
         stall = None
         if member == 0 and len(ranks) > 1 and not self.config.stall_check_disable:
@@ -644,6 +550,10 @@ class Runtime:
             core=self._core(),
         )
 
+    def _setting(self, name: str) -> Any:
+        """A setting that all ranks must share."""
+        return getattr(self.config, name) if self._neighbours is None else self._neighbours.setting(name)
+
     def _core(self) -> int | None:
         cores, local_rank = self.config.thread_affinity, self.world.local_rank
         if not cores:
@@ -658,81 +568,28 @@ class Runtime:
     def _make_agreement(self, number: int, ranks: tuple[int, ...], member: int) -> Agreement:
         if len(ranks) == 1:
             return LocalAgreement()
-        mesh = self._mesh
-        assert mesh is not None
-        if self._shares_memory(ranks):
-            segment = self._share(f"{self._label(number)}/control", ranks, ShmAgreement.num_bytes(len(ranks)))
-            return ShmAgreement(segment, member, len(ranks), cache_capacity=self.config.cache_capacity)
-        return MeshAgreement(
-            lambda data: mesh.announce(number, member, data),
-            len(ranks),
-            cache_capacity=self.config.cache_capacity,
-        )
+        neighbours, capacity = self._neighbours, self.config.cache_capacity
+        assert neighbours is not None
+        if neighbours.share_memory(ranks):
+            num_bytes = ShmAgreement.num_bytes(len(ranks))
+            segment = neighbours.share(f"{self._label(number)}/control", ranks, num_bytes)
+            return ShmAgreement(segment, member, len(ranks), cache_capacity=capacity)
+        send = functools.partial(neighbours.mesh.announce, number, member)
+        return MeshAgreement(send, len(ranks), cache_capacity=capacity)
 
-    def _shares_memory(self, ranks: Sequence[int]) -> bool:
-        kind = self._peers[0].config["transport"]
-        return kind != "gloo" and futex.supported() and any(set(ranks) <= set(host) for host in self.hosts)
+    def _shared_segment(self, process_set_id: int, num_bytes: int) -> Segment | None:
+        assert self._neighbours is not None
+        ranks = self._sets[process_set_id]
+        return self._neighbours.share_or_none(f"{self._label(process_set_id)}/region", ranks, num_bytes)
 
     def _label(self, process_set_id: int) -> str:
         """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
         return f"set{process_set_id}.{self._serials[process_set_id]}"
 
-    def _share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
-        """The same new memory for all these ranks, which are on one host (collective)."""
-        assert self._mesh is not None
-        number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
-        key = f"{key}/{number}"
-        if ranks[0] == self.world.rank:
-            return self._mesh.offer(key, num_bytes, len(ranks) - 1)
-        return self._mesh.fetch(self._peers[ranks[0]].mesh_name, key, limit_s=self.config.init_timeout_s)
-
-    def _share_or_none(self, process_set_id: int, num_bytes: int) -> Segment | None:
-        key, ranks = f"{self._label(process_set_id)}/region", self._sets[process_set_id]
-        try:
-            segment = self._share(key, ranks, num_bytes)
-        except MemoryError as error:
-            log.warning("%s; going on without sharing it", error)
-            self._num_segments[key] -= 1
-            segment = self._share(key, ranks, 1)  # the others wait for a segment: its size tells them
-        return segment if segment.num_bytes >= num_bytes else None
-
     def transport(self, lane: Lane, device: str) -> Transport:
         """Make the transport of a lane for a device type (collective among its members)."""
-        gathering = self._gathering
+        if self._neighbours is None or len(lane.ranks) == 1:
+            return LocalTransport()
         label = self._label(lane.process_set_id)
-        prefix = f"{self._epoch}/{label}/{device}"
-        neighbourhood = Neighbourhood(
-            ranks=lane.ranks,
-            member=lane.member,
-            hosts=self.hosts
-            if self._peers and self._peers[0].config["transport"] != "gloo" and futex.supported()
-            else [[r] for r in lane.ranks],
-            share=lambda ranks, num_bytes: self._share(f"{label}/{device}", ranks, num_bytes),
-            store=lambda name: (
-                gathering.store(f"{prefix}/{name}", limit_s=self.config.init_timeout_s, guard=self.fate.guard)
-                if gathering
-                else None
-            ),
-            address=local_address(self.world.meeting.address, self.config.interface) if len(lane.ranks) > 1 else "",
-            guard=self.fate.guard,
-        )
-        return make_transport(neighbourhood, device, lane.transport)
-
-
-def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    try:
-        return check_ranks(ranks, size)
-    except ValueError as error:
-        raise ValueError(f"Horovod initialization failed: {error}") from None
-
-
-def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ranks of a process set, sorted. ValueError for what is no set of ranks of this world."""
-    values = sorted(ranks)
-    if not values:
-        raise ValueError("a process set needs at least one rank")
-    if len(set(values)) != len(values):
-        raise ValueError(f"a process set must not name a rank twice: {values}")
-    if values[0] < 0 or values[-1] >= size:
-        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
-    return tuple(values)
+        near = self._neighbours.neighbourhood(label, device, lane.ranks, self.fate.guard)
+        return make_transport(near, device, lane.transport)
