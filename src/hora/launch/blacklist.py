@@ -5,7 +5,10 @@ A place is a host, or one slot of a host where the job has no other host. Called
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from hora.launch.elastic_policy import HostSlots
+from hora.launch.hosts import HostInfo
 
 __all__ = ["Blacklist", "Place"]
 
@@ -32,6 +35,11 @@ class Blacklist:
 
     def is_barred(self, host: str, slot: int, now: float) -> bool:
         return any(self._out((host, place), now) for place in (None, slot))
+
+    def usable(self, hosts: Iterable[HostInfo], now: float) -> tuple[HostSlots, ...]:
+        """The hosts and slots that are not barred."""
+        free = [(h.hostname, [s for s in range(h.slots) if not self.is_barred(h.hostname, s, now)]) for h in hosts]
+        return tuple(HostSlots(name, tuple(slots)) for name, slots in free if slots)
 
     def is_host_barred(self, host: str, now: float) -> bool:
         return self._out((host, None), now)

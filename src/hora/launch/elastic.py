@@ -14,26 +14,28 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch import address
 from hora.launch import elastic_policy as policy
 from hora.launch.blacklist import Blacklist
 from hora.launch.controller import prepare
-from hora.launch.discovery import HostWatch
-from hora.launch.elastic_policy import HostSlots, Limits, State, Worker
+from hora.launch.elastic_policy import State, Worker
+from hora.launch.elastic_spec import ElasticSpec
 from hora.launch.failure_report import cause, failure_message, signal_text
 from hora.launch.generation import assign, provisional
 from hora.launch.hosts import HostInfo
 from hora.launch.interrupt import ended_by_signals
 from hora.launch.output import Output
+from hora.launch.policy import Failure
 from hora.launch.rendezvous import ErrorReport, Rendezvous
+from hora.launch.roster import Roster
 from hora.launch.spec import Job, JobResult, Launcher, Slot, WorkerExit, WorkerSpec
 from hora.wire import new_secret
 from hora.world import Meeting, World
 
-__all__ = ["ElasticSpec", "run_elastic_job"]
+__all__ = ["run_elastic_job"]
 
 _PING_S = 1.0
 _ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
@@ -41,28 +43,6 @@ _LINGER_LIMIT_S = 30.0
 _KILL_SLACK_S = 10.0
 _INTERRUPTIBLE_S = 3600.0
 _STUCK_GRACE_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElasticSpec:
-    """What makes a job elastic. `hosts`: where workers may run; `script` tells of changes.
-
-    `local_only`: the launcher starts workers on this machine only.
-    """
-
-    limits: Limits
-    hosts: tuple[HostInfo, ...] = ()
-    script: HostWatch | None = None
-    local_only: bool = False
-    cooldown_range: tuple[int, int] | None = None
-
-
-@dataclass
-class _Failure:
-    worker: int
-    code: int
-    reason: str
-    consequence: bool
 
 
 def run_elastic_job(job: Job, spec: ElasticSpec, launcher: Launcher) -> JobResult:
@@ -87,16 +67,16 @@ class _ElasticRun:
 
     def __init__(self, job: Job, spec: ElasticSpec, launcher: Launcher, output: Output) -> None:
         self._job, self._spec, self._launcher, self._output = job, spec, launcher, output
-        self._limits = replace(spec.limits, stall_shutdown_s=_stall_shutdown_s(job.env))
+        self._limits = spec.limits_for(job.env)
         self._id = secrets.token_hex(8)
         self._secret = new_secret()
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._workers: dict[int, Worker] = {}
+        self._roster = Roster()
         self._places: dict[int, Slot] = {}  # of the current generation
         self._exits: dict[int, WorkerExit] = {}
         self._results: dict[int, bytes] = {}
         self._reports: dict[int, ErrorReport] = {}
-        self._failures: list[_Failure] = []
+        self._failures: list[Failure] = []
         self._hosts: Sequence[HostInfo] = spec.hosts
         self._blacklist = Blacklist(spec.cooldown_range, random.random)
         self._generation = -1
@@ -163,22 +143,14 @@ class _ElasticRun:
         return policy.Facts(
             limits=self._limits,
             generation=self._generation,
-            workers=tuple(self._with_silence(worker, now) for worker in self._workers.values()),
-            hosts=self._usable_hosts(now),
+            workers=tuple(self._with_silence(worker, now) for worker in self._roster),
+            hosts=self._blacklist.usable(self._hosts, now),
             barred=frozenset(h.hostname for h in self._hosts if self._blacklist.is_host_barred(h.hostname, now)),
             may_grow=self._spec.script is not None or self._blacklist.next_return(now) is not None,
             num_resets=self._num_resets,
             notified=self._notified,
             short_since=self._short_since,
         )
-
-    def _usable_hosts(self, now: float) -> tuple[HostSlots, ...]:
-        usable = []
-        for host in self._hosts:
-            free = [s for s in range(host.slots) if not self._blacklist.is_barred(host.hostname, s, now)]
-            if free:
-                usable.append(HostSlots(host.hostname, tuple(free)))
-        return tuple(usable)
 
     def _with_silence(self, worker: Worker, now: float) -> Worker:
         heard = self.rendezvous.heard_at(worker.number)
@@ -187,7 +159,7 @@ class _ElasticRun:
         return replace(worker, silent_since=max(heard, self._ping_at))
 
     def _somebody_waits_for_somebody(self) -> bool:
-        states = {w.state for w in self._workers.values() if w.generation == self._generation}
+        states = {w.state for w in self._roster if w.generation == self._generation}
         return State.READY in states and State.WORKING in states
 
     def _wait(self, until: float | None) -> None:
@@ -211,18 +183,14 @@ class _ElasticRun:
     # ---- actions ------------------------------------------------------------------------------------------
 
     def _begin(self, places: Sequence[tuple[str, int]], now: float) -> None:
-        for number, (host, slot) in enumerate(places):
-            self._workers[number] = Worker(number=number, host=host, slot=slot, state=State.READY, since=now)
-        self._publish(tuple(self._workers), now)
-        self._start({number: self._places[number] for number in self._workers}, generation=0)
+        self._publish([self._roster.add(host, slot, State.READY, now) for host, slot in places], now)
+        self._start(self._places, generation=0)
 
     def _start_newcomers(self, places: Sequence[tuple[str, int]], now: float) -> None:
         slots: dict[int, Slot] = {}
         for host, slot in places:
-            number = len(self._workers)
-            self._workers[number] = Worker(number=number, host=host, slot=slot, state=State.STARTING, since=now)
             num_slots = next((h.slots for h in self._hosts if h.hostname == host), 1)
-            slots[number] = provisional(host, slot, num_slots)
+            slots[self._roster.add(host, slot, State.STARTING, now)] = provisional(host, slot, num_slots)
         self._tell(f"starting {len(slots)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
         self._start(slots, generation=-1)
 
@@ -252,16 +220,12 @@ class _ElasticRun:
         self._generation += 1
         self._notified = False
         self._failures.clear()  # the job has got over them
-        self._places = assign([self._workers[number] for number in numbers])
+        self._places = assign([self._roster[number] for number in numbers])
         ranks = {number: slot.rank for number, slot in self._places.items()}
         self._output.set_ranks(ranks)
         if self._generation:
             self._tell(f"generation {self._generation}: {len(ranks)} workers")
-        for worker in list(self._workers.values()):
-            if worker.number in ranks:
-                self._set(worker.number, State.WORKING, now, generation=self._generation)
-            elif worker.state is State.READY and worker.generation >= 0:
-                self._set(worker.number, State.LEFT, now)
+        self._roster.begin(self._generation, ranks, now)
         worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
         self.rendezvous.publish(self._generation, worlds)
 
@@ -284,7 +248,7 @@ class _ElasticRun:
                 self._note_failure(number, 1, why, consequence=False, now=now)
                 self.rendezvous.worker_exited(number, f"was given up: {why}", failed=True)
             else:
-                self._set(number, State.LEFT, now)
+                self._roster.set(number, State.LEFT, now)
                 self.rendezvous.worker_exited(number, f"is ended: {why}", failed=True)
             self.rendezvous.give_up(number)
         self._tell(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
@@ -293,7 +257,7 @@ class _ElasticRun:
     # ---- endings ------------------------------------------------------------------------------------------
 
     def _finish(self) -> JobResult:
-        current = [w for w in self._workers.values() if w.generation == self._generation]
+        current = [w for w in self._roster if w.generation == self._generation]
         limit = time.monotonic() + _LINGER_LIMIT_S
         succeeded = {worker.number for worker in current if worker.state is State.SUCCEEDED}
         while succeeded - set(self._exits) and time.monotonic() < limit:
@@ -309,10 +273,10 @@ class _ElasticRun:
     def _end_workers(self) -> None:
         """SIGTERM, then SIGKILL; returns when all have ended, or when even SIGKILL should have done it."""
         self._ending = True
-        left = [number for number in self._workers if number not in self._exits]
+        left = [worker.number for worker in self._roster if worker.number not in self._exits]
         self._launcher.terminate(left, grace_s=self._job.grace_s)
         limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
-        while len(self._exits) < len(self._workers) and time.monotonic() < limit:
+        while len(self._exits) < len(self._roster) and time.monotonic() < limit:
             self._wait(limit)
 
     def _fail(self, message: str) -> None:
@@ -331,7 +295,7 @@ class _ElasticRun:
         ) from cause(report)
 
     def _name(self, number: int) -> str:
-        worker = self._workers[number]
+        worker = self._roster[number]
         return f"{worker.host}[{worker.slot}]"
 
     def _tell(self, text: str) -> None:
@@ -356,7 +320,7 @@ class _ElasticRun:
         self._happened.put(lambda: self._on_exit(ended))
 
     def joined(self, worker: int) -> None:
-        self._happened.put(lambda: self._on_join(worker))
+        self._happened.put(lambda: self._roster.connected(worker))
 
     def returned(self, worker: int, result: bytes) -> None:
         self._happened.put(lambda: self._on_return(worker, result))
@@ -368,19 +332,12 @@ class _ElasticRun:
         self._output.say(text)
 
     def waiting(self, worker: int, generation: int) -> None:
-        self._happened.put(lambda: self._on_waiting(worker, generation))
+        self._happened.put(lambda: self._roster.waits(worker, generation, time.monotonic()))
 
     def lost(self, worker: int) -> None:
-        self._happened.put(lambda: self._on_lost(worker))
+        self._happened.put(lambda: self._roster.lost(worker, time.monotonic()))
 
     # ---- events, in order ---------------------------------------------------------------------------------
-
-    def _set(self, number: int, state: State, now: float, *, generation: int | None = None) -> None:
-        worker = replace(self._workers[number], state=state, since=now)
-        if generation is not None:
-            first = generation if worker.generation < 0 else worker.first_generation
-            worker = replace(worker, generation=generation, first_generation=first)
-        self._workers[number] = worker
 
     def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
         reachable = [host for host in hosts if not self._spec.local_only or address.is_local(host.hostname)]
@@ -393,34 +350,20 @@ class _ElasticRun:
         self._tell(f"the hosts are now {','.join(map(str, reachable)) or 'none'}")
         self._hosts = tuple(reachable)
 
-    def _on_join(self, number: int) -> None:
-        if number in self._workers:
-            self._workers[number] = replace(self._workers[number], lost_at=None)
-
-    def _on_waiting(self, number: int, generation: int) -> None:
-        worker = self._workers.get(number)
-        if worker is not None and worker.alive and generation == worker.generation:
-            self._set(number, State.READY, time.monotonic())
-
-    def _on_lost(self, number: int) -> None:
-        worker = self._workers.get(number)
-        if worker is not None and worker.alive:
-            self._workers[number] = replace(worker, lost_at=time.monotonic())
-
     def _on_return(self, number: int, result: bytes) -> None:
         self._results[number] = result
-        if self._workers[number].alive:
-            self._set(number, State.SUCCEEDED, time.monotonic())
+        if self._roster[number].alive:
+            self._roster.set(number, State.SUCCEEDED, time.monotonic())
 
     def _on_exit(self, ended: WorkerExit) -> None:
         number, code, reason = ended.worker, ended.code, ended.reason
-        worker, now = self._workers[number], time.monotonic()
+        worker, now = self._roster[number], time.monotonic()
         self._exits[number] = ended
         self.rendezvous.give_up(number)
         if not worker.alive or self._ending:
             return
         if code == 0 and worker.generation == self._generation and self._job.function is None:
-            self._set(number, State.SUCCEEDED, now)
+            self._roster.set(number, State.SUCCEEDED, now)
             self.rendezvous.worker_exited(number, "has ended", failed=False)
             return
         if code == 0:
@@ -435,21 +378,14 @@ class _ElasticRun:
         self._note_failure(number, code, reason, consequence=consequence, now=now)
 
     def _note_failure(self, number: int, code: int, reason: str, *, consequence: bool, now: float) -> None:
-        worker = self._workers[number]
-        self._set(number, State.FAILED, now)
-        self._failures.append(_Failure(number, code, reason, consequence))
+        worker = self._roster[number]
+        self._roster.set(number, State.FAILED, now)
+        self._failures.append(Failure(worker=number, at=now, code=code, reason=reason, consequence=consequence))
         # With one host, barring it would end the job: bar the slot. A newcomer's failure says nothing of others there.
         whole = len({host.hostname for host in self._hosts}) > 1 and worker.generation >= 0
         self._blacklist.bar((worker.host, None if whole else worker.slot), now)
         said = f" ({reason})" if reason else ""
         self._tell(f"process {self._name(number)} failed with exit code {code}{said}")
-
-
-def _stall_shutdown_s(env: Mapping[str, str]) -> float | None:
-    """After how long a silence the user wants a rank to be given up; the workers read the same variables."""
-    if env.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
-        return None
-    return float(env.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0) or None
 
 
 def _leaves_it_short(decision: policy.Decision) -> bool:

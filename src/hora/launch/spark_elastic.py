@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.elastic import ElasticSpec, run_elastic_job
+from hora.launch.elastic import run_elastic_job
 from hora.launch.elastic_policy import Limits
+from hora.launch.elastic_spec import ElasticSpec
 from hora.launch.hosts import HostInfo
 from hora.launch.listener import Peer
 from hora.launch.spark import SparkJob, SparkLauncher, driver_addresses

@@ -20,7 +20,7 @@ from hora.launch.options import Options
 from hora.launch.spec import Job, JobResult, Launcher, OutputOptions, Slot
 
 if TYPE_CHECKING:
-    from hora.launch.elastic import ElasticSpec  # jobs that never change size start faster without
+    from hora.launch.elastic_spec import ElasticSpec  # jobs that never change size start faster without
 
 __all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
 
@@ -131,8 +131,8 @@ def _start_elastic(
 def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
     """What the options ask of an elastic job. ValueError where it could never get over a failure."""
     from hora.launch.discovery import DiscoveryScript
-    from hora.launch.elastic import ElasticSpec
     from hora.launch.elastic_policy import Limits
+    from hora.launch.elastic_spec import ElasticSpec
 
     script = None
     if options.host_discovery_script is not None:
