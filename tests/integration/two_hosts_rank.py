@@ -76,6 +76,7 @@ def run(namespace: str, env: dict[str, str], mode: str, answer: Any) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     hvd.init()
+    hvd.allreduce(torch.ones(1), name="connected")
     answer.send("running")
     victim = 3 if mode == "killed" else None
     seen = operations() | describe() if mode == "operations" else train_until_lost(victim)

@@ -11,6 +11,7 @@ from hora.engine.segment import Segment
 from hora.engine.transport.base import Guard, Transport
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.group import connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
@@ -75,6 +76,8 @@ def _memory(near: Neighbourhood, members: Sequence[int]) -> Transport:
 
 
 def _store(near: Neighbourhood, name: str) -> Store:
-    store = near.store(name)
+    # Opening it may block for long when its host has just vanished; the guard knows sooner.
+    what = "a connection to the meeting place"
+    store = connect(lambda: near.store(name), what=what, guard=near.guard, limit_s=_COLLECTIVE_LIMIT_S)
     assert store is not None, "a set of several members always has a meeting place"
     return store
