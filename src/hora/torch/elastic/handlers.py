@@ -1,0 +1,186 @@
+"""How models, optimizers and samplers are saved, restored and synchronised: a handler for each kind of value in a state.
+
+Snapshots of tensors are written into buffers that are kept from commit to commit, so a commit allocates nothing and
+costs one copy of the state. Used by `torch_state`; users may register handlers of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from hora.torch.elastic.sampler import ElasticSampler
+from hora.torch.functions import broadcast_object, broadcast_parameters
+from hora.torch.optimizer_state import broadcast_optimizer_state
+
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "get_handler_registry",
+    "handler_for",
+    "set_handler_registry",
+]
+
+
+class StateHandler:
+    """How one kind of value is saved, restored and synchronised."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        raise TypeError(f"{type(self).__name__} must define save()")
+
+    def restore(self) -> None:
+        raise TypeError(f"{type(self).__name__} must define restore()")
+
+    def sync(self) -> None:
+        raise TypeError(f"{type(self).__name__} must define sync()")
+
+    def set_value(self, value: Any) -> None:
+        """Watch another value from now on, and save it."""
+        self.value = value
+        self.save()
+
+    def lent(self) -> bool:
+        """Whether somebody reads what was saved last, so that the next `save` must not write over it."""
+        return False
+
+    @property
+    def committed(self) -> Any:
+        """What was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of them."""
+        raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
+
+    @committed.setter
+    def committed(self, saved: Any) -> None:
+        raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
+
+
+class _SnapshotHandler(StateHandler):
+    """A handler that keeps a state dict in `_saved`."""
+
+    _saved: Any
+
+    @property
+    def committed(self) -> Any:
+        return self._saved
+
+    @committed.setter
+    def committed(self, saved: Any) -> None:
+        self._saved = saved
+
+    @property
+    def _buffers(self) -> Any:
+        """Where the next snapshot may go."""
+        return None if self.lent() else self._saved
+
+
+class ModelStateHandler(_SnapshotHandler):
+    """A module: parameters and buffers."""
+
+    def __init__(self, value: torch.nn.Module) -> None:
+        super().__init__(value)
+        self._saved = snapshot(value.state_dict(), None)
+
+    def save(self) -> None:
+        self._saved = snapshot(self.value.state_dict(), self._buffers)
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class OptimizerStateHandler(_SnapshotHandler):
+    """An optimizer: its state and its groups' options."""
+
+    def __init__(self, value: torch.optim.Optimizer) -> None:
+        super().__init__(value)
+        self._saved = snapshot(value.state_dict(), None)
+
+    def save(self) -> None:
+        self._saved = snapshot(self.value.state_dict(), self._buffers)
+
+    def restore(self) -> None:
+        # The optimizer takes the tensors it is given for its own, and would then change the snapshot.
+        self.value.load_state_dict(snapshot(self._saved, None))
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+
+class SamplerStateHandler(_SnapshotHandler):
+    """An ElasticSampler: the epoch and how far it has come."""
+
+    def __init__(self, value: ElasticSampler) -> None:
+        super().__init__(value)
+        self._saved = copy.deepcopy(value.state_dict())
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=0, name="elastic.sampler"))
+        self.save()
+
+
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Pairs of (type, handler class); the first match wins."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    global _registry
+    _registry = registry
+
+
+def handler_for(value: Any) -> StateHandler | None:
+    """A new handler for this value; None when it is a plain one."""
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
+def snapshot(value: Any, into: Any) -> Any:
+    """A deep copy of a state dict. Tensors go into those of `into`, an earlier snapshot, where they fit."""
+    if isinstance(value, torch.Tensor):
+        source = value.detach()
+        return into.copy_(source) if _fits(into, source) else source.clone()
+    if isinstance(value, dict):
+        earlier = into if isinstance(into, dict) else {}
+        copied = copy.copy(value)  # keeps OrderedDict and its metadata
+        for key, item in value.items():
+            copied[key] = snapshot(item, earlier.get(key))
+        return copied
+    if isinstance(value, list):
+        earlier_items = into if isinstance(into, list) and len(into) == len(value) else [None] * len(value)
+        return [snapshot(item, old) for item, old in zip(value, earlier_items, strict=True)]
+    return copy.deepcopy(value)
+
+
+def _fits(into: Any, source: torch.Tensor) -> bool:
+    return (
+        isinstance(into, torch.Tensor)
+        and into.shape == source.shape
+        and into.dtype == source.dtype
+        and into.device == source.device
+        and into.layout == source.layout == torch.strided
+    )
