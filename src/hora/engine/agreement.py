@@ -5,7 +5,7 @@ first member is the coordinator: whenever something has become ready it publishe
 the round reaches. Nobody polls on a timer: a member with news rings the coordinator's bell, the coordinator's round
 number wakes the members. Across hosts `mesh` carries the same announcements (`MeshAgreement`).
 
-A ring holds 8-byte records (signature number, instance). A signature is sent whole once, then known by its number.
+What is announced is in `announcement`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hora.engine.announcement import RECORD, Announcer, Reader
 from hora.engine.futex import LINE_BYTES, Counter
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Kind, Signature
 from hora.engine.segment import Segment, aligned
 
-__all__ = ["Agreement", "Announcer", "LocalAgreement", "MeshAgreement", "Reader", "ShmAgreement"]
-
-_RECORD = struct.Struct("<II")
-_DEFINE = 0xFFFFFFFF  # the record's second word is the length of the signature that follows, padded to whole records
-_KEPT_SIGNATURES = 65536
-_FORGET = 0xFFFFFFFE  # the member starts numbering its signatures anew
+__all__ = ["Agreement", "LocalAgreement", "MeshAgreement", "ShmAgreement"]
 
 
 # How long the coordinator holds back news of some members in the hope that the others announce the same.
@@ -59,77 +55,6 @@ class Agreement(Protocol):
 
     def close(self) -> None:
         """Let go of what it holds."""
-
-
-class Announcer:
-    """Turns requests into bytes, sending each signature once."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._numbers: dict[Signature, int] = {}
-        self._by_id: dict[int, tuple[Signature, int]] = {}  # the same, without hashing; holds the signatures
-
-    def encode(self, signature: Signature, instance: int) -> bytes:
-        known = self._by_id.get(id(signature))
-        if known is not None:
-            return _RECORD.pack(known[1], instance)
-        number = self._numbers.get(signature)
-        if number is not None:
-            if len(self._by_id) < 4 * max(self._capacity, 1):
-                self._by_id[id(signature)] = (signature, number)
-            return _RECORD.pack(number, instance)
-        prefix = b""
-        if len(self._numbers) >= max(self._capacity, 1):
-            self._numbers.clear()
-            self._by_id.clear()
-            prefix = _RECORD.pack(_FORGET, 0)
-        number = self._numbers[signature] = len(self._numbers)
-        text = signature.encode()
-        padding = -len(text) % _RECORD.size
-        return prefix + _RECORD.pack(_DEFINE, len(text)) + text + bytes(padding) + _RECORD.pack(number, instance)
-
-
-class Reader:
-    """Reads one member's announcements. Equal signatures become one object, so that comparing them is cheap."""
-
-    def __init__(self, interned: dict[Signature, Signature]) -> None:
-        self._interned = interned
-        self._known: list[Signature] = []
-        self._partial = b""  # a signature may be longer than what its writer could place in one go
-
-    def known(self, number: int) -> Signature | None:
-        """The signature with this number; None when it is no number but the beginning of something else."""
-        return self._known[number] if number < len(self._known) and not self._partial else None
-
-    def decode(self, data: bytes) -> list[tuple[Signature, int]]:
-        if self._partial:
-            data = self._partial + data
-            self._partial = b""
-        words = struct.unpack(f"<{len(data) // 4}I", data)
-        num_words = len(words)
-        known = self._known
-        found: list[tuple[Signature, int]] = []
-        position = 0
-        while position < num_words:
-            number, instance = words[position], words[position + 1]
-            if number == _DEFINE:
-                after = position + 2 + -(-instance // _RECORD.size) * 2
-                if after > num_words:
-                    self._partial = data[position * 4 :]
-                    break
-                start = (position + 2) * 4
-                signature = Signature.decode(data[start : start + instance])
-                if len(self._interned) >= _KEPT_SIGNATURES:
-                    self._interned.clear()  # then equal ones may be two objects: slower to compare, still right
-                known.append(self._interned.setdefault(signature, signature))
-                position = after
-                continue
-            if number == _FORGET:
-                known.clear()
-            else:
-                found.append((known[number], instance))
-            position += 2
-        return found
 
 
 class LocalAgreement:
@@ -294,9 +219,9 @@ class ShmAgreement:
         fed, at = self._fed, self._rings_at
         same: tuple[Signature, int] | None = None
         for member, position in enumerate(fed):
-            if upto[member] - position != _RECORD.size:
+            if upto[member] - position != RECORD.size:
                 return None
-            number, instance = _RECORD.unpack_from(self._memory, at + position % self.RING_BYTES)
+            number, instance = RECORD.unpack_from(self._memory, at + position % self.RING_BYTES)
             signature = self._readers[member].known(number)
             if signature is None or not _is_simple(signature):
                 return None
@@ -314,7 +239,7 @@ class ShmAgreement:
         for member, head in enumerate(heads):
             if head == fed[member]:
                 missing = True
-            elif head - fed[member] != _RECORD.size:
+            elif head - fed[member] != RECORD.size:
                 return False
         now = time.monotonic()
         if not self._patient_since or now - self._patient_since > 2 * _PATIENCE_S:
