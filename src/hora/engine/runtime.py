@@ -71,7 +71,6 @@ class Runtime:
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
-                # A rank that refused its sets alone, before the meeting, would keep the others waiting.
                 self._neighbours = Neighbours(self.world, self.config, self._epoch, self._mesh_events())
                 wanted = self._neighbours.meet(wanted)
             sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
