@@ -68,7 +68,7 @@ def test_shell_lines():
 
 
 def test_a_line_of_a_string_is_no_shell_line():
-    code = '# it\'s\nx = \'\'\'\n!stays\n\'\'\' + \'"""\'\n!goes\ny = """a\\"""b\n!stays \'\'\'\n"""\n!goes\n'
+    code = "# it's\nx = '''\n!stays\n''' + '\"\"\"'\n!goes\ny = \"\"\"a\\\"\"\"b\n!stays '''\n\"\"\"\n!goes\n"
     lines = expand_shell_lines(code).splitlines()
     assert [line for line in lines if "stays" in line] == ["!stays", "!stays '''"]
     assert [line for line in lines if "goes" in line] == ["__hora_shell__('goes', globals() | locals())"] * 2
