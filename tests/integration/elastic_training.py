@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ def misfortune(plan: dict[str, Any], state: Any, when: str) -> None:
 
 def fail(how: str, when: str) -> None:
     if how == "raise":
+        threading.Thread(target=time.sleep, args=(300,)).start()  # the process does not end by itself
         raise RuntimeError("as planned")
     if how == "exit":
         os._exit(3)

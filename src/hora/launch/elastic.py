@@ -326,7 +326,7 @@ class _ElasticRun:
         self._happened.put(lambda: self._on_return(worker, result))
 
     def raised(self, worker: int, report: ErrorReport) -> None:
-        self._happened.put(lambda: self._reports.__setitem__(worker, report))
+        self._happened.put(lambda: self._on_raise(worker, report))
 
     def said(self, worker: int, text: str) -> None:
         self._output.say(text)
@@ -355,6 +355,15 @@ class _ElasticRun:
         if self._roster[number].alive:
             self._roster.set(number, State.SUCCEEDED, time.monotonic())
 
+    def _on_raise(self, number: int, report: ErrorReport) -> None:
+        """The function is over on this worker, even if a thread or a child of its keeps the process from ending."""
+        self._reports[number] = report
+        if self._roster[number].alive and not self._ending:
+            reason = f"{report.type_name}: {report.message}".partition("\n")[0]
+            self.rendezvous.worker_exited(number, f"raised {reason[:200]}", failed=True)
+            self._note_failure(number, 1, reason[:200], consequence=report.consequence, now=time.monotonic())
+            self._launcher.terminate([number], grace_s=self._job.grace_s)
+
     def _on_exit(self, ended: WorkerExit) -> None:
         number, code, reason = ended.worker, ended.code, ended.reason
         worker, now = self._roster[number], time.monotonic()
@@ -371,9 +380,8 @@ class _ElasticRun:
             code, reason = 1, reason or f"it ended with status 0 {early}: did it call exit?"
         if code > 128 and not reason:
             reason = signal_text(code - 128)
-        report = self._reports.get(number)
-        last_line = self._output.tail(number).rstrip().rpartition("\n")[2]
-        consequence = report.consequence if report else "HorovodInternalError" in last_line
+        # Of a command we only have the output to tell what it died of.
+        consequence = "HorovodInternalError" in self._output.tail(number).rstrip().rpartition("\n")[2]
         self.rendezvous.worker_exited(number, f"ended with exit code {ended.code}", failed=True)
         self._note_failure(number, code, reason, consequence=consequence, now=now)
 
