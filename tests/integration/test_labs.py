@@ -69,9 +69,10 @@ def _assert_penguin_lab(out: str, folder: Path) -> None:
 
 
 @pytest.mark.spark
+@pytest.mark.timeout(400)
 def test_the_penguin_lab_with_spark(tmp_path):
     with CommandProcess("hora", "demo", "penguins", "--out", str(tmp_path / "lab"), cwd=tmp_path) as lab:
-        status, out, err = lab.finish(limit_s=170)
+        status, out, err = lab.finish(limit_s=350)
     assert status == 0, err
     assert "pandas, as a check: the same rows in the same order" in out
     assert "Spark 4" in out
@@ -109,7 +110,7 @@ def test_the_commands_own_words():
 def test_images_reach_97_percent_on_two_ranks_and_survive_a_kill(tmp_path):
     """Fail a random rank at a random moment, resume: the weights are those of the undisturbed run."""
     with CommandProcess("hora", "demo", "images", "--log-dir", str(tmp_path / "whole"), cwd=tmp_path) as lab:
-        status, out, err = lab.finish(limit_s=170)
+        status, out, err = lab.finish(limit_s=350)
     assert status == 0, err
     assert float(re.findall(r"test accuracy ([\d.]+)% on 2 ranks", out)[-1]) >= 97, out
     assert (tmp_path / "whole" / "images.png").stat().st_size > 20_000
@@ -128,7 +129,7 @@ def test_images_reach_97_percent_on_two_ranks_and_survive_a_kill(tmp_path):
     assert status != 0
     assert "exited with non-zero status" in err
     with CommandProcess(*job, cwd=tmp_path) as second:
-        status, out, err = second.finish(limit_s=170)
+        status, out, err = second.finish(limit_s=350)
     assert status == 0, err
     assert "resuming from" in out
     undisturbed, resumed = (load(tmp_path / name / "model").model.state_dict() for name in ("whole", "killed"))
