@@ -44,7 +44,7 @@ def require_slots(context: Any, num_slots: int) -> int:
     wanted = max(num_slots, 1)
     # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
     settled = _settled_at(context)
-    if _most_seen.get(context.applicationId, 0) >= wanted:
+    if 0 < num_slots <= _most_seen.get(context.applicationId, 0):
         settled = max(settled, time.time() + _REGISTRATION_LIMIT_S)  # an executor was lost: another one will come
     while True:
         slots = count_slots(context)
