@@ -66,6 +66,7 @@ class Bucket:
         "parameters",
         "places",
         "residuals",
+        "scale",
         "small",
         "views",
     )
@@ -88,6 +89,7 @@ class Bucket:
             self.places = [(views[member], _views_of(views[member], spec)) for views in binding.places]
         self.residuals = [torch.zeros_like(p) for p in spec.parameters] if error_feedback else None
         self.small: list[int] = []
+        self.scale = 1.0  # gradients are multiplied with it when they are copied
         self.num_ready = 0
         self.handle: int | None = None
 
@@ -117,6 +119,9 @@ class Buckets:
             Bucket(spec, index, flat, binding, member, error_feedback=self._error_feedback)
             for index, (spec, (flat, binding)) in enumerate(zip(specs, memory, strict=True))
         ]
+        for bucket in self.buckets:
+            if bucket.binding is not None and bucket.binding.out is None:
+                bucket.scale = recipe.early_scale
         self._slots: dict[int, tuple[Bucket, int, bool]] = {}  # by the parameter's id
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
@@ -212,15 +217,20 @@ class Buckets:
                 if gradient.is_sparse:
                     gradient = gradient.to_dense()
                     bucket.converts = True
-                    places[index].copy_(gradient)
+                    torch.mul(gradient, bucket.scale, out=place)
                     continue
                 if bucket.residuals is not None:
                     gradient.add_(bucket.residuals[index])
                 targets.append(place)
                 sources.append(gradient)
+            elif bucket.scale != 1.0:
+                place.mul_(bucket.scale)
             if view.dtype is parameter.dtype:
                 parameter.grad = view
-        if len(targets) == 1:
+        if bucket.scale != 1.0:
+            for target, source in zip(targets, sources, strict=True):
+                torch.mul(source, bucket.scale, out=target)
+        elif len(targets) == 1:
             targets[0].copy_(sources[0])
         elif targets:
             torch._foreach_copy_(targets, sources)

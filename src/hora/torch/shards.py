@@ -81,7 +81,8 @@ class Shards:
         self.runtime = runtime
         self.shared = memory is not None
         self._set_id = recipe.process_set.process_set_id
-        self._arguments = recipe.arguments()
+        self._arguments = recipe.arguments_after_early_scale()
+        self._scale = recipe.early_scale
         self._member: int = recipe.process_set.rank()
         self._size: int = recipe.process_set.size()
         self.buckets = [self._make_bucket(spec, memory, spec is specs[-1]) for spec in specs]
@@ -175,7 +176,9 @@ class Shards:
             view.zero_()
         elif gradient.is_sparse:
             raise ValueError("sharded=True does not support sparse gradients; use sparse=False, or sharded=False")
-        elif gradient is not view:
+        elif self._scale != 1.0:
+            torch.mul(gradient.detach(), self._scale, out=view)
+        else:
             view.copy_(gradient.detach())
         parameter.grad = None
         bucket.num_ready += 1
