@@ -255,7 +255,9 @@ def main() -> None:
 def report_recovery(num_kills: int) -> None:
     cooldown = ["--blacklist-cooldown-range", "1", "1"]
     ours = [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, sys.executable]
-    # More restarts than kills: some of its restarts fail by themselves, and are restarted.
+    # A fresh store for every restart: with the shared one its ranks find the addresses of dead ones. And more restarts than
+    # kills: those that fail by themselves are restarted.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     theirs = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "3", "--max-restarts=100"]
     results = {}
     for name, command in (("hora", ours), ("torchrun", theirs)):
