@@ -62,7 +62,9 @@ def test_old_names_only_re_export():
 
 @pytest.mark.parametrize("module", ["hora", "hora.cli", "hora.world", "hora.launch", "horovod", "sparkdl"])
 def test_import_needs_neither_torch_nor_pyspark(module):
-    code = f"import {module}, sys; print(sorted(m for m in ('torch', 'pyspark', 'numpy', 'pandas') if m in sys.modules))"
+    code = (
+        f"import {module}, sys; print(sorted(m for m in ('torch', 'pyspark', 'numpy', 'pandas') if m in sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

@@ -18,9 +18,7 @@ FEATURES = (Feature(name="Island", categories=("Biscoe", "Dream")), Feature(name
 @pytest.fixture
 def folder(tmp_path):
     torch.manual_seed(0)
-    return save(
-        tmp_path / "model", MLP([2, 4, 3]), classes=["a", "b", "c"], features=FEATURES, notes={"epochs": 3}
-    )
+    return save(tmp_path / "model", MLP([2, 4, 3]), classes=["a", "b", "c"], features=FEATURES, notes={"epochs": 3})
 
 
 def _edit_card(folder, *, checksum=True, **changes):

@@ -90,9 +90,7 @@ def test_a_short_secret_is_refused():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.dictionaries(st.text(), st.integers() | st.text()), st.binary(max_size=2000)), max_size=5
-    ),
+    st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text()), st.binary(max_size=2000)), max_size=5),
     st.integers(1, 700),
 )
 def test_messages_survive_being_cut_anywhere(messages, step: int):
