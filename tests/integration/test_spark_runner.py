@@ -291,7 +291,7 @@ def test_a_dead_driver_leaves_nothing(tmp_path, spark_cluster):
             HorovodRunner(np=2).run(main)
         """)
     )
-    mark = {"SPARK_TEST_CLUSTER": spark_cluster.name}
+    mark = {"SPARK_TEST_CLUSTER": spark_cluster.name, "SPARK_LOCAL_DIRS": str(tmp_path)}
     driver = subprocess.Popen(
         [sys.executable, str(script), os.path.dirname(__file__)],
         stdout=subprocess.PIPE,
