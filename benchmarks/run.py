@@ -85,7 +85,7 @@ def table(collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
 
 
 def picture(collectives: Rows, training: Rows, path: Path) -> None:
-    """Two panels of bars: how many times faster."""
+    """Bars: how many times faster, in training and in collectives."""
     import matplotlib
 
     matplotlib.use("Agg")

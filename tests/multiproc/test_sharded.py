@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,3 +266,28 @@ def test_without_shared_memory():
     again = mlp()
     train(again, two_groups(again), 3, everybodys())
     assert_close(weights(unsharded), weights(again))
+
+
+def memory_mib(kind: str) -> float:
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(rollup.split(f"{kind}:")[1].split()[0]) / 1024
+
+
+@pytest.mark.ranks(4)
+@session
+def test_the_host_holds_parameters_and_state_once():
+    """Ten million parameters with Adam on four ranks: unsharded, every rank would hold four times their size."""
+    model = nn.Linear(4000, 2500, bias=False)
+    size_mib = model.weight.numel() * 4 / 2**20
+    optimizer = sharded(adam(model, fused=True))
+    private, shared = memory_mib("Pss_Anon"), memory_mib("Pss_Shmem")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4000)).sum().backward()
+        optimizer.step()
+    hvd.barrier()
+    private, shared = memory_mib("Pss_Anon") - private, memory_mib("Pss_Shmem") - shared
+    hvd.barrier()
+    total = hvd.allreduce(torch.tensor([private, shared]), op=hvd.Sum) / size_mib
+    assert total[1] < 1.1 * (1 + 4 + 2), total  # parameters, everybody's gradients, two state tensors
+    assert total[0] < 4 * 0.5, total  # the model's own first copy is given back; nothing else is private
