@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hora.torch.elastic.durable import DurableCommits
+from hora.torch.elastic.torch_state import TorchState
 
 
 def write(folder: Path, *steps: int, keep: int = 3) -> DurableCommits:
@@ -68,6 +69,10 @@ def test_a_killed_writers_remains_do_no_harm(tmp_path: Path):
     assert not list(tmp_path.glob(".partial*"))
 
 
+class Custom:
+    """Nothing that a commit may hold."""
+
+
 class Spy:
     """Unpickling it would run code."""
 
@@ -90,3 +95,57 @@ def test_a_disk_that_cannot_be_written_is_told_at_the_next_commit(tmp_path: Path
     commits.write({"step": 1})
     with pytest.raises(RuntimeError, match="the last commit could not be written"):
         commits.finish()
+
+
+def test_a_state_refuses_commits_of_another_state(tmp_path: Path):
+    write_state(tmp_path, TorchState(model=torch.nn.Linear(2, 1), epoch=1))
+    with pytest.raises(
+        ValueError, match=r"of another state: their plain values are .*'epoch'.* this state's are .*'step'"
+    ):
+        TorchState(model=torch.nn.Linear(2, 1), step=1).persist(tmp_path)
+    with pytest.raises(ValueError, match="their handled values are"):
+        TorchState(net=torch.nn.Linear(2, 1), model=None, epoch=1).persist(tmp_path)
+
+
+def write_state(folder: Path, state: TorchState) -> None:
+    assert not state.persist(folder)
+    state._write(state._durable)
+    state._durable.finish()
+
+
+def test_a_state_takes_over_the_newest_commit(tmp_path: Path):
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    write_state(tmp_path, TorchState(model=net, optimizer=optimizer, epoch=3, names=["a"]))
+    other = torch.nn.Linear(2, 1)
+    state = TorchState(model=other, optimizer=torch.optim.Adam(other.parameters()), epoch=0, names=[])
+    assert state.persist(tmp_path)
+    assert (state.epoch, state.names) == (3, ["a"])
+    assert torch.equal(other.weight, net.weight)
+    assert state.optimizer.state[other.weight]["step"] == 1
+
+
+@pytest.mark.parametrize("arguments", [{"keep": 0}, {"every": 0}])
+def test_numbers_below_one_are_refused(tmp_path: Path, arguments: dict[str, int]):
+    with pytest.raises(ValueError, match="must be at least 1, but it is 0"):
+        TorchState(epoch=0).persist(tmp_path, **arguments)
+
+
+def test_values_that_could_not_be_read_back_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="where cannot be part of a durable commit: it is a Custom"):
+        TorchState(where=Custom()).persist(tmp_path)
+
+
+def test_the_next_snapshot_does_not_write_over_one_that_is_being_written(tmp_path: Path):
+    net = torch.nn.Linear(2, 1)
+    state = TorchState(model=net)
+    state.persist(tmp_path)
+    handler = state._handlers["model"]
+    first = handler.committed["weight"]
+    state.save()
+    assert handler.committed["weight"] is first, "buffers are used again"
+    handler.lent = lambda: True
+    state.save()
+    assert handler.committed["weight"] is not first
