@@ -91,7 +91,9 @@ def picture(collectives: Rows, training: Rows, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    panels = 2 if collectives else 1
+    figure, grid = pyplot.subplots(1, panels, figsize=(7 * panels, 4.2), layout="constrained", squeeze=False)
+    left, right = grid[0][0], grid[0][-1]
     labels = [f"{row['task']}\n{row['optimizer']}, np={row['np']}" for row in training]
     for shift, contender in ((-0.2, "overlap"), (0.2, "sharded")):
         heights = [ratio(row, contender) for row in training]
@@ -100,12 +102,13 @@ def picture(collectives: Rows, training: Rows, path: Path) -> None:
     left.set_xticks(range(len(training)), labels, fontsize=8)
     left.set_title("Training step: DDP's time / ours")
     left.legend()
-    shown = [row for row in collectives if row["case"] in ("sum", "many")]
-    names = [f"{row['bytes'] >> 10} KiB" if row["case"] == "sum" else "1000 x 1 KiB" for row in shown]
-    bars = right.bar(names, [row["times"] for row in shown], color="tab:green")
-    right.bar_label(bars, fmt="%.1f", fontsize=8)
-    right.tick_params(axis="x", labelsize=8)
-    right.set_title("Allreduce: gloo's time / ours")
+    if collectives:
+        shown = [row for row in collectives if row["case"] in ("sum", "many")]
+        names = [f"{row['bytes'] >> 10} KiB" if row["case"] == "sum" else "1000 x 1 KiB" for row in shown]
+        bars = right.bar(names, [row["times"] for row in shown], color="tab:green")
+        right.bar_label(bars, fmt="%.1f", fontsize=8)
+        right.tick_params(axis="x", labelsize=8)
+        right.set_title("Allreduce: gloo's time / ours")
     for axes in (left, right):
         axes.axhline(1.0, color="grey", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
