@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from command_process import run_command, running
 from elastic_job import ElasticJob, assert_good_ending
 
 
@@ -111,3 +112,19 @@ def test_all_die_and_the_next_job_goes_on_from_the_last_durable_commit(tmp_path:
     assert_good_ending(second, results)
     (step,) = {int(note.split("at step ")[1].split()[0]) for note in second.notes()}
     assert 1 <= step <= 6, "it went on where the first job was"
+
+
+def test_a_command_that_knows_nothing_of_all_this():
+    assert run_command("horovodrun", "-np", "2", "--min-np", "1", "true")[0] == 0
+    code, _, err = run_command("horovodrun", "-np", "2", "--min-np", "1", "sh", "-c", "exit 3")
+    assert code == 1
+    assert "Process name: localhost[" in err
+    assert "Exit code: 3" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals):
+    command = ["horovodrun", "-np", "2", "--min-np", "1", "sh", "-c", f"touch {tmp_path}/$HOROVOD_RANK; sleep 300"]
+    with running(*command, ready=tmp_path, count=2) as launcher:
+        launcher.process.send_signal(number)
+        assert launcher.finish()[0] != 0
