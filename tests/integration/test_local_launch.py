@@ -33,8 +33,7 @@ def meet(tag: str) -> tuple[int, list[bytes]]:
 
 def local_slots(num_proc: int) -> tuple[Slot, ...]:
     return tuple(
-        Slot(hostname="localhost", rank=r, size=num_proc, local_rank=r, local_size=num_proc)
-        for r in range(num_proc)
+        Slot(hostname="localhost", rank=r, size=num_proc, local_rank=r, local_size=num_proc) for r in range(num_proc)
     )
 
 
@@ -60,9 +59,7 @@ def test_a_result_of_200_mb():
 
 def test_a_large_function_reaches_every_rank():
     ballast = os.urandom(20_000_000)
-    assert (
-        horovod.run(lambda: hash(ballast[-100:]) is not None and len(ballast), num_proc=2) == [20_000_000] * 2
-    )
+    assert horovod.run(lambda: hash(ballast[-100:]) is not None and len(ballast), num_proc=2) == [20_000_000] * 2
 
 
 def test_the_environment_of_a_worker():
@@ -135,9 +132,7 @@ def test_100_mb_of_output_pass_without_being_kept(tmp_path: Path):
 
 
 def test_a_command_gets_its_place_and_its_status_counts(tmp_path: Path):
-    job = JobProcess(
-        [*HOROVODRUN, "-np", "3", "sh", "-c", "echo rank $HOROVOD_RANK of $HOROVOD_SIZE"], tmp_path
-    )
+    job = JobProcess([*HOROVODRUN, "-np", "3", "sh", "-c", "echo rank $HOROVOD_RANK of $HOROVOD_SIZE"], tmp_path)
     assert job.wait() == 0
     expected = [f"[{rank}]<stdout>:rank {rank} of 3" for rank in range(3)]
     assert sorted(job.text().splitlines()) == expected
