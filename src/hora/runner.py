@@ -96,8 +96,6 @@ def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
 
 def _interfaces(commas: str | None, names: Sequence[str] | None) -> frozenset[str] | None:
     if commas is not None:
-        warnings.warn(
-            "network_interface is deprecated, say network_interfaces=[…]", DeprecationWarning, stacklevel=3
-        )
+        warnings.warn("network_interface is deprecated, say network_interfaces=[…]", DeprecationWarning, stacklevel=3)
         names = [*commas.split(","), *(names or ())]
     return frozenset(name.strip() for name in names) if names else None

@@ -64,9 +64,7 @@ def _train(epochs=3, *, model=None, shuffle_by_torch=False, **options):
     if shuffle_by_torch:
         loaders = (DataLoader(data, batch_size=8, shuffle=True), None)
     options.setdefault("progress", False)
-    history = fit(
-        model, loaders, optimizer, CROSS_ENTROPY, epochs=epochs, metrics={"accuracy": accuracy}, **options
-    )
+    history = fit(model, loaders, optimizer, CROSS_ENTROPY, epochs=epochs, metrics={"accuracy": accuracy}, **options)
     return model, history
 
 
@@ -88,9 +86,7 @@ def test_fit_equals_the_loop_a_person_would_write():
             CROSS_ENTROPY(theirs(inputs), targets).backward()
             optimizer.step()
     sgd = torch.optim.SGD(ours.parameters(), lr=0.1)
-    history = fit(
-        ours, (loader, loader), sgd, CROSS_ENTROPY, epochs=2, metrics={"accuracy": accuracy}, progress=False
-    )
+    history = fit(ours, (loader, loader), sgd, CROSS_ENTROPY, epochs=2, metrics={"accuracy": accuracy}, progress=False)
     assert _same(ours, theirs)
     with torch.no_grad():
         outputs = theirs(data.tensors[0])

@@ -363,7 +363,6 @@ class _Supervisor:
             processes.kill(processes.descendants(os.getpid()))
 
 
-
 def _fair_share(env: dict[str, str]) -> str:
     """This host's cores, divided among its ranks."""
     return str(max(len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1")), 1))
