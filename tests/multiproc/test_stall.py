@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import time
 
 import pytest
 import torch
 
 import horovod.torch as hvd
+from hora import engine
 
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
 SHUTDOWN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
@@ -54,8 +58,6 @@ hvd_rank = 0
 
 
 def _remember_rank() -> None:
-    import os
-
     global hvd_rank
     hvd_rank = int(os.environ["HOROVOD_RANK"])
 
@@ -102,4 +104,29 @@ def test_it_can_be_switched_off():
     hvd.allreduce(torch.ones(1), name="late")
     logging.getLogger("hora").removeHandler(records)
     assert records.texts == []
+    hvd.shutdown()
+
+
+def _stop_inside_a_reduction() -> None:
+    """The process stops itself in mid-batch and is woken by its peer after the verdict."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.ranks(2, env=SHUTDOWN)
+def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="fine")
+    pids = hvd.allgather_object(os.getpid())
+    if hvd.rank() == 1:
+        transport = engine.current()._lanes[0].transport()
+        original = transport.allreduce
+        transport.allreduce = lambda *a, **k: (_stop_inside_a_reduction(), original(*a, **k))
+        with contextlib.suppress(hvd.HorovodInternalError):  # rank 0 has done its part: this may even succeed
+            hvd.allreduce(torch.ones(1), name="stopped")
+        with pytest.raises(hvd.HorovodInternalError, match="waiting for more than 2 s"):
+            hvd.allreduce(torch.ones(1), name="later")
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank\(s\) 1 .*waiting for more than 2 s"):
+            hvd.allreduce(torch.ones(1), name="stopped")
+        os.kill(pids[1], signal.SIGCONT)
     hvd.shutdown()

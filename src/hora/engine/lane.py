@@ -99,6 +99,7 @@ class Lane:
         self._stopping = False
         self._executing_since = 0.0
         self._executing = ""
+        self._num_warnings = 0  # about the batch that runs now
         self._background: threading.Thread | None = None
         self._records = ranks[member] == 0  # rank 0 writes the timeline
 
@@ -164,13 +165,22 @@ class Lane:
             finally:
                 self._progress.release()
             self._hand_over()
-        elif (since := self._executing_since) and (waited := time.monotonic() - since) > self._stall.warning_s:
-            self._executing_since = time.monotonic()  # the next warning comes after another interval
+        elif self._executing_since:
+            self._check_execution(self._stall, time.monotonic() - self._executing_since)
+
+    def _check_execution(self, stall: StallInspector, waited_s: float) -> None:
+        """A batch has begun and does not end: a member has been stopped inside it. Any thread."""
+        if stall.shutdown_s and waited_s > stall.shutdown_s:
+            others = [rank for member, rank in enumerate(self.ranks) if member != self.member]
+            text = f"(one of them) kept {self._executing} waiting for more than {stall.shutdown_s:g} s"
+            self._host.stalled(others, text)
+        elif waited_s > stall.warning_s * (self._num_warnings + 1):
+            self._num_warnings += 1
             log.warning(
-                "rank(s) %s: still in %s after %.0f s; a member is slow or stopped",
+                "the ranks %s have been in %s for %.0f s; one of them is slow or stopped",
                 list(self.ranks),
                 self._executing,
-                waited,
+                waited_s,
             )
 
     def drain(self) -> None:
@@ -267,7 +277,7 @@ class Lane:
     def _execute(self, batch: Batch, requests: Mapping[Key, Request]) -> None:
         timeline = self._host.timeline
         transport = self.transport(batch.signature.device)
-        self._executing_since, self._executing = time.monotonic(), batch.kind.name
+        self._executing_since, self._executing, self._num_warnings = time.monotonic(), batch.kind.name, 0
         if timeline is None:
             self._run(batch, requests, transport)
         else:
