@@ -75,9 +75,23 @@ class ControlClient:
         `name` appears in messages. `worker`: this connection speaks for that worker; if it ends without
         `close`, the worker counts as lost.
         """
+        deadline, left_s = time.monotonic() + timeout_s, timeout_s
+        while True:
+            client = cls(cls._open(meeting, left_s), meeting, name)
+            try:
+                client._ask({"op": "hello", "name": name, "worker": worker}, limit_s=left_s)
+                return client
+            except ConnectionError:
+                # A crowd of strangers can push a peer out whose proof has not been read yet: come again.
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise
+
+    @staticmethod
+    def _open(meeting: Meeting, timeout_s: float) -> Connection:
         secret = read_secret(meeting.secret_file)
         try:
-            connection = Connection.connect(
+            return Connection.connect(
                 meeting.address, meeting.port, secret=secret, job=meeting.job, timeout_s=timeout_s
             )
         except AuthenticationError as error:
@@ -92,9 +106,6 @@ class ControlClient:
                 f"cannot reach the rendezvous of job {meeting.job} at {meeting.endpoint}: {error}. "
                 "Has the launcher ended, or does a firewall block this port?"
             ) from error
-        client = cls(connection, meeting, name)
-        client._ask({"op": "hello", "name": name, "worker": worker}, limit_s=timeout_s)
-        return client
 
     # ---- meeting the other ranks --------------------------------------------------------------------------
 

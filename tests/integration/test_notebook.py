@@ -82,7 +82,7 @@ def command(process):
         return " ".join(process.cmdline())
     except psutil.Error:  # it has just ended, or Spark has not reaped it yet
         return ""
-left = [p for p in psutil.Process().children(recursive=True) if "hora" in command(p)]
+left = [p for p in psutil.Process().children(recursive=True) if "hora.launch" in command(p)]
 assert left == [], left
 print("size after the interrupt:", HorovodRunner(np=2).run(train_hvd, width=2)[0])
 """
