@@ -36,9 +36,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two test processes with one thread each: tests mostly wait, and threads that spin would fight for the cores.
+# Two test processes with one thread each: tests mostly wait, and threads that spin would fight for the cores. Tests
+# with real processes, signals and networks get a second chance on a noisy machine; pytest's summary counts the reruns.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --reruns 1
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
