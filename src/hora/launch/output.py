@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from hora.launch.log_file import LogFile
 from hora.launch.spec import OutputOptions
 
 __all__ = ["Output"]
@@ -42,7 +43,7 @@ class Output:
             "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
             "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
         }
-        self._files: dict[tuple[int, str], _File] = {}  # by rank
+        self._files: dict[tuple[int, str], LogFile] = {}  # by rank
         self._width = len(str(max(self._ranks.values(), default=0)))
         self._open_files()
 
@@ -51,10 +52,9 @@ class Output:
             return
         for rank in sorted(self._ranks.values()):
             place = Path(self._options.directory) / f"rank.{rank:0{self._width}d}"
-            place.mkdir(parents=True, exist_ok=True)
             for stream in ("stdout", "stderr"):
                 if (rank, stream) not in self._files:
-                    self._files[rank, stream] = _File(place / stream)
+                    self._files[rank, stream] = LogFile(place / stream)
 
     def set_ranks(self, ranks: Mapping[int, int]) -> None:
         """These workers have other numbers from now on."""
@@ -203,27 +203,3 @@ def _is_binary(stream: IO[Any]) -> bool:
     if isinstance(stream, (io.RawIOBase, io.BufferedIOBase)):
         return True
     return "b" in str(getattr(stream, "mode", ""))
-
-
-class _File:
-    """A worker's log file. A full disk costs the rest of the log, not the job."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = path.open("wb", buffering=0)
-
-    def write(self, data: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) :]
-        except OSError as error:
-            _log.error("cannot write %s: %s. The rest of this output is not kept.", self._path, error.strerror)
-            self.close()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None

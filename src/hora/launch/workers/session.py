@@ -12,14 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
+from hora.launch.log_file import LogFile
 from hora.launch.output import Output
 from hora.launch.spec import OutputOptions, WorkerExit
 from hora.launch.workers.backend import GRACE_S, Backend, Launched
 from hora.launch.workers.capacity import Capacity, Refused
 from hora.launch.workers.local import LocalWorkers
-from hora.launch.workers.log_file import LogFile
 from hora.launch.workers.record import Record, new_id
 
 __all__ = ["Session"]
@@ -241,7 +242,7 @@ class Session:
         )
         if request.get("log_dir"):
             try:
-                self._logs[number] = LogFile(request["log_dir"], engine)
+                self._logs[number] = LogFile(Path(request["log_dir"]) / f"{engine}.log")
             except OSError as error:
                 raise ValueError(f"log_dir={request['log_dir']!r} cannot be written: {error.strerror}") from error
         self._records[engine] = record

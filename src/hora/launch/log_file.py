@@ -1,4 +1,4 @@
-"""A worker's own log file. A full disk costs the rest of the log, not the worker."""
+"""A worker's log file, for `output` and for the worker API. A full disk costs the rest of the log, not the job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _log = logging.getLogger("hora.launch")
 
 
 class LogFile:
-    """`<folder>/<worker>.log`, written as the output comes. Raises OSError if it cannot be made."""
+    """A file that is written as the output comes. Raises OSError if it cannot be made."""
 
-    def __init__(self, folder: str, worker: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self.path = Path(folder) / f"{worker}.log"
-        self._file: IO[bytes] | None = open(self.path, "wb", buffering=0)  # noqa: SIM115 - open while the worker runs
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file: IO[bytes] | None = path.open("wb", buffering=0)
 
     def write(self, data: bytes) -> None:
         if self._file is None:
