@@ -21,7 +21,7 @@ import sys
 import warnings
 from typing import Any, NoReturn
 
-from hora.launch.processes import die_with_parent, name_process
+from hora.launch.processes import die_with_parent, name_process, reseed_generators
 
 __all__ = ["serve"]
 
@@ -86,9 +86,7 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     name_process(f"hora-rank-{request['worker']}")
     if request["cwd"] is not None:
         os.chdir(request["cwd"])
-    if "numpy" in sys.modules:
-        # Python and torch see to their generators themselves; NumPy's would be the same on every rank.
-        sys.modules["numpy"].random.seed()
+    reseed_generators()
     from hora.launch.worker import leave
     from hora.launch.worker import main as work
 

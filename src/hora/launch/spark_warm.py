@@ -26,7 +26,7 @@ from typing import IO, NoReturn
 
 from hora.launch.host import Host
 from hora.launch.local import LocalLauncher
-from hora.launch.processes import exit_code, name_process
+from hora.launch.processes import exit_code, name_process, reseed_generators
 from hora.launch.spec import LaunchEvents
 from hora.launch.supervisor import supervise
 
@@ -124,10 +124,7 @@ def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.argv = ["-m"]
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), _text_stream(1), _text_stream(2)
-    if "numpy" in sys.modules:
-        # Python reseeds its own generator in a fork; NumPy's would be the same on every rank and in every
-        # job.
-        sys.modules["numpy"].random.seed()
+    reseed_generators()
     from hora.launch.worker import leave, main
 
     try:
