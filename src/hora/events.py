@@ -6,7 +6,10 @@ the closing bracket. One "process" of the trace is one tensor. The engine's lane
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -15,11 +18,13 @@ from typing import Any
 
 __all__ = ["Timeline"]
 
-_END = "\n]\n"
+_END = b"\n]\n"
+
+_log = logging.getLogger("hora.events")
 
 
 class Timeline:
-    """One trace file. Every method may be called from any thread."""
+    """One trace file. Every method may be called from any thread. A full disk costs its rest, not the training."""
 
     def __init__(self, path: str, *, mark_cycles: bool = False) -> None:
         self.path = path
@@ -29,10 +34,8 @@ class Timeline:
         self._negotiating: set[str] = set()
         self._started = time.perf_counter()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
-        self._file.write("[")
-        self._body_end = self._file.tell()
-        self._first = True
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._body_end = 0
         epoch = int(time.time() * 1e6)
         self._write(
             [
@@ -118,10 +121,23 @@ class Timeline:
     def _write(self, events: list[dict[str, Any]]) -> None:
         if not events or self._file.closed:
             return
-        text = ",\n".join(json.dumps(event) for event in events)
-        self._file.seek(self._body_end)
-        self._file.write(("\n" if self._first else ",\n") + text)
-        self._first = False
-        self._body_end = self._file.tell()
-        self._file.write(_END)
-        self._file.flush()
+        body = (b",\n" if self._body_end else b"[\n") + ",\n".join(map(json.dumps, events)).encode()
+        try:
+            self._put(body + _END)
+            self._body_end += len(body)
+        except OSError as error:
+            _log.error("cannot write the timeline %s: %s. It ends here, the training goes on", self.path, error.strerror)
+            self._cut()
+
+    def _put(self, data: bytes) -> None:
+        """Write from the end of the body on."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], self._body_end + done)
+
+    def _cut(self) -> None:
+        """Leave a valid file: the closing bracket goes where the last one was, which needs no space."""
+        with self._file, contextlib.suppress(OSError):
+            if self._body_end:
+                self._put(_END)
+                self._file.truncate(self._body_end + len(_END))

@@ -1,0 +1,37 @@
+"""The timeline's file where the disk is full: a valid trace of what fitted, and no error for the training."""
+
+import json
+import resource
+
+import pytest
+
+from hora.events import Timeline
+
+
+@pytest.fixture
+def small_files():
+    """No file of this process may grow beyond a few kilobytes: what a full disk is like, for one file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_ends_the_timeline_only(tmp_path, caplog, small_files):
+    path = tmp_path / "new folder" / "t.json"
+    timeline = Timeline(str(path))
+    for number in range(100):
+        timeline.begin([f"tensor {number}"], "ALLREDUCE")
+        timeline.end([f"tensor {number}"])
+    timeline.close()
+    events = json.loads(path.read_text())
+    assert any(event.get("args") == {"name": "tensor 5"} for event in events)
+    assert len(caplog.records) == 1
+    assert f"cannot write the timeline {path}: File too large" in caplog.text
+
+
+def test_a_device_that_takes_nothing(caplog):
+    timeline = Timeline("/dev/full")
+    timeline.begin(["tensor"], "ALLREDUCE")
+    timeline.close()
+    assert "cannot write the timeline /dev/full: No space left on device" in caplog.text
