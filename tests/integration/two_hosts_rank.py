@@ -52,7 +52,7 @@ def describe() -> dict[str, object]:
     return {
         "hosts": runtime.hosts,
         "place": [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()],
-        "transport": runtime._lane(0).transport("cpu").name,
+        "transport": runtime.sets.lane(0).transport("cpu").name,
         "memory": shared_memory(),
     }
 

@@ -118,7 +118,7 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
     hvd.allreduce(torch.ones(1), name="fine")
     pids = hvd.allgather_object(os.getpid())
     if hvd.rank() == 1:
-        transport = engine.current()._lanes[0].transport()
+        transport = engine.current().sets.lane(0).transport()
         original = transport.allreduce
         transport.allreduce = lambda *a, **k: (_stop_inside_a_reduction(), original(*a, **k))
         with contextlib.suppress(hvd.HorovodInternalError):  # rank 0 has done its part: this may even succeed

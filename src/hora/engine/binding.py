@@ -1,7 +1,7 @@
 """A binding: a reduction of the same shared memory, requested again and again under one name.
 
 Every member's data lies in memory that all members have mapped, so it is reduced where it is. What never changes is put
-together once, by `Runtime.bind`; afterwards a request costs little more than its announcement. That all members have
+together once, by `Prepared.bind`; afterwards a request costs little more than its announcement. That all members have
 announced a request also says that all data is there, so nobody waits before reading it.
 
 Three ways. *Sliced* allreduce: member m reduces slice m into everybody's data, and all wait for one another at the end.

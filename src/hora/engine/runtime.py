@@ -9,28 +9,23 @@ lanes. One runtime exists at a time; `hora.engine` keeps it. States:
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import logging
 import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hora.config import EngineConfig
-from hora.engine.agreement import Agreement, LocalAgreement, MeshAgreement, ShmAgreement
-from hora.engine.binding import Binding, reduce_at_gate
 from hora.engine.fate import Fate
-from hora.engine.gate import Gate
 from hora.engine.lane import Lane
 from hora.engine.mesh import Mesh, MeshEvents
 from hora.engine.neighbours import Neighbours, check_ranks, check_ranks_at_init
-from hora.engine.plan import Batch, Planner
-from hora.engine.request import Kind, ReduceOp, Request, Signature, dtype_name
+from hora.engine.plan import Batch
+from hora.engine.prepared import Prepared
+from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.engine.segment import Segment
-from hora.engine.stall import StallInspector
+from hora.engine.sets import ProcessSets
 from hora.engine.transport.base import Transport
 from hora.engine.transport.factory import make_transport
 from hora.engine.transport.local import LocalTransport
@@ -39,8 +34,6 @@ from hora.events import Timeline
 from hora.world import World
 
 __all__ = ["Runtime"]
-
-log = logging.getLogger("hora")
 
 _GOODBYE_LIMIT_S = 2.0
 
@@ -56,13 +49,9 @@ class Runtime:
         self._epoch = f"{world.generation}.{epoch}"
         self._handles: dict[int, tuple[Lane, Request]] = {}
         self._next_handle = itertools.count()
-        self._sets: dict[int, tuple[int, ...]] = {}
-        self._lanes: dict[int, Lane] = {}
         self._neighbours: Neighbours | None = None  # none in a world of one
-        self._serials: dict[int, int] = {}
-        self._num_registered = 0
-        self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
-        self._rounds_lock = threading.Lock()
+        self.sets = ProcessSets(world, config, self.fate, host=self)
+        self.prepared = Prepared(self)
         self.pid = os.getpid()
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
@@ -72,12 +61,12 @@ class Runtime:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
                 self._neighbours = Neighbours(self.world, self.config, self._epoch, self._mesh_events())
+                self.sets.neighbours = self._neighbours
                 wanted = self._neighbours.meet(wanted)
             sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
             with self._peers_may_go():
-                self._register(0, tuple(range(size)))
-                for index, ranks in enumerate(ranks for ranks in sets if len(ranks) < size):
-                    self._register(index + 1, ranks)
+                for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
+                    self.sets.register(ranks)
                 if self._neighbours is not None:
                     # A rank that went on and left again at once would take away what others are still fetching from it.
                     self._neighbours.gather("ready", b"1")
@@ -118,7 +107,7 @@ class Runtime:
         background: bool = True,
     ) -> int:
         """Put an operation in flight; returns its handle. With `background=False` only `synchronize` drives it."""
-        lane = self._lane(process_set_id)
+        lane = self.sets.lane(process_set_id)
         if kind is Kind.ALLREDUCE and op == ReduceOp.ADASUM:
             self._check_adasum(process_set_id)
         if kind in (Kind.BARRIER, Kind.JOIN):
@@ -139,6 +128,10 @@ class Runtime:
             )
             if request.signature.device == "cuda":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
+        return self.put_in_flight(lane, request, background=background)
+
+    def put_in_flight(self, lane: Lane, request: Request, *, background: bool) -> int:
+        """Hand a request to its lane; returns its handle."""
         handle = next(self._next_handle)
         self._handles[handle] = (lane, request)
         try:
@@ -147,118 +140,6 @@ class Runtime:
             del self._handles[handle]
             raise
         return handle
-
-    # Reductions of shared memory.
-
-    def shared_memory(self, process_set_id: int, num_bytes: int) -> Segment | None:
-        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
-        lane = self._lane(process_set_id)
-        near = self._neighbours
-        if near is None or len(lane.ranks) == 1 or not near.share_memory(lane.ranks):
-            return None
-        signature = Signature(int(Kind.REGION), "region", None, extra=(process_set_id, num_bytes))
-        request = Request(signature, (), None)
-        lane.submit(request, background=False)
-        lane.wait(request)
-        if request.error is not None:
-            raise HorovodInternalError(*request.error.args)
-        segment: Segment | None = request.result
-        return segment
-
-    def bind(
-        self,
-        kind: Kind,
-        places: Sequence[Sequence[torch.Tensor]],
-        *,
-        name: str,
-        out: torch.Tensor | None = None,
-        op: int = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        process_set_id: int = 0,
-        gate: Gate | None = None,
-    ) -> Binding:
-        """Prepare a reduction of shared memory for `submit_bound`: see `binding.py`.
-
-        All members must have bound it before one submits it.
-        """
-        example = places[0][0]
-        signature = Signature(
-            int(kind),
-            kind.name.lower(),
-            name,
-            (dtype_name(example.dtype),),
-            ((example.numel(),),),
-            int(op),
-            float(prescale),
-            float(postscale),
-            extra=(1,),
-        )
-        binding = Binding(process_set_id, signature, places, out, gate)
-        self._lane(process_set_id).bindings[name] = binding
-        return binding
-
-    def submit_bound(self, binding: Binding, *, background: bool = True) -> int:
-        """Put a bound reduction in flight; returns its handle."""
-        lane = self._lane(binding.process_set_id)
-        mine = binding.places[binding.turn][lane.member]
-        request = Request(binding.signature, (mine,), (mine if binding.out is None else binding.out,))
-        handle = next(self._next_handle)
-        lane.submit(request, background=background)
-        self._handles[handle] = (lane, request)
-        return handle
-
-    def gate(self, segment: Segment, offset: int, *, name: str, process_set_id: int = 0) -> Gate:
-        """A place to wait for the other members, on shared memory that all of them use for it (collective)."""
-        lane, config = self._lane(process_set_id), self.config
-        gate = Gate(
-            segment,
-            offset,
-            member=lane.member,
-            ranks=lane.ranks,
-            name=name,
-            guard=self._guard_at_gate,
-            warning_s=0.0 if config.stall_check_disable else config.stall_warning_s,
-            shutdown_s=config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0,
-            stalled=self.stalled,
-        )
-        lane.gates.append(gate)
-        return gate
-
-    def _guard_at_gate(self) -> None:
-        # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
-        self.fate.check_open()
-
-    def reduce_at_gate(self, binding: Binding) -> torch.Tensor:
-        """Carry out a bound reduction that is direct or scattered, in the calling thread, without agreement."""
-        self.fate.check_open()
-        lane, timeline = self._lane(binding.process_set_id), self.timeline
-        if timeline is None:
-            return reduce_at_gate(binding, lane.member, lane.ranks)
-        operation = binding.kind.name
-        names = [f"{operation.lower()}.{binding.signature.name}"]
-        timeline.arrived(names, operation, lane.member)
-        timeline.agreed(names)
-        timeline.begin(names, operation)
-        timeline.begin(names, f"SHM_{operation}")
-        result = reduce_at_gate(binding, lane.member, lane.ranks)
-        timeline.end(names)
-        timeline.end(names, [{"dtype": binding.signature.dtypes[0], "shape": str(list(binding.signature.shapes[0]))}])
-        return result
-
-    def unbind(self, binding: Binding) -> None:
-        """Forget a bound reduction; its memory goes with the last view of it."""
-        lane = self._lanes.get(binding.process_set_id)
-        if lane is not None and binding.signature.name is not None:
-            lane.bindings.pop(binding.signature.name, None)
-            if binding.gate is not None:
-                self.drop_gate(binding.gate, binding.process_set_id)
-
-    def drop_gate(self, gate: Gate, process_set_id: int) -> None:
-        """Forget a gate."""
-        lane = self._lanes.get(process_set_id)
-        if lane is not None and gate in lane.gates:
-            lane.gates.remove(gate)
 
     def poll(self, handle: int) -> bool:
         """Whether the operation is done. ValueError for an unknown handle."""
@@ -299,10 +180,11 @@ class Runtime:
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
         # In every set, so that its other members need not wait for what will not come.
-        gates = [gate for lane in self._lanes.values() for gate in lane.gates]
+        gates = [gate for lane in self.sets.lanes() for gate in lane.gates]
         for gate in gates:
             gate.leave()
-        handles = [self.submit(Kind.JOIN, process_set_id=number) for number in sorted(self._lanes) if number]
+        others = [lane.process_set_id for lane in self.sets.lanes() if lane.process_set_id]
+        handles = [self.submit(Kind.JOIN, process_set_id=number) for number in others]
         last = int(self.execute(Kind.JOIN))
         for handle in handles:
             self.synchronize(handle)
@@ -314,48 +196,50 @@ class Runtime:
     # Process sets.
 
     def process_sets(self) -> dict[int, list[int]]:
-        return {number: list(ranks) for number, ranks in sorted(self._sets.items())}
+        return self.sets.as_dict()
 
     def process_set_ranks(self, process_set_id: int) -> list[int]:
-        ranks = self._sets.get(process_set_id)
-        if ranks is None:
-            raise ValueError(f"Process set {process_set_id} does not exist, or has not been registered")
-        return list(ranks)
+        return list(self.sets.ranks(process_set_id))
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Register a set on all ranks (collective); returns its number."""
         self._check_dynamic("add_process_set")
         wanted = check_ranks(ranks, self.world.size)
-        for number, known in self._sets.items():
-            if known == wanted:
-                raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
-        return int(self._control(Kind.ADD_PROCESS_SET, wanted))
+        number = self.sets.find(wanted)
+        if number is not None:
+            raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
+        return int(self._control(self.sets.lane(0), Kind.ADD_PROCESS_SET, wanted))
 
     def remove_process_set(self, process_set_id: int) -> bool:
         """Remove a set on all ranks (collective). False for the global set and unknown ones."""
         self._check_dynamic("remove_process_set")
-        if process_set_id == 0 or process_set_id not in self._sets:
+        if process_set_id == 0 or process_set_id not in self.sets:
             return False
-        return bool(self._control(Kind.REMOVE_PROCESS_SET, (process_set_id,)))
+        return bool(self._control(self.sets.lane(0), Kind.REMOVE_PROCESS_SET, (process_set_id,)))
+
+    def shared_segment(self, process_set_id: int, num_bytes: int) -> Segment | None:
+        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
+        lane, near = self.sets.lane(process_set_id), self._neighbours
+        if near is None or len(lane.ranks) == 1 or not near.share_memory(lane.ranks):
+            return None
+        segment: Segment | None = self._control(lane, Kind.REGION, (process_set_id, num_bytes))
+        return segment
 
     def control_batch(self, batch: Batch) -> Any:
-        """Carry out an agreed change of process sets, on the driver's thread of the global lane."""
+        """Carry out what `_control` requested when all have agreed to it, on the thread that drives the lane."""
         values = batch.signature.extra
         if batch.kind is Kind.ADD_PROCESS_SET:
-            number = next(candidate for candidate in itertools.count(1) if candidate not in self._sets)
-            self._register(number, tuple(values))
-            return number
+            return self.sets.register(tuple(values))
         if batch.kind is Kind.REGION:
-            return self._shared_segment(*values)
+            assert self._neighbours is not None
+            number, num_bytes = values
+            label = f"{self.sets.label(number)}/region"
+            return self._neighbours.share_or_none(label, self.sets.ranks(number), num_bytes)
         (number,) = values
-        self._sets.pop(number, None)
-        lane = self._lanes.pop(number, None)
-        if lane is not None:
-            lane.close()
+        self.sets.remove(number)
         return True
 
-    def _control(self, kind: Kind, values: Sequence[int]) -> Any:
-        lane = self._lane(0)
+    def _control(self, lane: Lane, kind: Kind, values: Sequence[int]) -> Any:
         request = Request(Signature(int(kind), kind.name.lower(), None, extra=tuple(values)), (), None)
         lane.submit(request, background=False)
         lane.wait(request)
@@ -404,7 +288,7 @@ class Runtime:
             return  # a forked child: the world is its parent's
         text = f"Horovod has been shut down by rank {self.world.rank}"
         self.fate.close(text)
-        for lane in list(self._lanes.values()):
+        for lane in self.sets.lanes():
             lane.drain()
         if self._mesh is not None:
             self._mesh.leave(text)
@@ -415,13 +299,11 @@ class Runtime:
     def close(self) -> None:
         """Release everything, without a word to the others."""
         self.fate.close("Horovod has been shut down")
-        for lane in list(self._lanes.values()):
-            lane.close()
-        self._lanes.clear()
+        self.sets.close()
         self._handles.clear()
         if self._neighbours is not None:
             self._neighbours.mesh.close()
-            self._neighbours = None
+            self._neighbours = self.sets.neighbours = None
         self.stop_timeline()
 
     def settled(self) -> None:
@@ -430,7 +312,7 @@ class Runtime:
         if (
             mesh is not None
             and self.world.rank not in mesh.goodbyes
-            and not any(lane.num_in_flight for lane in self._lanes.values())
+            and not any(lane.num_in_flight for lane in self.sets.lanes())
         ):
             mesh.leave(self.fate.reason)
 
@@ -453,7 +335,7 @@ class Runtime:
         self.fate.fault(text)
         if tell and self._mesh is not None:
             self._mesh.report_fault(self.world.rank, text)
-        for lane in list(self._lanes.values()):
+        for lane in self.sets.lanes():
             lane.agreement.wake()
 
     # What the mesh reports, on its thread.
@@ -463,7 +345,7 @@ class Runtime:
             lost=self._on_lost,
             leaving=self._on_leaving,
             fault=self._on_fault,
-            announced=self._on_round,
+            announced=self.sets.deliver,
             tick=self._on_tick,
         )
 
@@ -476,119 +358,21 @@ class Runtime:
 
     def _on_leaving(self, rank: int, why: str) -> None:
         self.fate.close(why)
-        for lane in list(self._lanes.values()):
+        for lane in self.sets.lanes():
             lane.agreement.wake()
         self.settled()
 
     def _on_fault(self, rank: int, text: str) -> None:
         self._broken(text)
 
-    def _on_round(self, process_set_id: int, parts: list[tuple[int, bytes]]) -> None:
-        with self._rounds_lock:
-            self._deliver(process_set_id, parts)
-
-    def _deliver(self, process_set_id: int, parts: list[tuple[int, bytes]]) -> None:
-        lane = self._lanes.get(process_set_id)
-        if lane is not None and isinstance(lane.agreement, MeshAgreement):
-            lane.agreement.deliver(parts)
-        elif process_set_id not in self._sets:
-            self._early_rounds.setdefault(process_set_id, []).append(parts)
-
     def _on_tick(self) -> None:
-        for lane in list(self._lanes.values()):
+        for lane in self.sets.lanes():
             lane.inspect()
-
-    def _lane(self, process_set_id: int) -> Lane:
-        lane = self._lanes.get(process_set_id)
-        if lane is None:
-            ranks = self.process_set_ranks(process_set_id)
-            raise ValueError(
-                f"Rank {self.world.rank} is not a member of the provided process set {process_set_id}, "
-                f"which has the ranks {ranks}"
-            )
-        return lane
-
-    def _register(self, number: int, ranks: tuple[int, ...]) -> None:
-        self._num_registered += 1  # on every rank, whether a member or not
-        self._serials[number] = self._num_registered
-        lane = self._make_lane(number, ranks) if self.world.rank in ranks else None
-        with self._rounds_lock:  # the mesh thread must neither drop a round now nor deliver one before the early ones
-            if lane is not None:
-                self._lanes[number] = lane
-            self._sets[number] = ranks
-            for parts in self._early_rounds.pop(number, []):
-                self._deliver(number, parts)
-
-    def _make_lane(self, number: int, ranks: tuple[int, ...]) -> Lane:
-        member = ranks.index(self.world.rank)
-        planner = Planner(
-            ranks,
-            fusion_threshold_bytes=self._setting("fusion_threshold_bytes"),
-            group_fusion=not self._setting("disable_group_fusion"),
-        )
-        stall = None
-        if member == 0 and len(ranks) > 1 and not self.config.stall_check_disable:
-            stall = StallInspector(
-                ranks, warning_s=self.config.stall_warning_s, shutdown_s=self.config.stall_shutdown_s
-            )
-            if stall.refused_shutdown_s and number == 0:
-                log.warning(
-                    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
-                    stall.refused_shutdown_s,
-                    self.config.stall_warning_s,
-                )
-        return Lane(
-            number,
-            ranks,
-            member,
-            agreement=self._make_agreement(number, ranks, member),
-            planner=planner,
-            stall=stall,
-            fate=self.fate,
-            host=self,
-            core=self._core(),
-        )
-
-    def _setting(self, name: str) -> Any:
-        """A setting that all ranks must share."""
-        return getattr(self.config, name) if self._neighbours is None else self._neighbours.setting(name)
-
-    def _core(self) -> int | None:
-        cores, local_rank = self.config.thread_affinity, self.world.local_rank
-        if not cores:
-            return None
-        if local_rank >= len(cores) or cores[local_rank] not in os.sched_getaffinity(0):
-            raise ValueError(
-                f"HOROVOD_THREAD_AFFINITY must name a core of {sorted(os.sched_getaffinity(0))} for every local rank, "
-                f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
-            )
-        return cores[local_rank]
-
-    def _make_agreement(self, number: int, ranks: tuple[int, ...], member: int) -> Agreement:
-        if len(ranks) == 1:
-            return LocalAgreement()
-        neighbours, capacity = self._neighbours, self.config.cache_capacity
-        assert neighbours is not None
-        if neighbours.share_memory(ranks):
-            num_bytes = ShmAgreement.num_bytes(len(ranks))
-            segment = neighbours.share(f"{self._label(number)}/control", ranks, num_bytes)
-            return ShmAgreement(segment, member, len(ranks), cache_capacity=capacity)
-        send = functools.partial(neighbours.mesh.announce, number, member)
-        return MeshAgreement(send, len(ranks), cache_capacity=capacity)
-
-    def _shared_segment(self, process_set_id: int, num_bytes: int) -> Segment | None:
-        assert self._neighbours is not None
-        ranks = self._sets[process_set_id]
-        return self._neighbours.share_or_none(f"{self._label(process_set_id)}/region", ranks, num_bytes)
-
-    def _label(self, process_set_id: int) -> str:
-        """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
-        return f"set{process_set_id}.{self._serials[process_set_id]}"
 
     def transport(self, lane: Lane, device: str) -> Transport:
         """Make the transport of a lane for a device type (collective among its members)."""
         if self._neighbours is None or len(lane.ranks) == 1:
             return LocalTransport()
-        label = self._label(lane.process_set_id)
+        label = self.sets.label(lane.process_set_id)
         near = self._neighbours.neighbourhood(label, device, lane.ranks, self.fate.guard)
         return make_transport(near, device, lane.transport)

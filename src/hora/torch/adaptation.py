@@ -132,7 +132,7 @@ def bucket_memory(runtime: Any, recipe: Recipe, specs: Sequence[BucketSpec]) -> 
         if out is not None and spec is specs[-1]:  # the caller waits for the last bucket: no need to agree on it
             gate = memory.take_gate(runtime, f"allreduce.{spec.name}", set_id, size)
         arguments = recipe.arguments() if out is not None else recipe.arguments_after_early_scale()
-        binding = runtime.bind(Kind.ALLREDUCE, places, name=spec.name, out=out, gate=gate, **arguments)
+        binding = runtime.prepared.bind(Kind.ALLREDUCE, places, name=spec.name, out=out, gate=gate, **arguments)
         result.append((flat, binding))
     runtime.barrier(set_id)  # a reduction may start only when everybody has bound it
     return result

@@ -41,9 +41,9 @@ def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch
 def unbind_all(runtime: Any, bindings: Sequence[Any], gate: Any = None) -> None:
     """Let the runtime forget these reductions, and a gate."""
     for binding in bindings:
-        runtime.unbind(binding)
+        runtime.prepared.unbind(binding)
         if gate is not None:
-            runtime.drop_gate(gate, binding.process_set_id)
+            runtime.prepared.drop_gate(gate, binding.process_set_id)
 
 
 def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
@@ -176,7 +176,7 @@ class Buckets:
             handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
             try:
                 if handle is None:
-                    self._runtime.reduce_at_gate(bucket.binding)
+                    self._runtime.prepared.reduce_at_gate(bucket.binding)
                 else:
                     self._runtime.synchronize(handle)
             except Exception as error:  # every handle must be collected, whatever becomes of the others
@@ -249,7 +249,7 @@ class Buckets:
         self._fill_small(bucket)
         background = bucket is not self._last
         if bucket.binding is not None:
-            bucket.handle = self._runtime.submit_bound(bucket.binding, background=background)
+            bucket.handle = self._runtime.prepared.submit(bucket.binding, background=background)
         else:
             bucket.handle = self._runtime.submit(
                 Kind.ALLREDUCE,

@@ -111,7 +111,7 @@ class Shards:
             gate = None
             if is_last:  # the caller waits for it: no need to agree on it
                 gate = memory.take_gate(self.runtime, f"reducescatter.{spec.name}", self._set_id, self._size)
-            binding = self.runtime.bind(
+            binding = self.runtime.prepared.bind(
                 Kind.REDUCESCATTER, [peers], name=spec.name, out=mine[begin:end], gate=gate, **self._arguments
             )
             return _Bucket(spec, values, mine, binding, begin, end)
@@ -202,7 +202,7 @@ class Shards:
             handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
             try:
                 if handle is None:
-                    results[id(bucket)] = self.runtime.reduce_at_gate(bucket.binding)
+                    results[id(bucket)] = self.runtime.prepared.reduce_at_gate(bucket.binding)
                 else:
                     (results[id(bucket)],) = self.runtime.synchronize(handle)
             except Exception as error:  # every handle must be collected, whatever becomes of the others
@@ -218,7 +218,7 @@ class Shards:
 
     def _submit(self, bucket: _Bucket, *, background: bool) -> None:
         if bucket.binding is not None:
-            bucket.handle = self.runtime.submit_bound(bucket.binding, background=background)
+            bucket.handle = self.runtime.prepared.submit(bucket.binding, background=background)
         else:
             bucket.handle = self.runtime.submit(
                 Kind.REDUCESCATTER,

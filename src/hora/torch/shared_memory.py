@@ -25,7 +25,7 @@ class SharedMemory:
     @classmethod
     def allocate(cls, runtime: Any, process_set_id: int, num_bytes: int) -> SharedMemory | None:
         """The same zeroed memory for all members (collective); None where they do not share a host."""
-        segment = runtime.shared_memory(process_set_id, num_bytes)
+        segment = runtime.shared_segment(process_set_id, num_bytes)
         return None if segment is None else cls(segment)
 
     @staticmethod
@@ -40,7 +40,7 @@ class SharedMemory:
 
     def take_gate(self, runtime: Any, name: str, process_set_id: int, num_members: int) -> Gate:
         """The next piece as a gate."""
-        gate: Gate = runtime.gate(self._segment, self._position, name=name, process_set_id=process_set_id)
+        gate: Gate = runtime.prepared.gate(self._segment, self._position, name=name, process_set_id=process_set_id)
         self._position += self.gate_space(num_members)
         return gate
 
