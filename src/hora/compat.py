@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
+import secrets
 import sys
 import types
 from pathlib import Path
@@ -55,6 +56,8 @@ def _variables() -> dict[str, str]:
         "CDSW_PROJECT": os.path.basename(os.getcwd()) or "project",
         "CDSW_CREATOR": os.environ.get("USER", "user"),
         "CDSW_ENGINE_TYPE": "python3",
+        **dict.fromkeys(("CDSW_API_URL", "CDSW_PROJECT_URL", "CDSW_ENGINE_URL"), f"unix:hora-workers-{new_id()}"),
+        "CDSW_API_KEY": secrets.token_hex(16),
     }
 
 

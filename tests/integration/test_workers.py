@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import warnings
 from pathlib import Path
 
@@ -182,12 +183,40 @@ def test_a_worker_launches_workers_for_the_same_master():
         ({"script": "missing.py"}, "no script 'missing.py'"),
         ({"kernel": "scala"}, "only the python3 kernel"),
         ({"kernel": "cobol"}, "must be python3"),
+        ({"cpu": "one"}, "cpu must be a number, but it is 'one'"),
+        ({"code": print}, "code must be Python text"),
     ],
 )
 def test_bad_input(arguments, words):
     given = {"n": 1, "cpu": 1, "memory": 1, "code": "pass"} | arguments
     with pytest.raises(ValueError, match=words):
         workers.launch_workers(**given)
+
+
+def test_a_web_application_on_127_0_0_1_is_found_at_its_url():
+    code = (
+        "import http.server, os\n"
+        "address = ('127.0.0.1', int(os.environ['CDSW_APP_PORT']))\n"
+        "server = http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler)\n"
+        "print('up', flush=True)\n"
+        "server.serve_forever()\n"
+    )
+    (worker,) = launch(code=code)
+    deadline = time.monotonic() + 30
+    while "up" not in workers.worker_output(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with urllib.request.urlopen(worker["app_url"], timeout=20) as answer:
+        assert answer.status == 200
+
+
+def test_the_log_of_a_failed_worker_shows_its_own_lines_only():
+    (worker,) = workers.await_workers(launch(code="def f():\n    return 1 / 0\nf()"))["failures"]
+    assert worker["log_tail"][:2] == [
+        "Traceback (most recent call last):",
+        '  File "<worker code>", line 3, in <module>',
+    ]
+    assert worker["log_tail"][-1] == "ZeroDivisionError: division by zero"
 
 
 def test_bad_ids():
@@ -257,6 +286,27 @@ print(sorted(w["status"] for w in list_workers()))
 """
 
 
+OF_A_SESSION = """
+import os, subprocess, sys
+import cdsw
+for name in ("API_KEY", "API_URL", "PROJECT_URL", "ENGINE_URL", "ENGINE_ID", "IP_ADDRESS"):
+    assert os.environ["CDSW_" + name], name
+if len(sys.argv) > 1:
+    print([worker["id"] for worker in cdsw.list_workers()] == sys.argv[1:])
+else:
+    (worker,) = cdsw.launch_workers(1, cpu=0.5, memory=1, code="pass")
+    subprocess.run([sys.executable, "-m", "hora.compat", __file__, worker["id"]], check=True)
+"""
+
+
+def test_what_a_session_starts_sees_its_workers():
+    Path("session.py").write_text(OF_A_SESSION)
+    done = subprocess.run(
+        [sys.executable, "-m", "hora.compat", "session.py"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_an_old_script_runs_unchanged(tmp_path):
     Path("old.py").write_text(COMPAT)
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -278,6 +328,7 @@ def hora(*arguments, check=True):
 
 def test_on_the_command_line(tmp_path):
     assert hora("list").stdout == ""
+    assert "it must be NAME=VALUE, but it is 'A'" in hora("launch", "--code", "pass", "--env", "A", check=False).stderr
     assert "hora workers launch" in hora("await", check=False).stderr
     (worker,) = json.loads(
         hora("--json", "launch", "--code", "import time; print('up', flush=True); time.sleep(600)").stdout
@@ -288,6 +339,14 @@ def test_on_the_command_line(tmp_path):
         refused = hora("launch", "--cpu", "1000", "--code", "pass", check=False)
         assert refused.returncode == 1
         assert "1000 CPU cores" in refused.stdout
+        together = ("-n", "2", "--cpu", str(len(os.sched_getaffinity(0)) - 1), "--all-or-nothing", "--wait", "0.1")
+        nothing = hora("launch", *together, "--code", "pass", check=False)
+        assert nothing.stdout.count("CPU cores were asked for") == 2
+        assert nothing.stderr == ""
+        settings = ("--env", "A=1", "--env", "B=x=y", "--cpu", "0.5")
+        (other,) = json.loads(hora("--json", "launch", *settings, "--code", "!echo $A $B").stdout)
+        hora("await", other["id"])
+        assert hora("logs", other["id"]).stdout == "1 x=y\n"
         assert "no such workers: nonsense" in hora("stop", "nonsense", check=False).stderr
         assert hora("stop").stdout == "stopped 1\n"
         assert "stopped" in hora("list").stdout

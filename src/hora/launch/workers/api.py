@@ -2,12 +2,15 @@
 
 1. Inside a worker: the session that started it (so its workers have the same master).
 2. A session that `hora workers launch` keeps for this folder.
-3. Otherwise a session of this process's own, which ends with it.
+3. Otherwise a session of this process's own, which ends with it. Under `hora.compat` its name is in the environment, so
+   that the processes it starts speak to it too.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
+import numbers
 import os
 import secrets
 import threading
@@ -97,21 +100,32 @@ _own: tuple[int, Session, Gateway] | None = None  # with the process it belongs 
 
 
 def _session() -> _Sessions:
-    url, key = os.environ.get("CDSW_API_URL", ""), os.environ.get("CDSW_API_KEY", "")
-    if url.startswith("unix:hora-") and os.environ.get("CDSW_MASTER_ID"):
-        return RemoteSession(url.removeprefix("unix:"), key)
+    given = _given_name()
+    if given is not None and os.environ.get("CDSW_MASTER_ID"):
+        return RemoteSession(*given)
     found = standing.find(os.getcwd())
     if found is not None:
         return RemoteSession(*found)
     return _own_session()
 
 
-def _own_session() -> Session:
+def _given_name() -> tuple[str, str] | None:
+    """Name and key of the session that the environment speaks of, if it is one of ours."""
+    url, key = os.environ.get("CDSW_API_URL", ""), os.environ.get("CDSW_API_KEY", "")
+    return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
+
+
+def _own_session() -> _Sessions:
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid():
-            key = secrets.token_hex(16)
-            gateway = Gateway(f"hora-workers-{secrets.token_hex(8)}", key)
+            name, key = _given_name() or (f"hora-workers-{secrets.token_hex(8)}", secrets.token_hex(16))
+            try:
+                gateway = Gateway(name, key)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                return RemoteSession(name, key)  # of the process that started this one
             session = Session(measure(os.environ), os.environ, address=gateway.name, key=key)
             gateway.open(session)
             atexit.register(_close, os.getpid())
@@ -170,6 +184,11 @@ def launch_workers(
         raise ValueError(f"wait_seconds={wait_seconds} is for all_or_nothing=True; otherwise what fits starts at once")
     if script and not os.path.exists(script):
         raise ValueError(f"there is no script {script!r} in {os.getcwd()}")
+    if not isinstance(code, str):
+        raise ValueError(f"code must be Python text, but it is {code!r}")
+    for what, value in (("cpu", cpu), ("memory", memory), ("nvidia_gpu", nvidia_gpu)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{what} must be a number, but it is {value!r}")
     request = {
         "cpu": float(cpu),
         "memory": float(memory),

@@ -112,6 +112,7 @@ def _resident_pages(pid: int) -> int:
 
 def main() -> None:
     """Run what the session asked for, in a fresh `__main__`."""
+    sys.excepthook = _show_error
     order = json.loads(Path(os.environ["HORA_SECRET_FILE"]).read_text())
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
@@ -137,9 +138,15 @@ def _run(source: str, name: str) -> None:
     module.__dict__["__hora_shell__"] = _shell
     # Tracebacks show the lines of a text that is in no file.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    sys.excepthook = traceback.print_exception
     sys.modules["__main__"] = module
     exec(compile(source, name, "exec"), module.__dict__)
+
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """As the interpreter does it, without the frames that led to the worker's own first line."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+        trace = trace.tb_next
+    traceback.print_exception(kind, error, trace)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,18 @@ def _parser() -> argparse.ArgumentParser:
     what = launch.add_mutually_exclusive_group(required=True)
     what.add_argument("--code", default="", help="Python text; lines that begin with ! are shell commands")
     what.add_argument("--script", default="", help="a Python file")
+    launch.add_argument(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable for them; repeatable",
+    )
+    launch.add_argument("--all-or-nothing", action="store_true", help="start none unless all fit")
+    launch.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="with --all-or-nothing: how long to wait for room"
+    )
     launch.add_argument("--name", default="", help="a name to recognise them by")
     launch.add_argument("--log-dir", default="", help="also write each worker's output to a file there")
     _action(actions, "list", _list, "all workers of this folder's session")
@@ -64,6 +77,13 @@ def _action(actions: Any, name: str, act: Any, summary: str, *, ids: bool = Fals
     return parser
 
 
+def _variable(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not name or not found:
+        raise argparse.ArgumentTypeError(f"it must be NAME=VALUE, but it is {text!r}")
+    return name, value
+
+
 def _show(options: argparse.Namespace, workers: list[dict[str, Any]]) -> None:
     if options.json:
         print(json.dumps(workers, indent=2))
@@ -79,16 +99,21 @@ def _show(options: argparse.Namespace, workers: list[dict[str, Any]]) -> None:
 
 def _launch(options: argparse.Namespace) -> int:
     standing.start(os.getcwd())
-    workers = api.launch_workers(
-        options.n,
-        options.cpu,
-        options.memory,
-        nvidia_gpu=options.gpus,
-        script=options.script,
-        code=options.code,
-        name=options.name,
-        log_dir=options.log_dir,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the table says who was refused
+        workers = api.launch_workers(
+            options.n,
+            options.cpu,
+            options.memory,
+            nvidia_gpu=options.gpus,
+            script=options.script,
+            code=options.code,
+            env=dict(options.env),
+            name=options.name,
+            all_or_nothing=options.all_or_nothing,
+            wait_seconds=options.wait,
+            log_dir=options.log_dir,
+        )
     _show(options, workers)
     return 0 if all("id" in worker for worker in workers) else 1
 
@@ -98,9 +123,13 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(options: argparse.Namespace) -> list[str]:
+def _require_session() -> None:
     if standing.find(os.getcwd()) is None:
         raise ValueError(f"no workers were launched in {os.getcwd()}; use `hora workers launch`")
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    _require_session()
     return options.ids or [worker["id"] for worker in api.list_workers()]
 
 
@@ -117,7 +146,8 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    responses = api.stop_workers(*_chosen(options)) or []
+    _require_session()
+    responses = api.stop_workers(*options.ids) or []
     unknown = [response.id for response in responses if not response.ok]
     if unknown:
         raise ValueError(f"no such workers: {', '.join(unknown)}; see `hora workers list`")

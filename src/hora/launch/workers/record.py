@@ -56,6 +56,12 @@ class Record:
     def ended(self) -> bool:
         return self.status in TERMINAL
 
+    @property
+    def _app_url(self) -> str:
+        # Web applications listen on 127.0.0.1, as the original tells them to, not on the worker's own loopback address.
+        host = "127.0.0.1" if self.ip_address.startswith("127.") else self.ip_address
+        return f"http://{host}:{self.app_port}/"
+
     def remember(self, data: bytes) -> None:
         """Keep the end of its output, from the start of a line if one starts there."""
         self.log += data[-_TAIL_BYTES:]
@@ -71,7 +77,7 @@ class Record:
             "name": self.name,
             "status": self.status,
             "ip_address": self.ip_address if self.status == "running" or self.ended else "unknown",
-            "app_url": f"http://{self.ip_address}:{self.app_port}/",
+            "app_url": self._app_url,
             "created_at": _iso(self.created_at),
             "running_at": _iso(self.running_at),
             "finished_at": _iso(self.finished_at),

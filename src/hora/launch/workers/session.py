@@ -88,7 +88,7 @@ class Session:
                 self._undo(launched, backend)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    return [_not_launched(answer) for answer in answers]
+                    return _none_launched(answers)
                 self._changed.wait(left_s)
             if launched:
                 try:
@@ -292,8 +292,12 @@ class Session:
         }
 
 
-def _not_launched(answer: Mapping[str, Any]) -> dict[str, Any]:
-    if "id" not in answer:
-        return dict(answer)
-    reason = "not launched, because others were refused"
-    return {"engineId": answer["id"], "index": answer["index"], "message": reason}
+def _none_launched(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Refusals for all, because some were refused."""
+    cause = next(answer["message"] for answer in answers if "id" not in answer)
+    return [
+        {"engineId": answer["id"], "index": answer["index"], "message": f"not launched, because not all fit: {cause}"}
+        if "id" in answer
+        else dict(answer)
+        for answer in answers
+    ]
