@@ -7,6 +7,7 @@ that change nothing. Errors are the lane's business.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -16,7 +17,7 @@ from hora.engine.request import DTYPES, Key, Kind, ReduceOp, Request, Signature
 from hora.engine.transport.arithmetic import identity
 from hora.engine.transport.base import Transport
 
-__all__ = ["carry_out"]
+__all__ = ["carry_out", "carry_out_on_device"]
 
 Requests = Mapping[Key, Request]
 
@@ -36,6 +37,28 @@ def carry_out(batch: Batch, requests: Requests, transport: Transport, member: in
     else:
         # A barrier that all members have agreed on has been reached by all of them: there is nothing left to do.
         assert batch.kind is Kind.BARRIER, batch.kind
+
+
+def carry_out_on_device(
+    batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]
+) -> None:
+    """The same on a GPU, on a stream of our own, after the work that the requests were submitted behind."""
+    device = next((request.tensors[0].device for request in requests.values() if request.tensors), None)
+    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
+        stream = torch.cuda.current_stream()
+        for request in requests.values():
+            if request.device_event is not None:
+                stream.wait_event(request.device_event)
+        carry_out(batch, requests, transport, member, ranks)
+        finished = torch.cuda.Event()
+        finished.record(stream)
+        for request in requests.values():
+            request.device_event = finished
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device | None) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

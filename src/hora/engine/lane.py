@@ -9,6 +9,7 @@ thread; requests that nobody waits for yet are driven by the lane's background t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -16,15 +17,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from hora.engine.agreement import Agreement
 from hora.engine.binding import Binding, reduce_bound
-from hora.engine.execution import carry_out
+from hora.engine.execution import carry_out, carry_out_on_device
 from hora.engine.fate import Fate
 from hora.engine.gate import Gate
 from hora.engine.plan import Batch, Planner
-from hora.engine.request import Key, Kind, ReduceOp, Request, Signature, full_names
+from hora.engine.recording import operation_name, recorded
+from hora.engine.request import Key, Kind, Request, Signature, full_names
 from hora.engine.stall import StallInspector
 from hora.engine.transport.base import Transport
 from hora.engine.validation import Validator
@@ -278,10 +278,8 @@ class Lane:
         timeline = self._host.timeline
         transport = self.transport(batch.signature.device)
         self._executing_since, self._executing, self._num_warnings = time.monotonic(), batch.kind.name, 0
-        if timeline is None:
+        with contextlib.nullcontext() if timeline is None else recorded(timeline, batch, transport.name):
             self._run(batch, requests, transport)
-        else:
-            self._run_recorded(batch, requests, transport, timeline)
         self._executing_since = 0.0
         done = []  # a group of several dtypes is done with the last of its batches
         for part in batch.parts:
@@ -294,48 +292,13 @@ class Lane:
 
     def _run(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
         if batch.signature.device == "cuda":
-            self._run_on_device(batch, requests, transport)
+            carry_out_on_device(batch, requests, transport, self.member, self.ranks)
         elif batch.signature.extra and batch.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
             (part,) = batch.parts
             binding = self.bindings[str(part.key[1])]
             reduce_bound(part, requests.get(part.key), binding, transport, self.member)
         else:
             carry_out(batch, requests, transport, self.member, self.ranks)
-
-    def _run_on_device(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
-        device = next((request.tensors[0].device for request in requests.values() if request.tensors), None)
-        with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)) as _:
-            stream = torch.cuda.current_stream()
-            for request in requests.values():
-                if request.device_event is not None:
-                    stream.wait_event(request.device_event)
-            carry_out(batch, requests, transport, self.member, self.ranks)
-            finished = torch.cuda.Event()
-            finished.record(stream)
-            for request in requests.values():
-                request.device_event = finished
-
-    def _run_recorded(
-        self, batch: Batch, requests: Mapping[Key, Request], transport: Transport, timeline: Timeline
-    ) -> None:
-        names, facts = [], []
-        for part in batch.parts:
-            signature = next(item for item in part.signatures if item is not None)
-            every = full_names(*part.key, len(signature.dtypes))
-            names.append(every[part.index] if every else part.key[0])
-            dtype = signature.dtypes[part.index] if signature.dtypes else ""
-            shape = str(list(signature.shapes[part.index])) if signature.shapes else "[]"
-            facts.append({"dtype": dtype, "shape": shape})
-        operation = "ADASUM" if batch.signature.op == ReduceOp.ADASUM else batch.kind.name
-        timeline.agreed(names)
-        if batch.kind is Kind.BARRIER:
-            self._run(batch, requests, transport)
-            return
-        timeline.begin(names, operation)
-        timeline.begin(names, f"{transport.name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}")
-        self._run(batch, requests, transport)
-        timeline.end(names)
-        timeline.end(names, facts)
 
     def _end_join(self, batch: Batch) -> None:
         with self._lock:
@@ -385,9 +348,8 @@ class Lane:
 
     def _on_arrival(self, member: int, key: Key, signature: Signature) -> None:
         if self._host.timeline is not None:
-            operation = "ADASUM" if signature.op == ReduceOp.ADASUM else Kind(signature.kind).name
             names = full_names(*key, max(len(signature.dtypes), 1))
-            self._host.timeline.arrived(names, operation, member)
+            self._host.timeline.arrived(names, operation_name(signature), member)
 
     # Threads.
 
@@ -425,9 +387,3 @@ class Lane:
             if self._num_waiters:
                 with self._finished:
                     self._finished.notify_all()
-
-
-def _side_stream(device: torch.device | None, _streams: dict[Any, Any] = {}) -> Any:  # noqa: B006 - a per-device cache
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]

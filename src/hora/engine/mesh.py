@@ -23,14 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hora import wire
+from hora.engine.link import Link
 from hora.engine.segment import Segment
 from hora.errors import AuthenticationError, HorovodInternalError
 
 __all__ = ["Mesh", "MeshEvents"]
 
-_JOB = "mesh"
-_SEND_LIMIT_S = 60.0
-_SILENCE_LIMIT_S = 8
 _MAX_STRANGERS = 128
 
 
@@ -53,33 +51,6 @@ class MeshEvents:
         self.tick = tick
 
 
-class _Link:
-    """One authenticated connection. `rank` is None until the peer has said which rank it is."""
-
-    def __init__(
-        self, sock: socket.socket, handshake: wire.ServerHandshake | None, keys: wire.Keys | None = None
-    ) -> None:
-        self.sock = sock
-        self.handshake = handshake
-        self.rank: int | None = None
-        self.said_goodbye = False
-        self.lock = threading.Lock()
-        self.sealer: wire.Sealer | None = None
-        self.opener: wire.Opener | None = None
-        if keys is not None:
-            self.sealer, self.opener = wire.Sealer(keys.to_server), wire.Opener(keys.to_client)
-
-    def authenticated(self, keys: wire.Keys) -> None:
-        self.handshake = None
-        self.sealer, self.opener = wire.Sealer(keys.to_client), wire.Opener(keys.to_server)
-
-    def send(self, header: wire.Header, payload: bytes = b"") -> None:
-        assert self.sealer is not None
-        with self.lock, contextlib.suppress(OSError):  # a broken link is noticed by whoever reads it
-            for frame in self.sealer.frames(header, payload):
-                self.sock.sendall(frame)
-
-
 class Mesh:
     """This rank's part of the mesh."""
 
@@ -90,10 +61,10 @@ class Mesh:
         self.goodbyes: set[int] = set()
         self._events = events
         self._secret = b""
-        self._links: dict[int, _Link] = {}
-        self._strangers: list[_Link] = []
+        self._links: dict[int, Link] = {}
+        self._strangers: list[Link] = []
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
-        self._waiting_for_segment: list[tuple[str, _Link]] = []
+        self._waiting_for_segment: list[tuple[str, Link]] = []
         self._changed = threading.Condition()
         self._stopping = False
         self._hopeless = ""
@@ -132,7 +103,7 @@ class Mesh:
         """Fetch the segment that the rank listening at `name` offers. OSError when it is not on this host."""
         deadline = time.monotonic() + limit_s
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            link = self._connect(sock, "\0" + name, deadline)
+            link = Link.to(sock, "\0" + name, self._secret, deadline)
             link.send({"want": "segment", "key": key})
             sock.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
@@ -154,11 +125,10 @@ class Mesh:
         deadline = time.monotonic() + limit_s
         sock = socket.socket(socket.AF_UNIX if isinstance(where, str) else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            link = self._connect(sock, "\0" + where if isinstance(where, str) else where, deadline)
+            link = Link.to(sock, "\0" + where if isinstance(where, str) else where, self._secret, deadline)
         except BaseException:
             sock.close()
             raise
-        sock.settimeout(_SEND_LIMIT_S)
         link.rank = 0
         link.send({"want": "mesh", "rank": self.rank})
         self._links[0] = link
@@ -230,23 +200,6 @@ class Mesh:
         yield from (link.sock for link in [*self._links.values(), *self._strangers])
         yield from (link.sock for _, link in self._waiting_for_segment)
 
-    def _connect(self, sock: socket.socket, where: str | tuple[str, int], deadline: float) -> _Link:
-        sock.settimeout(max(deadline - time.monotonic(), 0.01))
-        sock.connect(where)
-        if sock.family == socket.AF_INET:
-            wire.tune(sock, silence_limit_s=_SILENCE_LIMIT_S)
-        handshake = wire.ClientHandshake(self._secret, _JOB)
-        sock.sendall(handshake.hello)
-        challenge = b""
-        while len(challenge) < handshake.challenge_bytes:
-            data = sock.recv(handshake.challenge_bytes - len(challenge))
-            if not data:
-                raise ConnectionError("the peer closed the connection during the handshake")
-            challenge += data
-        keys, proof = handshake.answer(challenge)
-        sock.sendall(proof)
-        return _Link(sock, None, keys)
-
     def _selector_register(self, sock: socket.socket, data: Any) -> None:
         self._selector.register(sock, selectors.EVENT_READ, data)
         self._wake()
@@ -293,31 +246,18 @@ class Mesh:
             return
         if len(self._strangers) >= _MAX_STRANGERS:
             self._drop(self._strangers[0])
-        sock.settimeout(_SEND_LIMIT_S)
-        if sock.family == socket.AF_INET:
-            wire.tune(sock, silence_limit_s=_SILENCE_LIMIT_S)
-        link = _Link(sock, wire.ServerHandshake(self._secret, _JOB))
+        link = Link.accepted(sock, self._secret)
         self._strangers.append(link)
         self._selector.register(sock, selectors.EVENT_READ, link)
 
-    def _receive(self, link: _Link) -> None:
+    def _receive(self, link: Link) -> None:
         try:
-            wanted = link.handshake.wanted_bytes if link.handshake is not None else 256 * 1024
-            data = link.sock.recv(wanted)
-            if not data:
-                raise EOFError
-            if link.handshake is not None:
-                link.sock.sendall(link.handshake.feed(data))
-                if link.handshake.done and link.handshake.keys is not None:
-                    link.authenticated(link.handshake.keys)
-                return
-            assert link.opener is not None
-            for header, payload in link.opener.feed(data):
+            for header, payload in link.receive():
                 self._on_message(link, header, payload)
         except (OSError, EOFError, AuthenticationError):
             self._drop(link)
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: Link) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.sock)
         link.sock.close()
@@ -330,7 +270,7 @@ class Mesh:
             self._broadcast({"t": "lost", "rank": link.rank})
             self._events.lost(link.rank)
 
-    def _on_message(self, link: _Link, header: wire.Header, payload: bytes) -> None:
+    def _on_message(self, link: Link, header: wire.Header, payload: bytes) -> None:
         if link.rank is None:
             self._strangers.remove(link)
             self._introduce(link, header)
@@ -354,7 +294,7 @@ class Mesh:
         elif kind == "fault":
             self._events.fault(rank, str(header["text"]))
 
-    def _introduce(self, link: _Link, header: wire.Header) -> None:
+    def _introduce(self, link: Link, header: wire.Header) -> None:
         if header.get("want") == "segment":
             self._waiting_for_segment.append((str(header["key"]), link))
             return
