@@ -39,7 +39,16 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output (`| head`) has gone; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -56,13 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         return _unknown(name)
-    try:
-        return COMMANDS[name](rest)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output (`| head`) has gone; what is left in the buffer goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    return COMMANDS[name](rest)
 
 
 def _help() -> str:

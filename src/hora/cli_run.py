@@ -43,7 +43,7 @@ def run(args: object) -> None:
     from hora.launch.start import start
 
     options = Options.from_args(args, os.environ)
-    _set_log_level(options)
+    _set_up_log(options)
     start(options, os.environ)
 
 
@@ -76,16 +76,15 @@ def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
     return 0
 
 
-def _set_log_level(options: Options) -> None:
-    """Show the launcher's own messages from the asked level on. Unset: warnings, as Python does by itself."""
-    if options.log_level is None:
-        return
+def _set_up_log(options: Options) -> None:
+    """Show the launcher's own messages, and whose they are, from the asked level on (warnings, unless asked)."""
     import logging
 
-    level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(options.log_level, options.log_level)
-    when = "" if options.log_with_timestamp is False else "%(asctime)s "
+    when = "%(asctime)s " if options.log_level is not None and options.log_with_timestamp is not False else ""
     logging.basicConfig(format=f"{when}hora %(levelname)s: %(message)s")
-    logging.getLogger("hora").setLevel(level)
+    if options.log_level is not None:
+        level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(options.log_level, options.log_level)
+        logging.getLogger("hora").setLevel(level)
 
 
 def _version() -> str:

@@ -28,6 +28,7 @@ PATH_KEY = "hora/path"
 # The server keeps the time limit of a request and says what was missing; only a dead server overstays this.
 _SLACK_S = 10.0
 _QUICK_S = 60.0
+_TRACEBACK_CHARACTERS = 24000
 
 Notice = dict[str, Any]
 
@@ -42,6 +43,12 @@ def read_secret(path: str) -> bytes:
             f"cannot read the job's secret from HORA_SECRET_FILE={path} ({error.strerror}): the supervisor "
             "that holds it has ended, or this process runs as another user or in another container"
         ) from error
+
+
+def _without_middle(text: str, limit: int) -> str:
+    """Both ends of a long text: where a traceback begins, and what was raised."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
 class _Request:
@@ -160,7 +167,7 @@ class ControlClient:
             "op": "raised",
             "type": type_name[:200],
             "message": message[:8000],
-            "traceback": traceback[-24000:],
+            "traceback": _without_middle(traceback, _TRACEBACK_CHARACTERS),
         }
         limit_s = max(_QUICK_S, len(pickled) / 1e6)
         self._ask(header | {"consequence": consequence}, pickled, limit_s=limit_s)

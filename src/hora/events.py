@@ -126,7 +126,9 @@ class Timeline:
             self._put(body + _END)
             self._body_end += len(body)
         except OSError as error:
-            _log.error("cannot write the timeline %s: %s. It ends here, the training goes on", self.path, error.strerror)
+            _log.error(
+                "cannot write the timeline %s: %s. It ends here, the training goes on", self.path, error.strerror
+            )
             self._cut()
 
     def _put(self, data: bytes) -> None:

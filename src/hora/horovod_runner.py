@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from hora.launch.call import pickle_call
 from hora.launch.options import Options
 from hora.launch.spark import SparkJob, run_on_spark
 from hora.launch.spark_environment import elastic_timeout_s, forwarded_variables, start_timeout_s
@@ -75,7 +76,7 @@ def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: in
 
 
 def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool) -> Any:
-    plain = bytes(cloudpickle.dumps((main, (), dict(kwargs))))
+    plain = pickle_call(main, kwargs=kwargs)
     elastic = is_elastic(plain)
     context = context_or_new()
     num_slots = require_slots(context, num_proc)
@@ -125,7 +126,7 @@ class _OnlyRank0Answers:
 
 
 def _pickled(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> bytes:
-    return bytes(cloudpickle.dumps((_OnlyRank0Answers(main), (), dict(kwargs))))
+    return pickle_call(_OnlyRank0Answers(main), kwargs=kwargs)
 
 
 def _value_of_rank_0(result: JobResult) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from hora.launch.call import pickle_call
 from hora.launch.options import Options
 from hora.launch.start import start
 
@@ -82,7 +83,7 @@ def run(
         mpi_args=mpi_args,
         nics=_interfaces(network_interface, network_interfaces),
     )
-    function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
+    function = pickle_call(func, args, kwargs)
     result = start(options, os.environ, function=function, executable=executable)
     return [cloudpickle.loads(value) for value in result.results if value is not None]
 
@@ -95,6 +96,8 @@ def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
 
 
 def _interfaces(commas: str | None, names: Sequence[str] | None) -> frozenset[str] | None:
+    if isinstance(names, str):  # letters are no names
+        names = names.split(",")
     if commas is not None:
         warnings.warn("network_interface is deprecated, say network_interfaces=[…]", DeprecationWarning, stacklevel=3)
         names = [*commas.split(","), *(names or ())]

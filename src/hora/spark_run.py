@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from hora.launch.call import pickle_call
 from hora.launch.spark import SparkJob, run_on_spark
 from hora.launch.spark_environment import start_timeout_s
 from hora.launch.spec import OutputOptions
@@ -59,7 +60,7 @@ def run(
     outcome = run_on_spark(
         context,
         SparkJob(
-            function=cloudpickle.dumps((fn, tuple(args), dict(kwargs))),
+            function=pickle_call(fn, args, kwargs),
             num_proc=num_proc,
             group="horovod.spark.run",
             env={str(name): str(value) for name, value in (env or {}).items()} | extra,

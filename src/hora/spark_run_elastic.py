@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from hora.launch.call import pickle_call
 from hora.launch.spark import SparkJob
 from hora.launch.spark_environment import elastic_timeout_s, start_timeout_s
 from hora.launch.spec import OutputOptions
@@ -66,7 +67,7 @@ def run_elastic(
         )
     timeout_s = elastic_timeout_s() if elastic_timeout is None else float(elastic_timeout)
     job = SparkJob(
-        function=cloudpickle.dumps((fn, tuple(args), dict(kwargs))),
+        function=pickle_call(fn, args, kwargs),
         num_proc=num_proc,
         group="horovod.spark.run_elastic",
         env={str(name): str(value) for name, value in (env or {}).items()}

@@ -35,10 +35,21 @@ class UnpicklableError(Exception):
 
 
 class AwkwardError(Exception):
-    """Pickles, but cannot be rebuilt."""
+    """Its `__init__` does not take what it passes on, and its text cannot be had."""
 
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")
+        self.code = code
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class HomesickError(Exception):
+    """Can be rebuilt on a worker only."""
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return rank, ()
 
 
 def rank() -> int:
@@ -133,13 +144,26 @@ def test_an_unpicklable_exception_is_named():
     assert "the UnpicklableError itself could not be pickled" in str(error)
 
 
-def test_an_exception_that_cannot_be_rebuilt_is_named():
+def test_an_exception_that_makes_it_difficult_comes_home():
     def work() -> None:
         raise AwkwardError(code=7)
 
-    error = fail_with(work)
-    assert "AwkwardError: code 7" in str(error)
-    assert "AwkwardError: code 7 (it cannot be rebuilt here" in str(error.__cause__)
+    error = fail_with(work, num_proc=2)
+    assert "AwkwardError: " in str(error)
+    assert isinstance(error.__cause__, AwkwardError)
+    assert (error.__cause__.code, error.__cause__.args) == (7, ("code 7",))
+
+
+def test_an_exception_that_cannot_be_rebuilt_is_named():
+    def work() -> None:
+        raise HomesickError("x" * 30_000)
+
+    error = fail_with(work, num_proc=2)
+    assert "in work\n" in str(error)
+    assert "HomesickError: x" in str(error)
+    assert len(str(error)) < 30_000
+    assert "HomesickError: x" in str(error.__cause__)
+    assert "it cannot be rebuilt here" in str(error.__cause__)
 
 
 def test_a_function_that_cannot_be_rebuilt_is_a_clear_error():

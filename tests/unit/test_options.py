@@ -120,6 +120,7 @@ def test_launcher_variables_stand_in_for_missing_flags():
     "argv",
     [
         ["--fusion-threshold-mb", "-1"], ["--cycle-time-ms", "-0.5"], ["--cycle-time-ms", "nan"],
+        ["--cycle-time-ms", "inf"], ["--num-proc", "99999999"],
         ["--cache-capacity", "-1"], ["--autotune-warmup-samples", "-1"],
         ["--autotune-steps-per-sample", "-1"],
         ["--autotune-bayes-opt-max-samples", "-1"], ["--autotune-gaussian-process-noise", "1.1"],
@@ -264,6 +265,7 @@ def test_a_controller_flag_makes_the_files_controller_moot(tmp_path):
         ("logging: {level: LOUD}", "must be one of TRACE"),
         ("params: 3", "params in .* must hold"),
         ("controller: nccl", "must be gloo or mpi, but it is 'nccl'"),
+        ("controller: [gloo]", "must be gloo or mpi, but it is \\['gloo'\\]"),
         ("- a\n- b\n", "must hold"),
         ("params: {a: ", "is not YAML"),
     ],
@@ -310,6 +312,16 @@ def test_no_variable_flag_or_key_is_used_twice():
         [flag for knob in knobs().values() for flag in (*knob.flags, *knob.off_flags)],
     ):
         assert len(values) == len(set(values))
+
+
+def test_what_changes_nothing_is_named_with_the_reason():
+    asked = ["--autotune", "--autotune-log-file", "a", "--cycle-time-ms", "2", "--max-np", "4", "--disable-cache"]
+    assert options(*asked, "python", environ={"HOROVOD_ELASTIC_TIMEOUT": "9"}).without_effect() == [
+        "--cycle-time-ms: without effect, there is no cycle to wait for; ranks with news wake the others",
+        "--autotune, --autotune-log-file: without effect, nothing is tuned while training",
+        "--max-num-proc: without effect, the job is not elastic; make it so with --min-np or --host-discovery-script",
+    ]
+    assert options("--min-np", "1", "--max-np", "4", "--fusion-threshold-mb", "1", "python").without_effect() == []
 
 
 def test_help_shows_no_hidden_flag(capsys):

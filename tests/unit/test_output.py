@@ -85,7 +85,7 @@ def test_a_very_long_line_leaves_in_pieces_with_one_prefix():
 def test_a_line_in_pieces_is_closed_before_another_rank_speaks():
     long = b"x" * MAX_LINE_BYTES
     got = collect([(0, "stdout", long), (1, "stdout", b"me\n"), (0, "stdout", b"y\n")])
-    assert got == b"[0]<stdout>:" + long + b"\n[1]<stdout>:me\ny\n"
+    assert got == b"[0]<stdout>:" + long + b"\n[1]<stdout>:me\n[0]<stdout>:y\n"
 
 
 def test_files_hold_the_same_lines(tmp_path: Path):

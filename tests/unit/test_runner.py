@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 
 import pytest
 
@@ -41,11 +42,27 @@ def test_the_signature_is_horovods():
         ({"num_proc": 3, "hosts": "localhost:2"}, "Requested more processes"),
         ({"start_timeout": -1}, "start-timeout"),
         ({"network_interfaces": ["no-such-nic"]}, "no-such-nic"),
+        ({"network_interfaces": "no-such-nic,other"}, "no-such-nic, other"),
+        ({"cooldown_range": 5}, "takes 2 numbers, but it is 5"),
     ],
 )
 def test_what_cannot_be_meant_is_a_value_error(arguments: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         horovod.run(**{"func": print} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"args": 3}, "args must be a tuple or a list of positional arguments, but it is 3"),
+        ({"args": "abc"}, "args must be a tuple or a list of positional arguments, but it is 'abc'"),
+        ({"kwargs": [1]}, r"kwargs must be a dict of keyword arguments, but it is \[1\]"),
+        ({"args": (threading.Lock(),)}, "cannot be sent to the workers: .*lock.* has to be made inside the function"),
+    ],
+)
+def test_what_cannot_travel_is_a_type_error(arguments: dict[str, object], message: str):
+    with pytest.raises(TypeError, match=message):
+        horovod.run(print, **arguments)
 
 
 @pytest.mark.parametrize("name", ["np", "min_np", "max_np"])

@@ -21,7 +21,7 @@ _SECTIONS = {
     "job": "the job",
     "hosts": "hosts",
     "tuning": "tuning",
-    "autotune": "autotuning (exported with --autotune only)",
+    "autotune": "autotuning",
     "elastic": "elastic jobs (--min-np or --host-discovery-script)",
     "timeline": "timeline",
     "stall check": "stall check",
@@ -88,7 +88,7 @@ def build_parser(
 
 
 def _add_knob(group: Any, dest: str, knob: Knob) -> None:
-    text = argparse.SUPPRESS if knob.help is None else _help_text(knob)
+    text = _help_text(knob) or argparse.SUPPRESS
     if knob.kind is bool:
         group.add_argument(*knob.flags, dest=dest, action="store_const", const=True, help=text)
         for flag in knob.off_flags:
@@ -106,7 +106,10 @@ def _add_knob(group: Any, dest: str, knob: Knob) -> None:
 
 
 def _help_text(knob: Knob) -> str:
-    assert knob.help is not None
+    if knob.idle:
+        return f"accepted, without effect: {knob.idle}"
+    if knob.help is None:
+        return ""
     text = knob.help
     if knob.off_flags:
         text += f"; {knob.off_flags[0]} says the opposite"
@@ -194,7 +197,7 @@ def read_config_file(path: str) -> dict[str, Any]:
             values[name] = not value if knob.yaml_negated else value
     controller = content.get("controller")
     if controller is not None:
-        if controller not in _CONTROLLERS:
+        if not isinstance(controller, str) or controller not in _CONTROLLERS:
             raise ValueError(f"controller in {path!r} must be gloo or mpi, but it is {controller!r}")
         values[_CONTROLLERS[controller]] = True
     return values

@@ -5,7 +5,8 @@ Not here: which knobs there are (`options`) and the parser made of them (`flags`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,15 @@ class Knob:
 
     `off_flags` set a switch to False; `old_flags` are deprecated spellings with the value they set.
     `export_with` names the field that must be set for this one to be exported. `launch_variable` is read by
-    the launcher itself when the flag is missing. `default` is what an unset knob means.
+    the launcher itself when the flag is missing. `default` is what an unset knob means. `idle` says why a knob of
+    Horovod's changes nothing here; it is accepted, checked and exported all the same.
     """
 
     flags: tuple[str, ...]
     kind: type
     section: str
     help: str | None = None  # None: not shown by --help
+    idle: str = ""
     metavar: str | None = None
     off_flags: tuple[str, ...] = ()
     old_flags: tuple[tuple[str, bool], ...] = ()
@@ -59,7 +62,7 @@ def check(knob: Knob, value: Any, *, where: str = "") -> Any:
         return frozenset(str(name).strip() for name in names if str(name).strip()) or None
     if knob.count is None:
         return _check_one(knob, value, where)
-    if len(value) != knob.count:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != knob.count:
         raise ValueError(f"{where} takes {knob.count} numbers, but it is {value!r}")
     return tuple(_check_one(knob, one, where) for one in value)
 
@@ -70,10 +73,9 @@ def _check_one(knob: Knob, value: Any, where: str) -> Any:
         value = value.upper()
         if value not in knob.choices:
             raise ValueError(f"{where} must be one of {', '.join(knob.choices)}, but it is {value!r}")
-    # Written so that a NaN, which compares false with everything, is refused too.
-    if knob.low is not None and not value >= knob.low:
+    if knob.low is not None and value < knob.low:
         raise ValueError(f"{where} must be at least {knob.low}, but it is {value}")
-    if knob.high is not None and not value <= knob.high:
+    if knob.high is not None and value > knob.high:
         raise ValueError(f"{where} must be at most {knob.high}, but it is {value}")
     return value
 
@@ -91,7 +93,10 @@ def _convert(knob: Knob, value: Any, where: str) -> Any:
     try:
         if isinstance(value, bool) or fraction:
             raise ValueError
-        return knob.kind(value)
+        number = knob.kind(value)
+        if not math.isfinite(number):
+            raise ValueError
+        return number
     except (TypeError, ValueError, OverflowError):
         word = "an integer" if knob.kind is int else "a number"
         raise ValueError(f"{where} must be {word}, but it is {value!r}") from None

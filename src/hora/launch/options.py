@@ -17,6 +17,11 @@ from hora.launch.knob import Knob, check
 
 __all__ = ["LOG_LEVELS", "Options", "knobs"]
 
+_NO_CYCLE = "there is no cycle to wait for; ranks with news wake the others"
+_CHOSEN = "the route of a collective follows from where its ranks are"
+_NO_TUNING = "nothing is tuned while training"
+_NO_MPI = "there is no MPI"
+
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
@@ -38,7 +43,7 @@ def _worker(flag: str, *, section: str, key: str = "", kind: type = int, **rest:
 
 def _autotune(flag: str, **rest: Any) -> Any:
     key = "autotune." + flag.removeprefix("--autotune-").replace("-", "_")
-    return _worker(flag, key=key, section="autotune", export_with="autotune", **rest)
+    return _worker(flag, key=key, section="autotune", export_with="autotune", idle=_NO_TUNING, **rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,7 @@ class Options:
     # A table: the formatter would spread it over three times as many lines.
     # fmt: off
     num_proc: int | None = _knob("-np", "--num-proc", section="job", low=1,
-        help="number of processes; for an elastic job the slots to start with")
+        high=100_000, help="number of processes; for an elastic job the slots to start with")
     verbose: bool | None = _knob("--verbose", kind=bool, section="job", help="print commands and progress")
     disable_cache: bool | None = _knob("--disable-cache", kind=bool, section="job",
         help="accepted for compatibility: nothing is cached, ssh is checked at every start")
@@ -77,29 +82,26 @@ class Options:
     fusion_threshold_mb: int | None = _worker("--fusion-threshold-mb", section="tuning", default=128,
         variable="HOROVOD_FUSION_THRESHOLD", to_variable=lambda megabytes: str(megabytes * 1024 * 1024),
         metavar="MB", help="largest fused batch; 0: no fusion")
-    cycle_time_ms: float | None = _worker("--cycle-time-ms", section="tuning", kind=float, default=1.0,
-        variable="HOROVOD_CYCLE_TIME", metavar="MS", help="time between engine cycles")
+    cycle_time_ms: float | None = _worker("--cycle-time-ms", section="tuning", kind=float, metavar="MS",
+        variable="HOROVOD_CYCLE_TIME", idle=_NO_CYCLE)
     cache_capacity: int | None = _worker("--cache-capacity", section="tuning", default=1024, metavar="N",
         help="response cache entries; 0: no cache")
     hierarchical_allreduce: bool | None = _worker("--hierarchical-allreduce", section="tuning", kind=bool,
-        help="reduce inside each host first")
+        idle=_CHOSEN)
     hierarchical_allgather: bool | None = _worker("--hierarchical-allgather", section="tuning", kind=bool,
-        help="gather inside each host first")
+        idle=_CHOSEN)
     torus_allreduce: bool | None = _worker("--torus-allreduce", section="tuning", kind=bool,
-        help="reduce along a torus of hosts")
+        idle=_CHOSEN)
 
     autotune: bool | None = _worker("--autotune", section="autotune", kind=bool, key="autotune.enabled",
-        help="tune the parameters while training")
+        idle=_NO_TUNING)
     autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str,
-        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="where to write the trials")
-    autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", default=3, metavar="N",
-        help="trials to discard")
-    autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", default=10, metavar="N",
-        help="steps in one sample")
-    autotune_bayes_opt_max_samples: int | None = _autotune("--autotune-bayes-opt-max-samples", default=20,
-        metavar="N", help="most trials of the optimisation")
+        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV")
+    autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N")
+    autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", metavar="N")
+    autotune_bayes_opt_max_samples: int | None = _autotune("--autotune-bayes-opt-max-samples", metavar="N")
     autotune_gaussian_process_noise: float | None = _autotune("--autotune-gaussian-process-noise", kind=float,
-        high=1, default=0.8, metavar="X", help="noise of the model, in [0, 1]")
+        high=1, metavar="X")
 
     min_num_proc: int | None = _knob("--min-np", "--min-num-proc", section="elastic", low=1, metavar="N",
         help="fewest processes to go on with (default: -np); makes the job elastic")
@@ -133,20 +135,19 @@ class Options:
         variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", help="end the job after this time; 0: never")
 
     mpi_threads_disable: bool | None = _worker("--mpi-threads-disable", section="libraries", kind=bool,
-        key="library_options.mpi_threads_disable", help="accepted for compatibility: there is no MPI")
+        key="library_options.mpi_threads_disable", idle=_NO_MPI)
     mpi_args: str | None = _knob("--mpi-args", kind=str, section="libraries", metavar="ARGS",
-        help="accepted for compatibility: there is no MPI")
+        idle=_NO_MPI)
     tcp_flag: bool | None = _knob("--tcp", kind=bool, section="libraries", variable="NCCL_IB_DISABLE",
         help="TCP only: no InfiniBand")
     binding_args: str | None = _knob("--binding-args", kind=str, section="libraries", metavar="ARGS",
-        help="accepted for compatibility: there is no MPI")
-    num_nccl_streams: int | None = _worker("--num-nccl-streams", section="libraries", default=1, metavar="N",
-        key="library_options.num_nccl_streams", help="NCCL streams")
-    thread_affinity: int | None = _worker("--thread-affinity", section="libraries", default=0, metavar="CORE",
-        key="library_options.thread_affinity", help="core of the engine's thread")
-    gloo_timeout_seconds: int | None = _worker("--gloo-timeout-seconds", section="libraries", default=30,
-        key="library_options.gloo_timeout_seconds", metavar="SECONDS",
-        help="limit of a connect or a collective")
+        idle=_NO_MPI)
+    num_nccl_streams: int | None = _worker("--num-nccl-streams", section="libraries", metavar="N",
+        key="library_options.num_nccl_streams", idle="torch chooses its streams")
+    thread_affinity: int | None = _worker("--thread-affinity", section="libraries", metavar="CORE",
+        key="library_options.thread_affinity", help="core of the engine's threads (default: any)")
+    gloo_timeout_seconds: int | None = _worker("--gloo-timeout-seconds", section="libraries", default=120,
+        key="library_options.gloo_timeout_seconds", metavar="SECONDS", help="limit of the ranks' meeting")
 
     log_level: str | None = _worker("--log-level", section="logging", kind=str, key="logging.level",
         choices=LOG_LEVELS, default="WARNING", metavar="LEVEL",
@@ -228,6 +229,18 @@ class Options:
         """The value of a knob, or its default when it is unset."""
         value = getattr(self, name)
         return knobs()[name].default if value is None else value
+
+    def without_effect(self) -> list[str]:
+        """What was asked for and changes nothing, with the reason, in words for the user."""
+        found: dict[str, list[str]] = {}
+        for name, knob in knobs().items():
+            why = knob.idle
+            # A time limit may come from a variable that is meant for other jobs.
+            if knob.section == "elastic" and not self.elastic and not knob.launch_variable:
+                why = "the job is not elastic; make it so with --min-np or --host-discovery-script"
+            if why and getattr(self, name):
+                found.setdefault(why, []).append(knob.name)
+        return [f"{', '.join(names)}: without effect, {why}" for why, names in found.items()]
 
     def worker_env(self) -> dict[str, str]:
         """The variables that these options set for the workers: only what was asked for."""

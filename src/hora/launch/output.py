@@ -54,7 +54,7 @@ class Output:
             place = Path(self._options.directory) / f"rank.{rank:0{self._width}d}"
             for stream in ("stdout", "stderr"):
                 if (rank, stream) not in self._files:
-                    self._files[rank, stream] = LogFile(place / stream)
+                    self._files[rank, stream] = _open_file(place / stream)
 
     def set_ranks(self, ranks: Mapping[int, int]) -> None:
         """These workers have other numbers from now on."""
@@ -112,7 +112,7 @@ class Output:
         if not data:
             return
         if self._options.console:
-            self._consoles[key[1]].write(data, key)
+            self._consoles[key[1]].write(data, key, self._prefix(*key))
         file = self._files.get((self._ranks.get(key[0], key[0]), key[1]))
         if file is not None:
             file.write(data)
@@ -161,8 +161,16 @@ class _Lines:
         return b""
 
 
+def _open_file(path: Path) -> LogFile:
+    try:
+        return LogFile(path)
+    except OSError as error:
+        raise OSError(f"cannot write {path} (--output-filename): {error.strerror}") from None
+
+
 class _Console:
-    """A stream for people. A line that is not finished yet is closed before somebody else's begins."""
+    """A stream for people. A line that is not finished yet is closed before somebody else's begins, and its rest
+    begins with its prefix again."""
 
     def __init__(self, stream: IO[Any] | None) -> None:
         # None: a process that was started without a console.
@@ -170,10 +178,15 @@ class _Console:
         self._binary = _is_binary(self._stream)
         self._decoders: dict[object, codecs.IncrementalDecoder] = {}
         self._unfinished: object = None
+        self._interrupted: set[object] = set()
         self._broken = stream is None
 
-    def write(self, data: bytes, key: object = None) -> None:
+    def write(self, data: bytes, key: object = None, prefix: bytes = b"") -> None:
+        if key in self._interrupted:
+            self._interrupted.discard(key)
+            data = prefix + data
         if self._unfinished not in (None, key):
+            self._interrupted.add(self._unfinished)
             data = b"\n" + data
         self._unfinished = None if data.endswith((b"\n", b"\r")) else key
         if self._broken:

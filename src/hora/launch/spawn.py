@@ -82,7 +82,24 @@ def _become(
             os.chdir(cwd)
         execute(argv[0], list(argv), env)
     except (OSError, ValueError) as error:
-        doing = f"run {argv[0]!r}" if cwd is None or os.path.isdir(cwd) else f"enter the directory {cwd!r}"
-        os.write(trouble, f"cannot {doing}: {getattr(error, 'strerror', None) or error}".encode())
+        why = getattr(error, "strerror", None) or error
+        if cwd is None or os.path.isdir(cwd):
+            problem = f"cannot run {argv[0]!r}: {why}{_advice(argv[0])}"
+        else:
+            problem = f"cannot enter the directory {cwd!r}: {why}"
+        os.write(trouble, problem.encode(errors="replace"))
     finally:
         os._exit(127)
+
+
+def _advice(program: str) -> str:
+    """What to do about a file that is there and yet cannot be run."""
+    if not os.path.isfile(program):
+        return ""
+    if program.endswith(".py") and not os.access(program, os.X_OK):
+        return f"; put its interpreter in front: python {program}"
+    if os.sep not in program:
+        return f"; the file in this directory is called ./{program}"
+    if not os.access(program, os.X_OK):
+        return f"; make it executable (chmod +x {program}) or put its interpreter in front"
+    return "; does its first line name an interpreter that is there, as in #!/bin/sh?"

@@ -6,6 +6,7 @@ here: reading flags (`flags`), the rules of placement (`hosts`), what a launcher
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
 
+_log = logging.getLogger("hora.launch")
+
 
 def start(
     options: Options,
@@ -39,6 +42,8 @@ def start(
     if function is None and not options.command:
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
     options = options.filled_from(environ)
+    for sentence in options.without_effect():
+        _log.warning("%s", sentence)
     if options.elastic:
         return _start_elastic(options, environ, function=function, executable=executable)
     job = make_job(options, environ, function=function, executable=executable)

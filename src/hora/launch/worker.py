@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hora.control import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.errors import HorovodInternalError
@@ -41,11 +41,13 @@ def main() -> int:
 def _work(client: ControlClient, world: World) -> int:
     import cloudpickle
 
+    from hora.launch.call import pickle_result
+
     _extend_path(json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S)))
     try:
         function, args, kwargs = cloudpickle.loads(client.get(FUNCTION_KEY, timeout_s=_FETCH_LIMIT_S))
         result = function(*args, **kwargs)
-        pickled = _pickle_result(result, world)
+        pickled = pickle_result(result, rank=world.rank)
     except SystemExit as error:
         return _exit_status(error)
     except BaseException as error:  # not swallowed but reported, with its own traceback
@@ -64,19 +66,6 @@ def _extend_path(launcher_path: list[str]) -> None:
     sys.path.extend(entry for entry in launcher_path if entry not in sys.path and os.path.exists(entry))
 
 
-def _pickle_result(result: Any, world: World) -> bytes:
-    import cloudpickle
-
-    try:
-        return bytes(cloudpickle.dumps(result))
-    except Exception as error:  # whatever a user's class does when it is pickled
-        kind = f"{type(result).__module__}.{type(result).__qualname__}"
-        raise TypeError(
-            f"the value that the function returned on rank {world.rank}, a {kind}, cannot be pickled "
-            f"({error}); return something that can, for example numbers, arrays or a state_dict"
-        ) from None
-
-
 def _exit_status(error: SystemExit) -> int:
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
@@ -85,24 +74,31 @@ def _exit_status(error: SystemExit) -> int:
 
 
 def _report(client: ControlClient, error: BaseException) -> None:
-    import cloudpickle
+    from hora.launch.call import pickle_exception
 
     # The frames above the user's function are ours and tell nothing.
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
     print(text, end="", file=sys.stderr, flush=True)
     try:
-        pickled = bytes(cloudpickle.dumps(error.with_traceback(None)))
+        pickled = pickle_exception(error.with_traceback(None))
     except Exception as problem:  # whatever a user's class does, the report must go out
         pickled = b""
-        text += f"(the {type(error).__qualname__} itself could not be pickled and stays behind: {problem})\n"
+        text += f"(the {type(error).__qualname__} itself could not be pickled and stays behind: {_words(problem)})\n"
     client.send_error(
         type_name=type(error).__qualname__,
-        message=str(error),
+        message=_words(error),
         traceback=text,
         consequence=isinstance(error, HorovodInternalError),
         pickled=pickled,
     )
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # a class of the user's, once more
+        return f"(its text cannot be had: {problem!r})"
 
 
 def leave(status: int) -> NoReturn:
