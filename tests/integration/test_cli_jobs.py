@@ -192,6 +192,24 @@ def test_bad_input_is_one_or_two_lines_and_status_2(argv, words):
     assert done.stdout == ""
 
 
+def test_a_host_without_an_address_is_named_with_what_ssh_says():
+    """Run and doctor alike. The name is too long for any name server to be asked."""
+    nowhere = "x" * 70
+    for command in (["horovodrun", "-np", "1"], ["hora", "doctor"]):
+        argv = [*command, "-H", f"{nowhere}:1", *(["true"] if "-np" in command else [])]
+        code, out, err = run_command(*argv, env={"HORA_SSH": "sh -c 'echo never heard of it >&2; exit 255'"})
+        assert code == 1
+        assert nowhere in out + err
+        assert "never heard of it" in out + err
+        assert "Traceback" not in err
+
+
+def test_a_directory_that_is_gone(tmp_path):
+    leave = ("sh", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$0" "$@"')
+    code, _, err = run_command("horovodrun", "-np", "1", "true", prefix=leave, cwd=tmp_path)
+    assert (code, err.startswith("horovodrun: error: the directory you are in does not exist any more")) == (2, True)
+
+
 def test_output_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     code, _, err = run_command("horovodrun", "-np", "1", "--output-filename", str(tmp_path / "file"), "true")

@@ -129,7 +129,11 @@ def test_requests_that_cannot_be_carried_out(tmp_path):
         Ssh.from_environ({}, identity_file=str(tmp_path / "key"))
 
 
-def test_the_doctor_refuses_bad_input_in_words(capsys):
+def test_the_doctor_refuses_bad_input_in_words(capsys, monkeypatch):
+    monkeypatch.setenv("HORA_SSH", "ssh '-J gate")
+    assert cli.main(["doctor", "-H", "192.0.2.1"]) == 2
+    assert "HORA_SSH is not a command line: No closing quotation, in ssh '-J gate" in capsys.readouterr().err
+    monkeypatch.delenv("HORA_SSH")
     for argv, words in (
         (["-H", "a b"], "Invalid host input: 'a b:1'"),
         (["-hostfile", "/nowhere"], "cannot read the hostfile"),

@@ -312,7 +312,7 @@ def test_what_a_discovery_script_may_print():
     assert parse_discovered("", None) == []
     with pytest.raises(ValueError, match=r"host 'b' without slots.*--slots-per-host"):
         parse_discovered("b", None)
-    with pytest.raises(ValueError, match="Invalid host input"):
+    with pytest.raises(ValueError, match=r"discovery script printed a line that names no host. Invalid host input"):
         parse_discovered("-oProxyCommand:1", None)
 
 

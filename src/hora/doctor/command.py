@@ -38,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"hora doctor: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # there is no ssh here
+        print(f"hora doctor: cannot run {error.filename!r}: {error.strerror}; is it installed?", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,14 +125,14 @@ class _Patient:
 
 def _examine(names: list[str], ssh: Ssh) -> int:
     remote = [name for name in names if not address.is_local(name)]
-    own = reachable_address(remote, ssh) if remote else "127.0.0.1"
-    patients = [_patient(name, ssh, remote=name in remote, listen=own if remote else "127.0.0.1") for name in names]
+    own = _own_address(remote, ssh)
+    patients = [_patient(name, ssh, remote=name in remote, listen=own) for name in names]
     findings: list[Finding] = []
     try:
         facts: dict[str, Mapping[str, Any]] = {}
         for patient, answer in zip(patients, _answers(patients), strict=True):
             if isinstance(answer, RuntimeError):
-                found = [_unreachable(str(answer), patient.name in remote, ssh)]
+                found = [_unreachable(str(answer), patient.name, patient.name in remote, ssh)]
             else:
                 facts[patient.name] = answer | {"clock_ahead_s": answer["clock_s"] - patient.heard_at_s}
                 found = host_findings(answer)
@@ -145,6 +148,14 @@ def _examine(names: list[str], ssh: Ssh) -> int:
             patient.close()
     print(summary(findings))
     return int(any(finding.level == "problem" for finding in findings))
+
+
+def _own_address(remote: list[str], ssh: Ssh) -> str:
+    """Where the remote hosts reach us. Loopback if there are none, or none is known: ssh will say so, host by host."""
+    try:
+        return reachable_address(remote, ssh)
+    except RuntimeError:
+        return "127.0.0.1"
 
 
 def _patient(name: str, ssh: Ssh, *, remote: bool, listen: str) -> _Patient:
@@ -165,13 +176,13 @@ def _answers(patients: list[_Patient]) -> list[Any]:
     return answers
 
 
-def _unreachable(text: str, remote: bool, ssh: Ssh) -> Finding:
+def _unreachable(text: str, name: str, remote: bool, ssh: Ssh) -> Finding:
     if not remote:
         return Finding("problem", text, "reinstall Hora in this Python environment")
     return Finding(
         "problem",
         f"ssh does not get through, or Hora cannot be started there: {text}",
-        f"`ssh HOST {ssh.executable} -m hora.doctor.probe 127.0.0.1` must work without a password",
+        f"`ssh {name} {ssh.executable} -m hora.doctor.probe 127.0.0.1` must work without a password",
     )
 
 

@@ -39,7 +39,10 @@ def parse_discovered(text: str, default_slots: int | None) -> list[HostInfo]:
                     "--slots-per-host"
                 )
             content = f"{content}:{default_slots}"
-        host = HostInfo.from_string(content)
+        try:
+            host = HostInfo.from_string(content)
+        except ValueError as error:
+            raise ValueError(f"the host discovery script printed a line that names no host. {error}") from None
         found[host.hostname] = host
     return list(found.values())
 
@@ -119,7 +122,7 @@ class DiscoveryScript:
                 process.wait()
                 self._process = None
         if process.returncode != 0:
-            said = (err or out)[-_SHOWN_BYTES:].decode(errors="replace").strip()
+            said = (err or out)[-_SHOWN_BYTES:].decode(errors="replace").strip() or "it said nothing"
             raise RuntimeError(
                 f"the host discovery script {self._command!r} failed with exit status {process.returncode}: {said}"
             )

@@ -69,8 +69,12 @@ class Ssh:
         if port is not None and not 0 < port < 65536:
             raise ValueError(f"--ssh-port must lie in 1..65535, but it is {port}")
         folders = environ.get("PYTHONPATH", "").split(os.pathsep)
+        try:
+            program = tuple(shlex.split(environ.get("HORA_SSH") or "ssh"))
+        except ValueError as error:
+            raise ValueError(f"HORA_SSH is not a command line: {error}, in {environ['HORA_SSH']}") from None
         return cls(
-            program=tuple(shlex.split(environ.get("HORA_SSH") or "ssh")),
+            program=program,
             port=port,
             identity_file=identity_file,
             python_path=os.pathsep.join(os.path.abspath(folder) for folder in folders if folder),

@@ -87,7 +87,7 @@ def make_job(
         command=options.command if function is None else (),
         function=function,
         env=env,
-        cwd=os.getcwd(),
+        cwd=_directory(),
         executable=executable or sys.executable,
         output=OutputOptions(
             timestamp=bool(options.prefix_output_with_timestamp),
@@ -96,6 +96,13 @@ def make_job(
         start_timeout_s=float(options.effective("start_timeout")),
         verbose=bool(options.verbose),
     )
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the directory you are in does not exist any more; go to another one and try again") from None
 
 
 def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[str, str]) -> Launcher:
@@ -111,8 +118,9 @@ def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[s
     )  # local jobs start faster without
 
     ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
-    listen = address.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
+    chosen = address.interface_address(options.nics) if options.nics else None
     check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
+    listen = chosen or reachable_address(remote, ssh)
     return SshLauncher(ssh, listen=listen, verbose=bool(options.verbose))
 
 
