@@ -137,6 +137,22 @@ def test_training_equals_one_process_on_the_joined_batch():
 
 
 @session
+def test_a_number_of_groups_means_the_same_groups_whatever_each_ranks_order():
+    model = mlp()
+    named = list(model.named_parameters())
+    if hvd.rank():
+        named.reverse()
+    plain = torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, groups=2)
+    train(model, optimizer, 5, mine())
+    assert_close(weights(model), reference())
+    if hvd.size() > 1:
+        named[0] = (f"rank{hvd.rank()}", named[0][1])
+        with raises(ValueError, "same parameters on all ranks", "rank0"):
+            hvd.DistributedOptimizer(plain, named_parameters=named, groups=2)
+
+
+@session
 def test_sum_is_size_times_average():
     model = mlp()
     train(model, distributed(model, sgd(model, lr=0.1 / hvd.size()), op=hvd.Sum), 5, mine())
