@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from hvd_session import session
+from hvd_session import raises, session
 
 import horovod.torch as hvd
-from horovod.common.elastic import ObjectState
+from horovod.common.elastic import ObjectState, State
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -248,3 +248,11 @@ def test_sampler_shuffles_alike_on_all_ranks_and_otherwise_each_epoch():
     sampler.set_epoch(1)
     assert sampler.remaining_indices != first
     assert sorted(sampler.remaining_indices) == sorted(first)
+
+
+@pytest.mark.ranks(1)
+def test_own_states_and_handlers_must_say_how_to_save_restore_and_sync():
+    for unfinished in (State(bcast_object=lambda value: value, get_rank=lambda: 0), StateHandler(None)):
+        for method in ("save", "restore", "sync"):
+            with raises(NotImplementedError, f"must define {method}()"):
+                getattr(unfinished, method)()

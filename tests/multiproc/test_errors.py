@@ -39,6 +39,8 @@ def test_before_init_and_after_shutdown():
             with raises(Internal, "has not been initialized"):
                 call()
         topology = (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size)
+        with raises(ValueError, "has not been initialized"):
+            hvd.poll(0)
         for call in (*topology, hvd.stop_timeline, lambda: hvd.start_timeline("x"), hvd.is_homogeneous):
             with raises(ValueError, "has not been initialized; use hvd.init()"):
                 call()
@@ -143,6 +145,8 @@ def test_splits():
             call(tensor, torch.ones(n, dtype=torch.int64))
         with raises(ValueError, "splits", "32-bit integer"):
             call(tensor, [0.5] * n)
+        with raises(ValueError, "splits", "32-bit integer"):
+            call(tensor, [2**40] * n)
         with raises(ValueError, "splits", "number of workers", str(n), str(n + 1)):
             call(tensor, [1] * (n + 1))
         with raises(ValueError, "greater than the first dimension", str(2 * n), str(3 * n)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from hvd_session import MOVED, assert_equal, mine, session, values
@@ -27,7 +28,7 @@ def test_dtypes_and_forms(sets):
             tensor = mine(shape, dtype)
             assert_equal(hvd.alltoall(tensor, process_set=process_set), want)
             given = torch.tensor(even, dtype=torch.int32)
-            for splits in (even, tuple(even), given):
+            for splits in (even, tuple(even), numpy.array(even), given):
                 output, received = hvd.alltoall(tensor, splits, name="x", process_set=process_set)
                 assert_equal(output, want)
                 assert_equal(received, given)

@@ -48,6 +48,8 @@ def test_static_sets():
     even, odd = even_and_odd()
     hvd.init(process_sets=[even, odd])
     assert (even.process_set_id, odd.process_set_id) == (1, 2)
+    known = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
+    assert known == {0: list(range(hvd.size())), 1: even.ranks, 2: odd.ranks}
     mine, other = (odd, even) if hvd.rank() % 2 else (even, odd)
     assert (mine.included(), other.included()) == (True, False)
     assert mine.rank() == hvd.rank() // 2

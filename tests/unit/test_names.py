@@ -24,7 +24,7 @@ cuda_built rocm_built
 ProcessSet global_process_set add_process_set remove_process_set
 Average Sum Adasum Min Max Product HorovodInternalError _check_has_gpu
 """
-FRONT = "elastic DistributedOptimizer SyncBatchNorm"
+FRONT = "elastic DistributedOptimizer SyncBatchNorm compression functions mpi_ops optimizer sync_batch_norm"
 MPI_OPS = """
 is_homogeneous handle_average_backwards_compatibility gpu_available num_rank_is_power_2 _basics
 HorovodAllreduce HorovodGroupedAllreduce HorovodAllgather HorovodGroupedAllgather HorovodBroadcast
@@ -37,20 +37,21 @@ NAMES = {
     "horovod.torch.mpi_ops": " ".join(OPS) + MPI_OPS,
     "horovod.torch.compression": "Compressor NoneCompressor FP16Compressor Compression",
     "horovod.torch.functions": STATE,
-    "horovod.torch.optimizer": "DistributedOptimizer",
+    "horovod.torch.optimizer": "DistributedOptimizer _DistributedOptimizer _DistributedAdasumOptimizer",
     "horovod.torch.sync_batch_norm": "SyncBatchNorm",
-    "horovod.torch.elastic": "run TorchState ElasticSampler",
+    "horovod.torch.elastic": "run run_fn reset TorchState ElasticSampler",
     "horovod.torch.elastic.state": """TorchState StateHandler ModelStateHandler OptimizerStateHandler
         SamplerStateHandler get_handler_registry set_handler_registry""",
     "horovod.torch.elastic.sampler": "ElasticSampler",
-    "horovod.common.elastic": "State ObjectState run_fn notification_manager",
+    "horovod.common.elastic": "State ObjectState run_fn notification_manager HostUpdateResult",
+    "horovod.runner.elastic.worker": "HostUpdateResult WorkerNotificationManager",
     "horovod.common.exceptions": """HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError
         get_version_mismatch_message""",
     "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
     "horovod.common.util": """EXTENSIONS extension_available gpu_available mpi_built gloo_built nccl_built
         ddl_built ccl_built env num_rank_is_power_2 split_list is_iterable check_extension check_installed_version
         get_average_backwards_compatibility_fun is_version_greater_equal_than _cache""",
-    "horovod.common.basics": "init shutdown rank size",
+    "horovod.common.basics": "init shutdown rank size HorovodBasics",
 }
 # Positional order as old code uses it.
 PARAMETERS = {
@@ -117,6 +118,17 @@ def test_one_identity_under_all_names():
 
     assert horovod.torch.mpi_ops.allreduce is hora.torch.allreduce
     assert horovod.common.process_sets.global_process_set is hora.torch.global_process_set
+
+
+def test_the_front_alone_brings_its_submodules():
+    """Old code says `hvd.mpi_ops.x` and `hvd.compression.x` after nothing but `import horovod.torch as hvd`."""
+    code = (
+        "import horovod.torch as hvd; hvd.compression.Compressor, hvd.functions.broadcast_object, "
+        "hvd.optimizer.DistributedOptimizer, hvd.sync_batch_norm.SyncBatchNorm, hvd.elastic.state.TorchState; "
+        "assert hvd.mpi_ops._basics.Average == hvd.Average and not hvd.mpi_ops._basics.is_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_import_starts_nothing():

@@ -7,7 +7,7 @@ the ranks can show is found by `plan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
+from operator import index, is_
 
 import torch
 
@@ -226,9 +226,10 @@ def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | N
         return (rows // size,) * size
     if not isinstance(splits, torch.Tensor):
         values = list(splits)
-        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-            raise ValueError(f"alltoall splits must be 32-bit integers, but they are {values}")
-        splits = torch.tensor(values, dtype=torch.int32)
+        try:
+            splits = torch.tensor([index(value) for value in values], dtype=torch.int32)
+        except (TypeError, RuntimeError):  # not whole numbers (but numpy's will do), or too large
+            raise ValueError(f"alltoall splits must be 32-bit integers, but they are {values}") from None
     if splits.dim() != 1:
         raise ValueError(f"alltoall expects a 1-D tensor of splits, but it has {splits.dim()} dimensions")
     if splits.dtype != torch.int32:

@@ -83,6 +83,8 @@ def synchronize(handle: int) -> Any:
 
 def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. ValueError for a handle that is not in use."""
+    if not engine.is_initialized():
+        raise ValueError(f"handle {handle} does not exist: Horovod has not been initialized; use hvd.init().")
     return engine.current().poll(handle)
 
 

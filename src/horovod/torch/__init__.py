@@ -4,8 +4,8 @@ from hora.foreign import warn_if_foreign_horovod
 from hora.torch import *
 from hora.torch import __all__ as _names
 from hora.torch import _check_has_gpu
-from horovod.torch import elastic
+from horovod.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
 
-__all__ = [*_names, "elastic"]
+__all__ = [*_names, "compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
 
 warn_if_foreign_horovod(__file__)

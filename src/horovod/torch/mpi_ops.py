@@ -2,6 +2,8 @@
 
 from hora.horovod_util import gpu_available, num_rank_is_power_2
 from hora.torch import *
-from hora.torch import basics as _basics
 from hora.torch.autograd import *
+from hora.torch.horovod_basics import HorovodBasics
 from hora.torch.reduce_op import handle_average_backwards_compatibility
+
+_basics = HorovodBasics()

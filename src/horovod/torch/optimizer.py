@@ -1,5 +1,6 @@
-"""The old module of the optimizer: `hora.torch.optimizer`."""
+"""The old module of the optimizer: `hora.torch.optimizer` and `delta_optimizer`."""
 
-from hora.torch.optimizer import DistributedOptimizer
+from hora.torch.delta_optimizer import DeltaOptimizer as _DistributedAdasumOptimizer
+from hora.torch.optimizer import DistributedOptimizer, _DistributedOptimizer
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedOptimizer"]

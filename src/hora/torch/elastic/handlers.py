@@ -33,13 +33,13 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        raise TypeError(f"{type(self).__name__} must define save()")
+        raise NotImplementedError(f"{type(self).__name__} must define save()")
 
     def restore(self) -> None:
-        raise TypeError(f"{type(self).__name__} must define restore()")
+        raise NotImplementedError(f"{type(self).__name__} must define restore()")
 
     def sync(self) -> None:
-        raise TypeError(f"{type(self).__name__} must define sync()")
+        raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def set_value(self, value: Any) -> None:
         """Watch another value from now on, and save it."""

@@ -69,13 +69,13 @@ class State:
         return agreed
 
     def save(self) -> None:
-        raise TypeError(f"{type(self).__name__} must define save()")
+        raise NotImplementedError(f"{type(self).__name__} must define save()")
 
     def restore(self) -> None:
-        raise TypeError(f"{type(self).__name__} must define restore()")
+        raise NotImplementedError(f"{type(self).__name__} must define restore()")
 
     def sync(self) -> None:
-        raise TypeError(f"{type(self).__name__} must define sync()")
+        raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def reset(self) -> None:
         """For subclasses: called first after a change of the world."""
