@@ -1,47 +1,40 @@
 """The elastic controller: carries out a job whose workers come and go. Poll what happened, ask the policy, act.
 
-It owns the job's secret, rendezvous, discovery and output, and ends everything it started however the job ends.
-Decisions are made in `elastic_policy`, ranks are given by `generation`, processes are started by a `Launcher`. Called
-by `start` and by the Spark side.
+Decisions are made in `elastic_policy`, ranks are given by `generation`, processes are started by a `Launcher`; what jobs
+of a fixed size do as well is in `under_way`. Called by `start` and by the Spark side.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import queue
 import random
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch import address
 from hora.launch import elastic_policy as policy
 from hora.launch.blacklist import Blacklist
-from hora.launch.controller import prepare
 from hora.launch.elastic_policy import State, Worker
 from hora.launch.elastic_spec import ElasticSpec
-from hora.launch.failure_report import cause, failure_message, signal_text
+from hora.launch.failure_report import signal_text
 from hora.launch.generation import assign, provisional
 from hora.launch.hosts import HostInfo
-from hora.launch.interrupt import ended_by_signals
 from hora.launch.output import Output
 from hora.launch.policy import Failure
-from hora.launch.rendezvous import ErrorReport, Rendezvous
+from hora.launch.rendezvous import ErrorReport
 from hora.launch.roster import Roster
-from hora.launch.spec import Job, JobResult, Launcher, Slot, WorkerExit, WorkerSpec
-from hora.wire import new_secret
-from hora.world import Meeting, World
+from hora.launch.spec import Job, JobResult, Launcher, Slot, WorkerExit
+from hora.launch.under_way import JobUnderWay, carry_out
+from hora.world import World
 
 __all__ = ["run_elastic_job"]
 
 _PING_S = 1.0
 _ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
 _LINGER_LIMIT_S = 30.0
-_KILL_SLACK_S = 10.0
-_INTERRUPTIBLE_S = 3600.0
 _STUCK_GRACE_S = 1.0
 
 
@@ -50,32 +43,18 @@ def run_elastic_job(job: Job, spec: ElasticSpec, launcher: Launcher) -> JobResul
 
     Raises JobFailedError when no worker succeeded, StartTimeoutError when there were too few slots for too long.
     """
-    with contextlib.ExitStack() as stack:
-        stack.callback(launcher.close)
-        stack.enter_context(ended_by_signals())
-        output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
-        stack.callback(output.close)
-        run = _ElasticRun(job, spec, launcher, output)
-        stack.callback(run.rendezvous.close)
-        stack.callback(launcher.close)  # the workers end while there is still somebody to report to
-        stack.enter_context(run.watching_hosts())
-        return run.to_the_end()
+    return carry_out(job, launcher, functools.partial(_ElasticJob, spec))
 
 
-class _ElasticRun:
-    """One job under way. Implements LaunchEvents and RendezvousEvents: those only queue what happened."""
+class _ElasticJob(JobUnderWay):
+    """A job that goes on with other workers when some fail, come or leave."""
 
-    def __init__(self, job: Job, spec: ElasticSpec, launcher: Launcher, output: Output) -> None:
-        self._job, self._spec, self._launcher, self._output = job, spec, launcher, output
+    def __init__(self, spec: ElasticSpec, job: Job, launcher: Launcher, output: Output) -> None:
+        super().__init__(job, launcher, output)
+        self._spec = spec
         self._limits = spec.limits_for(job.env)
-        self._id = secrets.token_hex(8)
-        self._secret = new_secret()
-        self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._roster = Roster()
         self._places: dict[int, Slot] = {}  # of the current generation
-        self._exits: dict[int, WorkerExit] = {}
-        self._results: dict[int, bytes] = {}
-        self._reports: dict[int, ErrorReport] = {}
         self._failures: list[Failure] = []
         self._hosts: Sequence[HostInfo] = spec.hosts
         self._blacklist = Blacklist(spec.cooldown_range, random.random)
@@ -85,15 +64,9 @@ class _ElasticRun:
         self._last_notice = 0
         self._short_since = time.monotonic()
         self._ping_at = 0.0
-        self._ending = False
-        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self)
-        self._meeting = Meeting(
-            kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
-        )
-        self._argv, self._preload = prepare(job, self.rendezvous)
 
     @contextlib.contextmanager
-    def watching_hosts(self) -> Iterator[None]:
+    def _watching_hosts(self) -> Iterator[None]:
         """Have the discovery script asked again and again, if there is one."""
         script = self._spec.script
         if script is None:
@@ -106,23 +79,24 @@ class _ElasticRun:
             script.close()
 
     def to_the_end(self) -> JobResult:
-        while True:
-            now = time.monotonic()
-            decision = policy.decide(self._facts(now), now)
-            if not _leaves_it_short(decision):
-                self._short_since = now
-            match decision:
-                case policy.Wait(until):
-                    self._wait(until)
-                case policy.Finish():
-                    return self._finish()
-                case policy.Fail(message):
-                    self._fail(message)
-                case policy.GiveUp(message):
-                    self._end_workers()
-                    raise StartTimeoutError(message)
-                case _:
-                    self._act(decision, now)
+        with self._watching_hosts():
+            while True:
+                now = time.monotonic()
+                decision = policy.decide(self._facts(now), now)
+                if not _leaves_it_short(decision):
+                    self._short_since = now
+                match decision:
+                    case policy.Wait(until):
+                        self._wait(until)
+                    case policy.Finish():
+                        return self._finish()
+                    case policy.Fail(message):
+                        self._fail(message)
+                    case policy.GiveUp(message):
+                        self._end_all()
+                        raise StartTimeoutError(message)
+                    case _:
+                        self._act(decision, now)
 
     def _act(self, decision: policy.Decision, now: float) -> None:
         match decision:
@@ -163,54 +137,31 @@ class _ElasticRun:
         return State.READY in states and State.WORKING in states
 
     def _wait(self, until: float | None) -> None:
-        """Take note of what happens next, and of everything that has happened by then."""
         now = time.monotonic()
-        times = [now + _INTERRUPTIBLE_S, until, self._blacklist.next_return(now)]
+        times = [until, self._blacklist.next_return(now)]
         if self._limits.stall_shutdown_s is not None or self._somebody_waits_for_somebody():
             self._ping_at = self._ping_at or now
             self.rendezvous.ping()
             times.append(now + _PING_S)
         else:
             self._ping_at = 0.0
-        limit_s = max(min(t for t in times if t is not None) - now, 0.0)
-        try:
-            self._happened.get(timeout=limit_s)()
-            while not self._happened.empty():
-                self._happened.get_nowait()()
-        except queue.Empty:
-            return
+        super()._wait(min((t for t in times if t is not None), default=None))
 
     # ---- actions ------------------------------------------------------------------------------------------
 
     def _begin(self, places: Sequence[tuple[str, int]], now: float) -> None:
         self._publish([self._roster.add(host, slot, State.READY, now) for host, slot in places], now)
-        self._start(self._places, generation=0)
+        self._start((slot, self._world(number, slot, 0)) for number, slot in self._places.items())
 
     def _start_newcomers(self, places: Sequence[tuple[str, int]], now: float) -> None:
-        slots: dict[int, Slot] = {}
-        for host, slot in places:
+        newcomers: list[tuple[Slot, World]] = []
+        for host, number in places:
             num_slots = next((h.slots for h in self._hosts if h.hostname == host), 1)
-            slots[self._roster.add(host, slot, State.STARTING, now)] = provisional(host, slot, num_slots)
-        self._tell(f"starting {len(slots)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
-        self._start(slots, generation=-1)
-
-    def _start(self, slots: Mapping[int, Slot], *, generation: int) -> None:
-        if self._job.verbose:
-            self._tell(f"starting {len(slots)} processes: {' '.join(self._argv)}")
-        self._launcher.start([self._worker_spec(number, slots[number], generation) for number in slots], self)
-
-    def _worker_spec(self, number: int, slot: Slot, generation: int) -> WorkerSpec:
-        job, world = self._job, self._world(number, slot, generation)
-        return WorkerSpec(
-            worker=number,
-            slot=slot,
-            argv=self._argv,
-            env={**job.env, "PYTHONUNBUFFERED": "1", **world.to_env()},
-            cwd=job.cwd,
-            secret=self._secret,
-            grace_s=job.grace_s,
-            preload=self._preload,
-        )
+            slot = provisional(host, number, num_slots)
+            worker = self._roster.add(host, number, State.STARTING, now)
+            newcomers.append((slot, self._world(worker, slot, -1)))
+        self._tell(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
+        self._start(newcomers)
 
     def _world(self, number: int, slot: Slot, generation: int) -> World:
         return slot.world(self._meeting, worker=number, generation=generation, elastic=True)
@@ -262,7 +213,7 @@ class _ElasticRun:
         succeeded = {worker.number for worker in current if worker.state is State.SUCCEEDED}
         while succeeded - set(self._exits) and time.monotonic() < limit:
             self._wait(limit)
-        self._end_workers()
+        self._end_all()
         by_rank = sorted(self._places, key=lambda number: self._places[number].rank)
         return JobResult(
             job=self._id,
@@ -270,74 +221,22 @@ class _ElasticRun:
             results=tuple(self._results.get(number) for number in by_rank),
         )
 
-    def _end_workers(self) -> None:
-        """SIGTERM, then SIGKILL; returns when all have ended, or when even SIGKILL should have done it."""
-        self._ending = True
-        left = [worker.number for worker in self._roster if worker.number not in self._exits]
-        self._launcher.terminate(left, grace_s=self._job.grace_s)
-        limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
-        while len(self._exits) < len(self._roster) and time.monotonic() < limit:
-            self._wait(limit)
+    def _end_all(self) -> None:
+        self._end_workers(worker.number for worker in self._roster)
 
     def _fail(self, message: str) -> None:
-        self._end_workers()
+        self._end_all()
         first = next((f for f in self._failures if not f.consequence), next(iter(self._failures), None))
         if first is None:
             raise JobFailedError(message)
-        report, tail = self._reports.get(first.worker), self._output.tail(first.worker)
-        told = failure_message(self._name(first.worker), first.code, first.reason, report, tail)
-        raise JobFailedError(
-            f"{message}\n{told}" if message else told,
-            rank=self._places[first.worker].rank if first.worker in self._places else None,
-            exit_code=first.code,
-            remote_traceback=report.traceback if report else None,
-            log_tail=tail,
-        ) from cause(report)
+        rank = self._places[first.worker].rank if first.worker in self._places else None
+        self._raise(first, name=self._name(first.worker), rank=rank, preface=message)
 
     def _name(self, number: int) -> str:
         worker = self._roster[number]
         return f"{worker.host}[{worker.slot}]"
 
-    def _tell(self, text: str) -> None:
-        self._output.say(f"hora: {text}", stream="stderr")
-
-    # ---- events, from other threads -----------------------------------------------------------------------
-
-    def output(self, worker: int, stream: str, data: bytes) -> None:
-        try:
-            self._output.feed(worker, stream, data)
-        except Exception as error:  # of a stream that the caller gave us: it is raised there, not in this thread
-            self._happened.put(functools.partial(_raise, error))
-
-    def started(self, worker: int) -> None:
-        """It counts when it asks for a place."""
-
-    def exited(self, ended: WorkerExit) -> None:
-        try:
-            self._output.end(ended.worker)
-        except Exception as error:  # as above
-            self._happened.put(functools.partial(_raise, error))
-        self._happened.put(lambda: self._on_exit(ended))
-
-    def joined(self, worker: int) -> None:
-        self._happened.put(lambda: self._roster.connected(worker))
-
-    def returned(self, worker: int, result: bytes) -> None:
-        self._happened.put(lambda: self._on_return(worker, result))
-
-    def raised(self, worker: int, report: ErrorReport) -> None:
-        self._happened.put(lambda: self._on_raise(worker, report))
-
-    def said(self, worker: int, text: str) -> None:
-        self._output.say(text)
-
-    def waiting(self, worker: int, generation: int) -> None:
-        self._happened.put(lambda: self._roster.waits(worker, generation, time.monotonic()))
-
-    def lost(self, worker: int) -> None:
-        self._happened.put(lambda: self._roster.lost(worker, time.monotonic()))
-
-    # ---- events, in order ---------------------------------------------------------------------------------
+    # ---- events -------------------------------------------------------------------------------------------
 
     def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
         reachable = [host for host in hosts if not self._spec.local_only or address.is_local(host.hostname)]
@@ -350,19 +249,30 @@ class _ElasticRun:
         self._tell(f"the hosts are now {','.join(map(str, reachable)) or 'none'}")
         self._hosts = tuple(reachable)
 
-    def _on_return(self, number: int, result: bytes) -> None:
-        self._results[number] = result
-        if self._roster[number].alive:
-            self._roster.set(number, State.SUCCEEDED, time.monotonic())
+    def _on_start(self, worker: int) -> None:
+        """It counts when it asks for a place."""
 
-    def _on_raise(self, number: int, report: ErrorReport) -> None:
-        """The function is over on this worker, even if a thread or a child of its keeps the process from ending."""
-        self._reports[number] = report
-        if self._roster[number].alive and not self._ending:
-            reason = f"{report.type_name}: {report.message}".partition("\n")[0]
-            self.rendezvous.worker_exited(number, f"raised {reason[:200]}", failed=True)
-            self._note_failure(number, 1, reason[:200], consequence=report.consequence, now=time.monotonic())
-            self._launcher.terminate([number], grace_s=self._job.grace_s)
+    def _on_join(self, worker: int) -> None:
+        self._roster.connected(worker)
+
+    def _on_wait(self, worker: int, generation: int) -> None:
+        self._roster.waits(worker, generation, time.monotonic())
+
+    def _on_loss(self, worker: int) -> None:
+        self._roster.lost(worker, time.monotonic())
+
+    def _on_return(self, worker: int, result: bytes) -> None:
+        self._results[worker] = result
+        if self._roster[worker].alive:
+            self._roster.set(worker, State.SUCCEEDED, time.monotonic())
+
+    def _on_raise(self, worker: int, report: ErrorReport) -> None:
+        # The function is over on this worker, even if a thread or a child of its keeps the process from ending.
+        self._reports[worker] = report
+        if self._roster[worker].alive and not self._ending:
+            self.rendezvous.worker_exited(worker, f"raised {report.headline}", failed=True)
+            self._note_failure(worker, 1, report.headline, consequence=report.consequence, now=time.monotonic())
+            self._launcher.terminate([worker], grace_s=self._job.grace_s)
 
     def _on_exit(self, ended: WorkerExit) -> None:
         number, code, reason = ended.worker, ended.code, ended.reason
@@ -378,12 +288,9 @@ class _ElasticRun:
         if code == 0:
             early = "before it had a place in the job" if worker.generation < 0 else "but the function did not return"
             code, reason = 1, reason or f"it ended with status 0 {early}: did it call exit?"
-        if code > 128 and not reason:
-            reason = signal_text(code - 128)
-        # Of a command we only have the output to tell what it died of.
-        consequence = "HorovodInternalError" in self._output.tail(number).rstrip().rpartition("\n")[2]
         self.rendezvous.worker_exited(number, f"ended with exit code {ended.code}", failed=True)
-        self._note_failure(number, code, reason, consequence=consequence, now=now)
+        blames = self._blames_another(number)
+        self._note_failure(number, code, reason or signal_text(code), consequence=blames, now=now)
 
     def _note_failure(self, number: int, code: int, reason: str, *, consequence: bool, now: float) -> None:
         worker = self._roster[number]
@@ -399,7 +306,3 @@ class _ElasticRun:
 def _leaves_it_short(decision: policy.Decision) -> bool:
     """Whether the clock of the wait for enough workers goes on."""
     return isinstance(decision, policy.Start | policy.End) or (isinstance(decision, policy.Wait) and decision.short)
-
-
-def _raise(error: Exception) -> None:
-    raise error

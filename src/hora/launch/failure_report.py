@@ -11,10 +11,10 @@ __all__ = ["cause", "failure_message", "signal_text"]
 _TAIL_LINES = 30
 
 
-def signal_text(number: int) -> str:
-    """A death by signal, in words."""
+def signal_text(code: int) -> str:
+    """A death by signal, in words; empty for other exit codes."""
     try:
-        name = signal.Signals(number).name
+        name = signal.Signals(code - 128).name
     except ValueError:
         return ""
     hint = "; if nobody sent it, the machine has probably run out of memory" if name == "SIGKILL" else ""

@@ -37,6 +37,10 @@ class ErrorReport:
     consequence: bool = False
     pickled: bytes = field(default=b"", repr=False)
 
+    @property
+    def headline(self) -> str:
+        return f"{self.type_name}: {self.message}".partition("\n")[0][:200]
+
 
 class RendezvousEvents(Protocol):
     """Where the rendezvous reports. Called in its thread: implementations only take note."""
