@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hora.launch.forked import differ_only_in
 from hora.launch.spawn import Spawned, spawn
 
 __all__ = ["Brood"]
 
-# What may differ between the environment that the nursery started with and a worker's: everything else might have
-# been read by what is loaded there.
+# What may differ between the environment that the nursery started with and a worker's.
 _OWN = ("HOROVOD_", "HORA_")
 
 
@@ -42,10 +42,8 @@ class Brood:
 
     def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
         """Whether a worker with this environment can come from here."""
-        if (executable, tuple(modules)) != (self._executable, self._modules):
-            return False
-        changed = {name for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
-        return all(name.startswith(_OWN) for name in changed)
+        same = (executable, tuple(modules)) == (self._executable, self._modules)
+        return same and differ_only_in(env, self._env, _OWN)
 
     def ask(self, worker: int, env: Mapping[str, str], cwd: str | None) -> None:
         """Ask for a worker."""

@@ -12,7 +12,6 @@ Request: {"worker", "env", "unset", "cwd", "supervisor"} with two descriptors. A
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import signal
@@ -21,7 +20,8 @@ import sys
 import warnings
 from typing import Any, NoReturn
 
-from hora.launch.processes import die_with_parent, name_process, reseed_generators
+from hora.launch.forked import live, load
+from hora.launch.processes import die_with_parent, name_process
 
 __all__ = ["serve"]
 
@@ -30,11 +30,7 @@ _MAX_REQUEST_BYTES = 256 * 1024
 
 def serve(modules: list[str]) -> None:
     """Load the modules, then fork workers on request until the supervisor is gone."""
-    for name in ("hora.launch.worker", "cloudpickle", *modules):
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # the worker that needs it will say so itself, in its own traceback
-            print(f"hora: {name} could not be loaded in advance: {error!r}", file=sys.stderr)
+    load(modules)
     del sys.argv[1:]  # they are no arguments of the user's function
     gc.collect()
     gc.freeze()  # what is loaded stays in pages that the workers share
@@ -80,14 +76,7 @@ def _live(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     for source, target in zip((nothing, *descriptors), (0, 1, 2), strict=True):
         os.dup2(source, target)
         os.close(source)
-    for name in request["unset"]:
-        os.environ.pop(name, None)
-    os.environ.update(request["env"])
-    name_process(f"hora-rank-{request['worker']}")
     if request["cwd"] is not None:
         os.chdir(request["cwd"])
-    reseed_generators()
-    from hora.launch.worker import leave
-    from hora.launch.worker import main as work
-
-    leave(work())
+    inherited = {name: value for name, value in os.environ.items() if name not in request["unset"]}
+    live(inherited | request["env"])

@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 
 __all__ = [
     "Processes",
@@ -18,7 +17,6 @@ __all__ = [
     "environment_value",
     "exit_code",
     "name_process",
-    "reseed_generators",
     "send_signal",
 ]
 
@@ -41,17 +39,6 @@ def die_with_parent(parent: int, number: int) -> bool:
 def name_process(name: str) -> None:
     """What `ps -o comm` and `top` show for this process: 15 bytes at most."""
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
-
-
-def reseed_generators() -> None:
-    """After a fork: random numbers of this process's own, as one that has just started has them.
-
-    Python sees to its own generator; NumPy's and torch's would give every rank, and every job, the same numbers.
-    """
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
 
 
 def _prctl(option: int, value: int) -> None:

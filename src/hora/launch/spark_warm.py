@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib
 import io
 import os
 import select
@@ -24,29 +23,22 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
+from hora.launch.forked import differ_only_in, live, load
 from hora.launch.host import Host
 from hora.launch.local import LocalLauncher
-from hora.launch.processes import exit_code, name_process, reseed_generators
+from hora.launch.processes import exit_code, name_process
 from hora.launch.spec import LaunchEvents
 from hora.launch.supervisor import supervise
 
 __all__ = ["WarmLauncher", "prepare"]
 
-# What a rank's environment may have beside this process's. Any other variable might have been read by what is
-# already loaded.
+# What a rank's environment may have beside this process's.
 _LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "PYTHONPATH")
 
 
 def prepare(modules: Sequence[str], env: Mapping[str, str]) -> bool:
     """Load the modules here, and tell whether a rank with this environment can be forked from this process."""
-    changed = {name for name in {*env, *os.environ} if env.get(name) != os.environ.get(name)}
-    if not all(name.startswith(_LATE) for name in changed):
-        return False
-    try:
-        for name in ("hora.launch.worker", "cloudpickle", *modules):
-            importlib.import_module(name)
-    except Exception as error:  # whatever a broken installation raises; the rank itself will say it better
-        print(f"hora: {error!r} while loading {', '.join(modules)} in advance", file=sys.stderr)
+    if not differ_only_in(env, os.environ, _LATE) or not load(modules):
         return False
     # Only the forking thread lives on in a fork, and with it whatever the others held.
     return len(os.listdir("/proc/self/task")) == 1
@@ -114,9 +106,6 @@ def _be_supervisor(stdin: int, stdout: int, stderr: int) -> NoReturn:
 def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
     """In place of exec: what `python -m hora.launch.worker` would be, from here."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    name_process(f"hora-rank-{env['HOROVOD_RANK']}")
-    os.environ.clear()
-    os.environ.update(env)
     atexit._clear()
     # As a Python that has just started has them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,15 +113,7 @@ def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.argv = ["-m"]
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), _text_stream(1), _text_stream(2)
-    reseed_generators()
-    from hora.launch.worker import leave, main
-
-    try:
-        status = main()
-    except BaseException:  # as the interpreter does it at the end of a script
-        traceback.print_exc()
-        status = 1
-    leave(status)
+    live(env)
 
 
 def _text_stream(descriptor: int) -> io.TextIOWrapper:
