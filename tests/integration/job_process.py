@@ -1,4 +1,4 @@
-"""A launcher in a process of its own, and what it leaves behind: for tests that kill things.
+"""A launcher in a process of its own, and what it leaves behind: for tests that run commands and kill things.
 
 Every process of a job inherits a token in its environment, so that whatever is left of it can be found
 however it was started, orphaned or renamed.
@@ -11,12 +11,15 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 LIMIT_S = 60.0
+BIN = Path(sys.executable).parent
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
 
@@ -28,24 +31,40 @@ def wait_until(what: str, condition: Callable[[], object], limit_s: float = LIMI
         time.sleep(0.02)
 
 
-class JobProcess:
-    """A launcher's process, started with its own temporary directory."""
+class _MarkedProcess:
+    """A process whose descendants can be told by their environment."""
+
+    def __init__(self, argv: list[str], environment: Mapping[str, str], **rest: Any) -> None:
+        self.token = f"HORA_TEST_TOKEN={secrets.token_hex(8)}".encode()
+        name, value = self.token.decode().split("=")
+        self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={**environment, name: value}, **rest)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the job, wherever it has gone."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    if self.token in (entry / "environ").read_bytes():
+                        found.append(psutil.Process(int(entry.name)))
+                except (OSError, psutil.NoSuchProcess):
+                    continue
+        return found
+
+    def wait_for_the_last(self, limit_s: float) -> None:
+        wait_until("every process of the job is gone", lambda: not self.processes(), limit_s)
+
+
+class JobProcess(_MarkedProcess):
+    """A launcher with a temporary directory of its own, whose output can be read while it runs."""
 
     def __init__(self, argv: list[str], work: Path, **environment: str) -> None:
-        self.token = f"HORA_TEST_TOKEN={secrets.token_hex(8)}".encode()
         self.temporary = work / "tmp"
         self.temporary.mkdir()
         self.log = work / "log"
-        name, value = self.token.decode().split("=")
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=work,
-                env=os.environ | environment | {name: value, "TMPDIR": str(self.temporary)},
-            )
+            own = {"TMPDIR": str(self.temporary)}
+            super().__init__(argv, os.environ | environment | own, stdout=log, stderr=subprocess.STDOUT, cwd=work)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -60,18 +79,6 @@ class JobProcess:
         wait_until(f"{text!r} is printed", arrived)
         assert text in self.text(), self.text()
 
-    def processes(self) -> list[psutil.Process]:
-        """Every living process of the job, wherever it has gone."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                try:
-                    if self.token in (entry / "environ").read_bytes():
-                        found.append(psutil.Process(int(entry.name)))
-                except (OSError, psutil.NoSuchProcess):
-                    continue
-        return found
-
     def supervisors(self) -> list[psutil.Process]:
         """Guardian and supervisor, in this order."""
         found = [p for p in self.processes() if any("hora.launch.supervisor" in part for part in p.cmdline())]
@@ -79,5 +86,67 @@ class JobProcess:
 
     def assert_nothing_left(self, limit_s: float = 20.0) -> None:
         """No process, no temporary file. A port or a memfd segment cannot outlive its processes."""
-        wait_until("every process of the job is gone", lambda: not self.processes(), limit_s)
+        self.wait_for_the_last(limit_s)
         assert list(self.temporary.iterdir()) == []
+
+
+class CommandProcess(_MarkedProcess):
+    """`hora` or `horovodrun` as a user types it, whose two outputs are read at its end."""
+
+    def __init__(
+        self,
+        *argv: str,
+        cwd: Path | str | None = None,
+        env: Mapping[str, str | None] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        full: dict[str, str | None] = {**os.environ, **(env or {})}
+        full["PATH"] = f"{BIN}{os.pathsep}{full['PATH']}"
+        super().__init__(
+            [*prefix, str(BIN / argv[0]), *argv[1:]],
+            {name: value for name, value in full.items() if value is not None},
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+
+    def finish(self, limit_s: float = 2 * LIMIT_S) -> tuple[int, str, str]:
+        """Exit status, output and error output; then nothing may be left."""
+        out, err = self.process.communicate(timeout=limit_s)
+        self.wait_for_the_last(LIMIT_S)
+        return self.process.returncode, out, err
+
+    def __enter__(self) -> CommandProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.communicate(timeout=LIMIT_S)
+
+
+def run_command(*argv: str, **rest: Any) -> tuple[int, str, str]:
+    """A command's exit status, output and error output; nothing of it may be left."""
+    with CommandProcess(*argv, **rest) as command:
+        return command.finish()
+
+
+def lines_of(output: str, rank: int) -> list[str]:
+    """What one rank printed on stdout."""
+    prefix = f"[{rank}]<stdout>:"
+    return [line[len(prefix) :] for line in output.splitlines() if line.startswith(prefix)]
+
+
+@contextmanager
+def running(*argv: str, ready: Path, count: int, **rest: Any) -> Iterator[CommandProcess]:
+    """A job under way: `count` ranks have made a file in the folder `ready`."""
+    with CommandProcess(*argv, **rest) as job:
+        wait_until(
+            f"{count} ranks have started",
+            lambda: len(list(ready.iterdir())) >= count or job.process.poll() is not None,
+        )
+        assert job.process.poll() is None, job.process.communicate()
+        yield job

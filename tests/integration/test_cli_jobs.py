@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from command_process import BIN, lines_of, run_command, running
+from job_process import BIN, lines_of, run_command, running
 
 import horovod
 from horovod.runner import _HorovodArgs

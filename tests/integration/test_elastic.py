@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_process import run_command, running
 from elastic_job import ElasticJob, assert_good_ending
+from job_process import run_command, running
 
 
 def fault(rank: int, step: int, how: str, when: str = "step") -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from command_process import run_command
+from job_process import run_command
 from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from command_process import CommandProcess, run_command, wait_until
+from job_process import CommandProcess, run_command, wait_until
 
 from hora.workflow import load
 
@@ -120,11 +119,11 @@ def test_images_reach_97_percent_on_two_ranks_and_survive_a_kill(tmp_path):
     job += ("--log-dir", str(tmp_path / "killed"))
     with CommandProcess(*job, cwd=tmp_path) as first:
         folder = tmp_path / "killed" / "checkpoints"
-        wait_until(lambda: folder.is_dir() and list(folder.glob("*.ckpt")), "the first checkpoint")
+        wait_until("there is a checkpoint", lambda: folder.is_dir() and list(folder.glob("*.ckpt")))
         time.sleep(random.random() * 3)  # not to wait for anything: this is the random moment
-        victims = [pid for pid in first.leftovers() if _is_rank(pid, script)]
+        victims = [process for process in first.processes() if _is_rank(process, script)]
         assert len(victims) == 2
-        os.kill(random.choice(victims), signal.SIGKILL)
+        random.choice(victims).kill()
         status, _, err = first.finish()
     assert status != 0
     assert "exited with non-zero status" in err
@@ -136,9 +135,9 @@ def test_images_reach_97_percent_on_two_ranks_and_survive_a_kill(tmp_path):
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in undisturbed.items())
 
 
-def _is_rank(pid: int, script: str) -> bool:
+def _is_rank(process: psutil.Process, script: str) -> bool:
     try:
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
+        argv = process.cmdline()
+    except psutil.NoSuchProcess:
         return False
-    return len(argv) > 1 and argv[0].endswith(b"python") and argv[1] == script.encode()
+    return len(argv) > 1 and argv[0].endswith("python") and argv[1] == script

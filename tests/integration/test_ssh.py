@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from command_process import lines_of, run_command, running
+from job_process import lines_of, run_command, running
 from ssh_server import SSHD, SshServer
 
 import horovod
@@ -242,11 +242,10 @@ def test_a_cut_ssh_connection_ends_the_job_and_the_remote_workers(hosts, ready):
 
 
 def _ssh_client(job, hostname):
-    for pid in job.leftovers():
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
-        if words[0] == b"ssh" and hostname.encode() in words:
-            return pid
+    for process in job.processes():
+        words = process.cmdline()
+        if words[:1] == ["ssh"] and hostname in words:
+            return process.pid
     raise AssertionError(f"no ssh to {hostname} is running")
 
 
