@@ -30,6 +30,7 @@ from hora.launch.elastic_policy import (
     Worker,
     decide,
 )
+from hora.launch.elastic_spec import ElasticSpec
 from hora.launch.generation import assign, provisional
 from hora.launch.hosts import HostInfo
 
@@ -302,6 +303,16 @@ def test_one_slot_can_be_barred_alone():
     assert [blacklist.is_barred("a", slot, 1.0) for slot in (0, 1)] == [False, True]
     assert not blacklist.is_host_barred("a", 1.0)
     assert blacklist.next_return(1.0) == 2.0
+
+
+def test_the_launcher_reads_the_same_stall_variables_as_the_workers():
+    spec = ElasticSpec(limits=Limits(num_proc=2, min_num_proc=1))
+    asked = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    assert spec.limits_for({}).stall_shutdown_s is None
+    assert spec.limits_for(asked).stall_shutdown_s == 3
+    assert spec.limits_for(asked | {"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_shutdown_s is None
+    with pytest.raises(ValueError, match="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS must be a number of seconds"):
+        spec.limits_for({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "soon"})
 
 
 # ---- discovery ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from hora.config import EngineConfig
 from hora.launch.discovery import HostWatch
 from hora.launch.elastic_policy import Limits
 from hora.launch.hosts import HostInfo
@@ -26,7 +27,12 @@ class ElasticSpec:
     cooldown_range: tuple[int, int] | None = None
 
     def limits_for(self, env: Mapping[str, str]) -> Limits:
-        """The limits, with the silence that the user allows a rank: the workers read the same variables."""
-        disabled = env.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0")
-        seconds = float(env.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or 0)
-        return replace(self.limits, stall_shutdown_s=None if disabled or seconds <= 0 else seconds)
+        """The limits, with the silence that the user allows a rank: the workers read the same variables.
+
+        ValueError if these make no sense.
+        """
+        config = EngineConfig.from_env(
+            {name: value for name, value in env.items() if name.startswith("HOROVOD_STALL_")}
+        )
+        asked = config.stall_shutdown_s > 0 and not config.stall_check_disable
+        return replace(self.limits, stall_shutdown_s=config.stall_shutdown_s if asked else None)
