@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ PATH_KEY = "hora/path"
 # The server keeps the time limit of a request and says what was missing; only a dead server overstays this.
 _SLACK_S = 10.0
 _QUICK_S = 60.0
-_TRACEBACK_CHARACTERS = 24000
+# An error's words travel in a message's header, which has room for these and little else.
+_MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
 Notice = dict[str, Any]
 
@@ -45,10 +47,13 @@ def read_secret(path: str) -> bytes:
         ) from error
 
 
-def _without_middle(text: str, limit: int) -> str:
-    """Both ends of a long text: where a traceback begins, and what was raised."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+def _fitted(text: str, limit_bytes: int) -> str:
+    """The text if it is that short on the wire, else both its ends: where a traceback begins, and what was raised."""
+    fitted, half = text, limit_bytes // 2
+    while len(json.dumps(fitted)) > limit_bytes:
+        fitted = f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+        half = half * 3 // 4
+    return fitted
 
 
 class _Request:
@@ -166,8 +171,8 @@ class ControlClient:
         header = {
             "op": "raised",
             "type": type_name[:200],
-            "message": message[:8000],
-            "traceback": _without_middle(traceback, _TRACEBACK_CHARACTERS),
+            "message": _fitted(message, _MESSAGE_BYTES),
+            "traceback": _fitted(traceback, _TRACEBACK_BYTES),
         }
         limit_s = max(_QUICK_S, len(pickled) / 1e6)
         self._ask(header | {"consequence": consequence}, pickled, limit_s=limit_s)

@@ -198,6 +198,27 @@ def test_results_errors_and_lines_reach_the_controller(place: Place):
     assert place.events.next() == ("lost", 3)
 
 
+def test_long_errors_keep_both_ends_in_any_script(place: Place):
+    client = place.connect(3, worker=3)
+    place.events.next()
+    for letter in ("x", "語", "🎉", '"'):
+        text = f"first line\n{letter * 100_000}\nlast line"
+        client.send_error(type_name="E", message=text, traceback=text, consequence=False)
+        report = place.events.next()[2]
+        for told in (report.message, report.traceback):
+            assert told.startswith(f"first line\n{letter}")
+            assert told.endswith(f"{letter}\nlast line")
+            assert "characters …]" in told
+
+
+def test_thousands_of_deaths_fit_into_a_message(place: Place):
+    survivor = place.connect(0)
+    for rank in range(1, 3000):
+        place.server.worker_exited(rank, "ended with exit code 1, and with many more words", failed=True)
+    with pytest.raises(HorovodInternalError, match=r"rank 1 ended .* and 2983 others"):
+        gather(survivor, 0, 3000)
+
+
 def test_a_polite_leaver_is_not_lost(place: Place):
     place.connect(0, worker=0).close()
     place.connect(1, worker=1).close()

@@ -23,6 +23,8 @@ from hora.world import World
 
 __all__ = ["ErrorReport", "Rendezvous", "RendezvousEvents"]
 
+_TOLD = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
@@ -326,7 +328,9 @@ class Rendezvous:
             self._broadcast({"notice": "lost", "rank": rank, "generation": generation, "how": how})
 
     def _obituary(self) -> str:
-        return "; ".join(f"rank {rank} {how}" for rank, how in sorted(self._gone.items()))
+        """How ranks went: not of all, should there be thousands, because a message's header is small."""
+        told = [f"rank {rank} {how}" for rank, how in sorted(self._gone.items())]
+        return "; ".join([*told[:_TOLD], f"and {len(told) - _TOLD} others"] if len(told) > _TOLD else told)
 
     def _fail_gather(self, key: str, why: str) -> None:
         for parked in self._gathers.pop(key).parked.values():
