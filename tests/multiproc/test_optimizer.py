@@ -599,6 +599,31 @@ def test_step_hooks_run_once_and_loading_state_resets():
 
 
 @session
+def test_one_rank_alone_may_load_a_checkpoint_between_steps():
+    model = mlp()
+    optimizer = distributed(model)
+    train(model, optimizer, 3, mine())
+    early = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 3, mine())
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(early)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert_states_close(optimizer.state_dict(), early, 0.0)
+    train(model, optimizer, 3, mine())
+    assert_same_everywhere(weights(model))
+
+
+def test_a_state_can_be_loaded_after_the_shutdown():
+    hvd.init()
+    model = mlp()
+    optimizer = distributed(model)
+    train(model, optimizer, 2, mine())
+    hvd.barrier()
+    hvd.shutdown()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@session
 def test_ranks_that_disagree_on_a_shape_are_told_which_parameter():
     if hvd.size() == 1:
         pytest.skip("nobody to disagree with")

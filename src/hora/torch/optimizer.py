@@ -280,7 +280,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """The base one; reductions under way are forgotten."""
         self._synchronized = False
-        if self._active:
+        # Between steps there is nothing to forget, and what the ranks agreed on must stay: often one rank alone loads a
+        # checkpoint, and broadcast_optimizer_state brings the others up to it.
+        changed = engine.is_initialized() and engine.current() is not self._runtime
+        if self._active and (self._backward_seen or changed):
             self._start_over()
         super().load_state_dict(*args, **kwargs)
 

@@ -285,6 +285,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a whole state, saved by any number of ranks or by a plain optimizer; on all ranks."""
         if self._shards is None or self._runtime is not engine.current():
+            self._reduced = ""
             super().load_state_dict(*args, **kwargs)
             return
         self._synchronized = False
