@@ -1,0 +1,149 @@
+"""What feeds a training: `ParquetDataModule`, an estimator's default, gives every rank its rows of the store's data.
+
+Users may bring a class of their own with the same constructor: a context manager with `train_data()` and `val_data()`
+that give iterables of batches, dicts of column to array or `(features, label)`. Re-exported, under the old name too, by
+`horovod.spark.torch.datamodule`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hora.estimator.shard import Rows, Shard, even_batches
+
+__all__ = ["ParquetDataModule", "Transformation"]
+
+
+class Transformation:
+    """A user's function on the rows of a piece of a file as a pandas DataFrame, and the columns it changes.
+
+    `edit_fields` are `(name, dtype, shape, nullable)`, the columns that are new or different afterwards.
+    """
+
+    def __init__(
+        self, function: Callable[[Any], Any], edit_fields: Sequence[Any] | None, removed_fields: Sequence[str] | None
+    ) -> None:
+        self._function = function
+        self._edited = {str(entry[0]): entry for entry in edit_fields or ()}
+        self._removed = set(removed_fields or ())
+
+    def __call__(self, rows: Rows) -> Rows:
+        import pandas
+
+        frame = pandas.DataFrame({n: list(values) if values.ndim > 1 else values for n, values in rows.items()})
+        frame = self._function(frame)
+        return {str(name): self._array(frame, str(name)) for name in frame.columns if name not in self._removed}
+
+    def _array(self, frame: Any, name: str) -> np.ndarray[Any, Any]:
+        values = frame[name].to_numpy()
+        if values.dtype == object:
+            values = np.stack([np.asarray(value) for value in values])
+        if name in self._edited:
+            _, dtype, shape, *_ = self._edited[name]
+            values = values.astype(dtype).reshape(len(values), *(shape or ()))
+        return values
+
+
+class ParquetDataModule:
+    """Every row once an epoch, on one rank; all ranks take the same number of steps.
+
+    With `steps_per_epoch_train` an epoch is that many batches of the full size, and the next epoch goes on where the
+    last one stopped.
+    """
+
+    def __init__(
+        self,
+        train_dir: str,
+        val_dir: str | None = None,
+        num_train_epochs: int = 1,
+        has_val: bool = True,
+        train_batch_size: int = 32,
+        val_batch_size: int = 32,
+        shuffle: bool = True,
+        transform_fn: Callable[[Rows], Rows] | None = None,
+        inmemory_cache_all: bool = False,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        schema_fields: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        steps_per_epoch_train: int | None = None,
+        steps_per_epoch_val: int | None = None,
+        verbose: int = 1,
+        *,
+        filesystem: Any = None,
+        train_reader_worker_count: int = 2,
+        val_reader_worker_count: int = 2,
+        random_seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._filesystem, self._storage_options = filesystem, dict(storage_options or {})
+        self._common: dict[str, Any] = {
+            "cur_shard": cur_shard,
+            "shard_count": shard_count,
+            "columns": schema_fields,
+            "transform": transform_fn,
+            "keep": inmemory_cache_all,
+        }
+        self._train_dir, self._val_dir = train_dir, val_dir if has_val else None
+        self._train_batch_size, self._val_batch_size = train_batch_size, val_batch_size
+        self._train_steps, self._val_steps = steps_per_epoch_train, steps_per_epoch_val
+        self._train_readers, self._val_readers = train_reader_worker_count, val_reader_worker_count
+        self._rng = np.random.default_rng(random_seed) if shuffle else None
+        self._shard_count = shard_count
+        self._train: Shard | None = None
+        self._val: Shard | None = None
+
+    def __enter__(self) -> ParquetDataModule:
+        self._train = self._shard(self._train_dir, self._train_readers)
+        if self._val_dir is not None:
+            self._val = self._shard(self._val_dir, self._val_readers)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._train = self._val = None
+
+    @property
+    def train_steps(self) -> int:
+        """Batches of an epoch, on every rank."""
+        assert self._train is not None, "train_steps outside the context manager"
+        return self._train_steps or self._steps(self._train, self._train_batch_size)
+
+    @property
+    def val_steps(self) -> int:
+        return 0 if self._val is None else self._val_steps or self._steps(self._val, self._val_batch_size)
+
+    def train_data(self) -> Iterable[Rows]:
+        """Batches without an end."""
+        assert self._train is not None, "train_data outside the context manager"
+        if self._train_steps:
+            sizes: Iterator[int] = itertools.repeat(min(self._train_batch_size, self._train.num_rows))
+        else:
+            # A rank that has a row less than others may have one too few for the last step: it sees one again.
+            epoch = [max(size, 1) for size in even_batches(self._train.num_rows, self.train_steps)]
+            sizes = itertools.cycle(epoch)
+        return self._train.batches(sizes, rng=self._rng)
+
+    def val_data(self) -> Iterable[Rows]:
+        """The batches of one pass; none where this rank has no rows."""
+        if self._val is None or not self._val.num_rows:
+            return ()
+        sizes = (
+            size for size in even_batches(self._val.num_rows, self._steps(self._val, self._val_batch_size)) if size
+        )
+        return itertools.islice(self._val.batches(sizes, rng=None), self._val_steps)
+
+    def _steps(self, shard: Shard, batch_size: int) -> int:
+        return max(1, math.ceil(math.ceil(shard.total_rows / self._shard_count) / batch_size))
+
+    def _shard(self, path: str, num_readers: int) -> Shard:
+        import fsspec
+
+        filesystem, place = self._filesystem, path
+        if filesystem is None:
+            filesystem, place = fsspec.core.url_to_fs(path, **self._storage_options)
+        return Shard(place, filesystem=filesystem, num_readers=num_readers, **self._common)

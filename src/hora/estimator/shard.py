@@ -1,0 +1,165 @@
+"""The rows of a Parquet dataset that belong to one rank, as batches of numpy arrays.
+
+Rows are dealt out by number: rank r of n has rows [r·N/n, (r+1)·N/n), whatever the files and row groups are, so every row
+belongs to exactly one rank and no rank has more than one row more than another. Knows nothing of torch or Spark.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Rows", "Shard", "even_batches"]
+
+Rows = Mapping[str, "np.ndarray[Any, Any]"]
+_POOL_ROWS = 65536  # rows are shuffled among so many
+_AHEAD = 2  # pieces to read in advance, for each reader
+
+
+def even_batches(num_rows: int, num_steps: int) -> list[int]:
+    """Sizes of `num_steps` batches that make `num_rows` rows, as equal as can be."""
+    return [(step + 1) * num_rows // num_steps - step * num_rows // num_steps for step in range(num_steps)]
+
+
+class Shard:
+    """One rank's rows of the dataset at `path`. `transform` gets and returns the rows of a piece of a file."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        filesystem: Any = None,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        columns: Sequence[str] | None = None,
+        transform: Callable[[Rows], Rows] | None = None,
+        num_readers: int = 2,
+        keep: bool = False,
+    ) -> None:
+        import pyarrow.dataset
+
+        if not 0 <= cur_shard < shard_count:
+            raise ValueError(
+                f"cur_shard must be at least 0 and less than shard_count={shard_count}, but it is {cur_shard}"
+            )
+        self._columns, self._transform = columns, transform
+        self._num_readers = num_readers
+        self._kept: dict[Any, Rows] | None = {} if keep else None
+        dataset = pyarrow.dataset.dataset(path, format="parquet", filesystem=filesystem)
+        groups = [
+            (group, group.row_groups[0].num_rows)
+            for fragment in sorted(dataset.get_fragments(), key=lambda fragment: fragment.path)
+            for group in fragment.split_by_row_group()
+        ]
+        self.total_rows = sum(rows for _, rows in groups)
+        begin, end = (number * self.total_rows // shard_count for number in (cur_shard, cur_shard + 1))
+        self.num_rows = end - begin
+        self._pieces = list(_pieces(groups, begin, end))
+
+    def passes(self, *, rng: np.random.Generator | None, num_passes: int | None = None) -> Iterator[Rows]:
+        """All rows in pools, once or again and again (`num_passes` None); in random order if there is an `rng`."""
+        for _ in itertools.count() if num_passes is None else range(num_passes):
+            order = list(range(len(self._pieces)))
+            if rng is not None:
+                rng.shuffle(order)
+            yield from self._pools(order, rng)
+
+    def batches(self, sizes: Iterator[int], *, rng: np.random.Generator | None) -> Iterator[Rows]:
+        """Batches of these sizes, over and over through the rows, without a break between two passes."""
+        if not self.num_rows:
+            raise ValueError("this rank has no rows; use fewer processes, or more data")
+        source = self.passes(rng=rng)
+        left: Rows = {}
+        for size in sizes:
+            while _length(left) < size:
+                left = _joined(left, next(source))
+            yield {name: values[:size] for name, values in left.items()}
+            left = {name: values[size:] for name, values in left.items()}
+
+    def _pools(self, order: Sequence[int], rng: np.random.Generator | None) -> Iterator[Rows]:
+        pool: Rows = {}
+        for rows in self._read(order):
+            pool = _joined(pool, rows)
+            if _length(pool) >= _POOL_ROWS:
+                yield _shuffled(pool, rng)
+                pool = {}
+        if _length(pool):
+            yield _shuffled(pool, rng)
+
+    def _read(self, order: Sequence[int]) -> Iterator[Rows]:
+        if not self._num_readers or self._kept:
+            yield from (self._piece(number) for number in order)
+            return
+        with ThreadPoolExecutor(self._num_readers, thread_name_prefix="hora-reader") as readers:
+            numbers = iter(order)
+            waiting = [
+                readers.submit(self._piece, number) for number in itertools.islice(numbers, self._num_readers * _AHEAD)
+            ]
+            while waiting:
+                rows = waiting.pop(0).result()
+                waiting += [readers.submit(self._piece, number) for number in itertools.islice(numbers, 1)]
+                yield rows
+
+    def _piece(self, number: int) -> Rows:
+        if self._kept is not None and number in self._kept:
+            return self._kept[number]
+        group, begin, end = self._pieces[number]
+        table = group.to_table(columns=list(self._columns) if self._columns else None).slice(begin, end - begin)
+        rows: Rows = {name: _array(table.column(name), name) for name in table.column_names}
+        if self._transform is not None:
+            rows = self._transform(rows)
+        if self._kept is not None:
+            self._kept[number] = rows
+        return rows
+
+
+def _pieces(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[tuple[Any, int, int]]:
+    """The parts of row groups that make rows [begin, end) of all."""
+    first = 0
+    for group, num_rows in groups:
+        low, high = max(begin, first), min(end, first + num_rows)
+        if low < high:
+            yield group, low - first, high - first
+        first += num_rows
+
+
+def _array(column: Any, name: str) -> np.ndarray[Any, Any]:
+    """A column as an array: one dimension for numbers, two for lists of them."""
+    import pyarrow
+
+    if column.null_count:
+        raise TypeError(f"column {name!r} has missing values; fill or drop them")
+    kind = column.type
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        values = column.combine_chunks().flatten()
+        if pyarrow.types.is_nested(values.type):
+            raise TypeError(f"column {name!r} is nested more than once; flatten it")
+        flat: np.ndarray[Any, Any] = values.to_numpy(zero_copy_only=False)
+        if len(column) and len(flat) % len(column):
+            raise ValueError(f"the rows of column {name!r} differ in shape")
+        return flat.reshape(len(column), -1)
+    found: np.ndarray[Any, Any] = column.to_numpy()
+    if found.dtype == object:
+        raise TypeError(f"column {name!r} holds {kind}, which no tensor can hold; leave it out or encode it")
+    return found
+
+
+def _length(rows: Rows) -> int:
+    return len(next(iter(rows.values()))) if rows else 0
+
+
+def _joined(one: Rows, other: Rows) -> Rows:
+    if not _length(one):
+        return other
+    return {name: np.concatenate((one[name], other[name])) for name in one}
+
+
+def _shuffled(rows: Rows, rng: np.random.Generator | None) -> Rows:
+    if rng is None:
+        return rows
+    order = rng.permutation(_length(rows))
+    return {name: values[order] for name, values in rows.items()}

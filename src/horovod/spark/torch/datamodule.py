@@ -1,0 +1,6 @@
+"""Data modules under Horovod's name; the Parquet one reads without Petastorm. Re-exports only."""
+
+from hora.estimator.data_module import ParquetDataModule
+from hora.estimator.data_module import ParquetDataModule as PetastormDataModule
+
+__all__ = ["ParquetDataModule", "PetastormDataModule"]

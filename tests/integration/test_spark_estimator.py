@@ -1,0 +1,231 @@
+"""`TorchEstimator` on a real standalone cluster: what comes back, what lies in the store, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pyspark.ml.linalg import DenseVector, Vectors
+
+from horovod.spark.common.backend import SparkBackend
+from horovod.spark.common.store import Store
+from horovod.spark.torch import TorchEstimator, TorchModel
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.usefixtures("by_value")]
+
+X = np.random.default_rng(0).normal(size=(40, 2)).astype("float32")
+Y = (X @ np.array([1.0, -2.0], dtype="float32") + 0.5).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def frame(spark):
+    rows = [
+        (Vectors.dense(x), float(y), int(y > 0), index % 4 == 0) for index, (x, y) in enumerate(zip(X, Y, strict=True))
+    ]
+    plain = spark.createDataFrame(rows, ["x", "y", "positive", "held_out"])
+    return plain.withColumns({"y": plain.y.cast("float"), "positive": plain.positive.cast("int")}).cache()
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Without runs: checkpoints and logs cost seconds."""
+    return Store.create(str(tmp_path / "store"), save_runs=False)
+
+
+def linear():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def estimator(store, **more):
+    model, optimizer = linear()
+    given = {
+        "num_proc": 2,
+        "store": store,
+        "model": model,
+        "optimizer": optimizer,
+        "loss": F.mse_loss,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 64,
+        "epochs": 3,
+        "partitions_per_process": 1,
+        "verbose": 0,
+    }
+    return TorchEstimator(**given | more)
+
+
+def by_hand(epochs):
+    """The same training in one process: all rows in every step, the learning rate of two ranks."""
+    model, optimizer = linear()
+    optimizer.param_groups[0]["lr"] *= 2
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        F.mse_loss(model(torch.from_numpy(X)).reshape(-1), torch.from_numpy(Y)).backward()
+        optimizer.step()
+    return model
+
+
+def test_a_training_equals_one_by_hand_can_be_resumed_and_saved(frame, tmp_path):
+    store = Store.create(str(tmp_path / "store"))
+    fitted = estimator(store, run_id="run", metrics=[[F.l1_loss]]).fit(frame)
+    torch.testing.assert_close(fitted.getModel().state_dict(), by_hand(3).state_dict())
+    assert not fitted.getModel().training
+    assert [entry["epoch"] for entry in fitted.getHistory()] == [0, 1, 2]
+    assert set(fitted.getHistory()[0]["train"]["all_metrics"][0]) == {"group_0_y"}
+    assert "validation" not in fitted.getHistory()[0]
+    assert fitted.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05)
+    assert store.exists(store.get_checkpoint_path("run"))
+    assert store.fs.find(store.get_localized_path(store.get_logs_path("run")))
+
+    estimator(store, run_id="run", epochs=5).save(str(tmp_path / "estimator"))
+    resumed = TorchEstimator.load(str(tmp_path / "estimator")).setStore(store).fit(frame)
+    torch.testing.assert_close(resumed.getModel().state_dict(), by_hand(5).state_dict())
+    assert [entry["epoch"] for entry in resumed.getHistory()] == [0, 1, 2, 3, 4]
+    again = estimator(store, epochs=1).fit_on_parquet(dataset_idx=0)
+    assert again.getHistory()[0]["train"]["loss"] == pytest.approx(fitted.getHistory()[0]["train"]["loss"], rel=1e-5)
+
+    resumed.save(str(tmp_path / "model"))
+    predicted = TorchModel.load(str(tmp_path / "model")).setOutputCols(["guess"]).transform(frame)
+    assert predicted.columns == [*frame.columns, "guess"]
+    assert predicted.schema["guess"].dataType.simpleString() == "float"
+    found = {tuple(row.x): row.guess for row in predicted.collect()}
+    expected = by_hand(5)(torch.from_numpy(X)).reshape(-1).tolist()
+    assert [found[tuple(map(float, x))] for x in X] == pytest.approx(expected, rel=1e-4)
+
+
+def accuracy(output, label):
+    return (output.argmax(dim=1) == label).float().mean()
+
+
+def test_classes_keep_their_numbers_and_columns_mark_validation(frame, store):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    fitted = estimator(
+        store,
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.1),
+        loss=torch.nn.CrossEntropyLoss(),
+        label_cols=["positive"],
+        validation="held_out",
+        metrics=[accuracy],
+        batch_size=8,
+        epochs=10,
+    ).fit(frame)
+    assert store.get_parquet_dataset(store.get_val_data_path(0)).read().num_rows == 10
+    last = fitted.getHistory()[-1]
+    assert last["validation"]["all_metrics"][0]["group_0_positive"] > 0.7
+    assert last["train"]["loss"] < fitted.getHistory()[0]["train"]["loss"]
+    row = fitted.transform(frame).head()
+    assert isinstance(row["positive__output"], DenseVector)
+    assert len(row["positive__output"]) == 2
+
+
+def test_numbers_as_probabilities_and_integers_as_their_predictions(frame, store):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Sigmoid())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fitted = estimator(
+        store, model=model, optimizer=optimizer, loss=torch.nn.BCELoss(), label_cols=["positive"], epochs=1
+    ).fit(frame)
+    predicted = fitted.transform(frame).select("positive__output")
+    assert predicted.schema["positive__output"].dataType.simpleString() == "int"
+    assert {row[0] for row in predicted.collect()} <= {0, 1}
+
+
+class Counted(SparkBackend):
+    """Holds trainings until both of them are there."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.both = threading.Barrier(2, timeout=120)
+        self.running = threading.Lock()
+        self.paths = []
+
+    def run(self, fn, args=(), kwargs=None, env=None):
+        self.paths.append(args[0].remote.train_data_path)
+        self.both.wait()
+        with self.running:  # the cluster has two slots, and other tests' threads are not asked to share
+            return super().run(fn, args, kwargs, env)
+
+
+def test_trainings_at_the_same_time_share_their_data_and_no_run(frame, store):
+    backend = Counted()
+    fitted = []
+    threads = [
+        threading.Thread(
+            target=lambda: fitted.append(estimator(store, num_proc=None, backend=backend, epochs=1).fit(frame))
+        )
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    assert backend.paths == [store.get_train_data_path(0)] * 2
+    assert len({model.getRunId() for model in fitted}) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"model": None}, "Model parameter is required"),
+        ({"optimizer": linear()[1]}, "parameters that are not the model's"),
+        ({"store": None}, "Store parameter is required"),
+        ({"backend": SparkBackend(1)}, "num_proc or backend, not both"),
+        ({"loss_constructors": [lambda **facts: F.mse_loss]}, "both are"),
+        ({"loss": None}, "none of them is"),
+        ({"label_cols": None}, "label_cols must name"),
+        ({"label_cols": ["z"]}, "there is no column 'z'"),
+        ({"feature_cols": ["z"]}, "there is no column 'z'"),
+        ({"loss_weights": [0.5, 0.5]}, "2 loss_weights, but 1 label"),
+        ({"label_shapes": [[-1], [-1]]}, "2 label_shapes, but 1 label"),
+        ({"input_shapes": [[-1, 2], [-1]]}, "2 input_shapes, but 1 features"),
+        ({"input_shapes": [[-1, 3]]}, "does not fit its 2 elements"),
+        ({"metrics": [[F.l1_loss, F.l1_loss]]}, "1 function or one for each label"),
+        ({"validation": 1.0}, "less than 1"),
+        ({"validation": ["held_out"]}, "a column's name"),
+        ({"validation": "z"}, "there is no column 'z'"),
+        ({"validation": "x"}, "must hold booleans or numbers"),
+        ({"partitions_per_process": 0}, "partitions_per_process must be"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be"),
+        ({"mp_start_method": "threads"}, "mp_start_method must be one of"),
+        ({"reader_pool_type": "ocean"}, "reader_pool_type must be"),
+        ({"verbose": 3}, "verbose must be"),
+    ],
+)
+def test_bad_requests_say_what_to_change(frame, store, wrong, words):
+    with pytest.raises(ValueError, match=words):
+        estimator(**{"store": store} | wrong).fit(frame)
+
+
+def test_bad_data_say_what_to_change(spark, frame, store):
+    ragged = spark.createDataFrame([([1.0, 2.0], 1.0), ([1.0], 2.0)], ["x", "y"])
+    with pytest.raises(ValueError, match="rows of column 'x' differ in shape: they have between 1 and 2"):
+        estimator(store).fit(ragged)
+    with pytest.raises(ValueError, match="column 'x' has 1 missing values"):
+        estimator(store).fit(spark.createDataFrame([(1.0, 1.0), (None, 2.0)], ["x", "y"]))
+    with pytest.raises(ValueError, match="column 'x' has type string"):
+        estimator(store).fit(spark.createDataFrame([("a", 1.0)], ["x", "y"]))
+    with pytest.raises(ValueError, match="1 training rows are too few for 2 processes"):
+        estimator(store).fit(spark.createDataFrame([(1.0, 1.0)], ["x", "y"]))
+    with pytest.raises(ValueError, match="there are no rows at"):
+        estimator(store, validation="mark").fit(spark.createDataFrame([(1.0, 1.0, 0)], ["x", "y", "mark"]))
+    with pytest.raises(ValueError, match="there is no Parquet dataset"):
+        estimator(store).fit_on_parquet(dataset_idx=9)
+    with pytest.raises(TypeError, match="no parameter learning_rate"):
+        TorchEstimator(learning_rate=1)
+
+
+def test_every_parameter_has_its_accessors():
+    asked = TorchEstimator(epochs=7)
+    assert asked.setBatchSize(5) is asked
+    assert (asked.getEpochs(), asked.getBatchSize(), asked.getPartitionsPerProcess()) == (7, 5, 10)
+    for name in ("InMemoryCacheAll", "TrainReaderNumWorker", "ValReaderNumWorker", "UseGpu", "MpStartMethod"):
+        assert getattr(asked, f"set{name}")(None) is asked
+    with pytest.warns(DeprecationWarning, match="use shuffle"):
+        asked.setShufflingBufferSize(10)
+    assert TorchModel().setLabelColoumns(["y"]).getLabelColumns() == ["y"]

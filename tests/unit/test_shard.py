@@ -1,0 +1,90 @@
+"""Rows of a Parquet dataset, dealt out to ranks: each row to one rank, once a pass, in as many steps on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hora.estimator.data_module import ParquetDataModule, Transformation
+from hora.estimator.shard import Shard
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """23 rows in three files with uneven row groups."""
+    numbers = iter(range(23))
+    for name, rows in (("b", 4), ("a", 12), ("c", 7)):
+        ids = list(itertools.islice(numbers, rows))
+        table = pa.table({"id": ids, "pair": [[float(i), -float(i)] for i in ids], "text": list(map(str, ids))})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=5)
+    return str(tmp_path)
+
+
+def module(path, rank, size, **more):
+    return ParquetDataModule(
+        path, has_val=False, cur_shard=rank, shard_count=size, schema_fields=["id", "pair"], **more
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_has_every_row_once_in_equally_many_steps(dataset, size, batch_size, shuffle):
+    seen, steps = [], set()
+    for rank in range(size):
+        with module(dataset, rank, size, train_batch_size=batch_size, shuffle=shuffle) as feed:
+            batches = list(itertools.islice(feed.train_data(), feed.train_steps))
+            steps.add(feed.train_steps)
+        assert max(len(batch["id"]) for batch in batches) <= batch_size
+        seen += [int(i) for batch in batches for i in batch["id"]]
+        assert all((batch["pair"] == np.stack([batch["id"], -batch["id"]], axis=1)).all() for batch in batches)
+    assert len(steps) == 1
+    assert set(seen) == set(range(23))
+    # With batches of one row, a rank that has fewer rows than others sees one of them again.
+    assert len(seen) == (23 if batch_size > 1 else steps.pop() * size)
+
+
+def test_fixed_steps_go_on_where_the_last_epoch_stopped(dataset):
+    with module(dataset, 0, 1, train_batch_size=10, steps_per_epoch_train=2, shuffle=False) as feed:
+        batches = iter(feed.train_data())
+        first = [len(next(batches)["id"]) for _ in range(feed.train_steps)]
+        third = next(batches)
+    assert first == [10, 10]
+    in_files_order = [*range(4, 16), *range(4), *range(16, 23)]
+    assert third["id"].tolist() == [*in_files_order[20:], *in_files_order[:7]]
+
+
+def test_order_changes_between_epochs_and_comes_from_the_seed(dataset):
+    def epochs(seed):
+        with module(dataset, 0, 1, train_batch_size=23, random_seed=seed) as feed:
+            return [batch["id"].tolist() for batch in itertools.islice(feed.train_data(), 2)]
+
+    assert epochs(1) == epochs(1)
+    assert epochs(1)[0] != epochs(1)[1]
+
+
+def test_a_transformation_sees_a_frame_and_makes_columns(dataset):
+    def double(frame):
+        frame["twice"] = frame["id"] * 2
+        frame["pair"] = frame["pair"].map(lambda pair: pair[:1])
+        return frame
+
+    transform = Transformation(double, [("twice", np.float32, (1,), False)], ["id"])
+    (rows,) = Shard(dataset, columns=["id", "pair"], transform=transform, num_readers=0).passes(rng=None, num_passes=1)
+    assert set(rows) == {"twice", "pair"}
+    assert rows["twice"].dtype == np.float32
+    assert rows["twice"].shape == rows["pair"].shape == (23, 1)
+
+
+def test_what_no_tensor_can_hold_is_named(dataset, tmp_path):
+    with pytest.raises(TypeError, match="column 'text' holds string"):
+        next(Shard(dataset, num_readers=0).passes(rng=None))
+    pq.write_table(pa.table({"x": [1.0, None]}), tmp_path / "hole.pq")
+    with pytest.raises(TypeError, match="column 'x' has missing values"):
+        next(Shard(str(tmp_path / "hole.pq"), num_readers=0).passes(rng=None))
+    with pytest.raises(ValueError, match="cur_shard must be at least 0 and less than shard_count=2"):
+        Shard(dataset, cur_shard=2, shard_count=2)
