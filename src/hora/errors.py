@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "AuthenticationError",
+    "BadCallError",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
@@ -55,6 +56,10 @@ class HorovodVersionMismatchError(ImportError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (str(self.name), self.version, self.installed_version)
+
+
+class BadCallError(TypeError, ValueError):
+    """A function cannot be called with what was given for it: what Python says at the call, said before anything starts."""
 
 
 class AuthenticationError(ConnectionError):

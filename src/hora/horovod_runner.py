@@ -7,6 +7,7 @@ opened here. Users import it as `sparkdl.HorovodRunner`; `hora.runner.run` is th
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import cloudpickle
 
+from hora.errors import BadCallError
 from hora.launch.call import pickle_call
 from hora.launch.options import Options
 from hora.launch.spark import SparkJob, run_on_spark
@@ -41,13 +43,13 @@ class HorovodRunner:
 
     # No annotations on these two: callers inspect the signatures.
     def __init__(self, *, np, driver_log_verbosity="log_callback_only"):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
-        if isinstance(np, bool) or not isinstance(np, int):
+        if isinstance(np, bool) or not hasattr(np, "__index__"):
             raise ValueError(f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}")
         if driver_log_verbosity not in _VERBOSITIES:
             raise ValueError(
                 f"driver_log_verbosity must be 'log_callback_only' or 'all', but it is {driver_log_verbosity!r}"
             )
-        self.num_processor = np
+        self.num_processor = operator.index(np)  # numpy's integers too
         self._driver_log_verbosity = driver_log_verbosity
 
     def run(self, main, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
@@ -136,9 +138,9 @@ def _value_of_rank_0(result: JobResult) -> Any:
 
 
 def _check_call(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """ValueError if `main(**kwargs)` cannot be called: better here than on every rank."""
+    """BadCallError if `main(**kwargs)` cannot be called: better here than on every rank."""
     if not callable(main):
-        raise ValueError(f"main must be a function, but it is {main!r}")
+        raise BadCallError(f"main must be a function, but it is {main!r}")
     try:
         signature = inspect.signature(main)
     except (TypeError, ValueError):  # a builtin without a signature: the call itself will tell
@@ -148,6 +150,6 @@ def _check_call(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     except TypeError as error:
         name = getattr(main, "__name__", repr(main))
         given = ", ".join(kwargs) or "no keywords"
-        raise ValueError(
+        raise BadCallError(
             f"{name}{signature} cannot be called with {given}: {error}; pass what it takes to run()"
         ) from None

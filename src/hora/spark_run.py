@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from hora.errors import BadCallError
 from hora.launch.call import pickle_call
 from hora.launch.spark import SparkJob, run_on_spark
 from hora.launch.spark_environment import start_timeout_s
@@ -48,7 +49,7 @@ def run(
     if use_mpi:
         raise ValueError("use_mpi=True: MPI support has not been built; Hora needs none. Drop use_mpi.")
     if not callable(fn):
-        raise ValueError(f"fn must be a function, but it is {fn!r}")
+        raise BadCallError(f"fn must be a function, but it is {fn!r}")
     context = active_context()
     if context is None:
         raise RuntimeError("Could not find an active SparkContext: create a SparkSession first, then call run().")

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from hora.errors import BadCallError
 from hora.launch.call import pickle_call
 from hora.launch.spark import SparkJob
 from hora.launch.spark_environment import elastic_timeout_s, start_timeout_s
@@ -51,7 +52,7 @@ def run_elastic(
     from hora.launch.spark_session import active_context
 
     if not callable(fn):
-        raise ValueError(f"fn must be a function, but it is {fn!r}")
+        raise BadCallError(f"fn must be a function, but it is {fn!r}")
     context = active_context()
     if context is None:
         raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy
 import pytest
 
 import sparkdl
@@ -37,6 +38,7 @@ def test_positional_np_is_a_type_error() -> None:
 
 def test_np_is_kept_as_num_processor() -> None:
     assert HorovodRunner(np=-3).num_processor == -3
+    assert type(HorovodRunner(np=numpy.int64(4)).num_processor) is int
 
 
 @pytest.mark.parametrize("np", ["2", 2.0, None, True])
@@ -60,7 +62,7 @@ def test_keywords_main_does_not_take_are_named_before_anything_starts() -> None:
     def main(epochs: int) -> int:
         return epochs
 
-    with pytest.raises(ValueError, match="rate"):
+    with pytest.raises(TypeError, match="rate"):
         HorovodRunner(np=-4).run(main, epochs=1, rate=0.1)
     with pytest.raises(ValueError, match="epochs"):
         HorovodRunner(np=-4).run(main)
