@@ -153,6 +153,17 @@ def test_a_number_of_groups_means_the_same_groups_whatever_each_ranks_order():
 
 
 @session
+def test_parameters_match_by_name_whatever_each_ranks_order():
+    for sharded in (False, True):
+        model = mlp()
+        named = list(model.named_parameters())[:: -1 if hvd.rank() else 1]
+        plain = torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, sharded=sharded)
+        train(model, optimizer, 5, mine())
+        assert_close(weights(model), reference())
+
+
+@session
 def test_sum_is_size_times_average():
     model = mlp()
     train(model, distributed(model, sgd(model, lr=0.1 / hvd.size()), op=hvd.Sum), 5, mine())
@@ -673,6 +684,7 @@ def test_buckets_follow_the_order_of_arrival():
     """Layers used in the reverse order of their definition: after two steps the buckets know."""
     if hvd.size() == 1:
         pytest.skip("no buckets")
+    torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(600, 600, bias=False) for _ in range(6))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layers.parameters(), lr=0.01))
     x = torch.ones(1, 600)

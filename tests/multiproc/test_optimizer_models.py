@@ -116,6 +116,31 @@ def test_sparse_embeddings():
         assert_same_everywhere(weights(model))
 
 
+@pytest.mark.ranks(1, 2, 3)
+@session
+def test_sparse_gradients_that_a_rank_misses_from_the_first_step_on():
+    """Which ranks use the table changes from step to step; in the first one nobody uses the second table."""
+    for options in ({}, {"groups": 1}, {"sparse_as_dense": True}):
+        tables, single = (nn.ModuleList([nn.Embedding(6, 2, sparse=True) for _ in range(2)]) for _ in range(2))
+        for table in (*tables, *single):
+            nn.init.ones_(table.weight)
+        make = lambda net: torch.optim.SGD(net.parameters(), lr=0.1)  # noqa: E731
+        optimizer = hvd.DistributedOptimizer(make(tables), tables.named_parameters(), **options)
+        plain = make(single)
+        for step in range(4):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            for rank in range(hvd.size()):
+                used = (rank + step) % 2
+                if step or used == 0:
+                    (single[used](torch.tensor([rank, 5])).square().sum() / hvd.size()).backward()
+                    if rank == hvd.rank():
+                        tables[used](torch.tensor([rank, 5])).square().sum().backward()
+            optimizer.step()
+            plain.step()
+        assert_close(weights(tables), weights(single))
+
+
 @pytest.mark.ranks(1, 2, 4)
 @session
 def test_sparse_adam():

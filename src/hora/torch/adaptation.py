@@ -99,9 +99,7 @@ class Adaptation:
         )
         if not specs or (isinstance(current, Buckets) and list(current.specs) == specs):
             return current
-        alone = EachAlone(self._recipe, self._names, order.sparse) if order.sparse else None
-        if alone is not None:
-            alone.sparse |= set(order.sparse)
+        alone = EachAlone(self._recipe, self._names, order.sparse, sparse=order.sparse) if order.sparse else None
         runtime = engine.current()
         if isinstance(current, Buckets):
             current.release()
@@ -146,6 +144,8 @@ def agree_on_order(
     sparse: set[torch.Tensor],
 ) -> Order | None:
     """The order of all members together; None when not every member took part (some have joined)."""
+    # By name, as all reductions match: the order in which a rank's optimizer has them may be its own.
+    parameters = sorted(parameters, key=names.__getitem__)
     count, size = len(parameters), recipe.process_set.size() or 1
     never = count * size  # later than any sum of real places
     places = {parameter: place for place, parameter in enumerate(arrivals)}

@@ -100,7 +100,11 @@ class _InFlight:
 
 
 class EachAlone:
-    """One request per parameter; with `groups`, one grouped request per group."""
+    """One request per parameter; with `groups`, one grouped request per group.
+
+    A rank that misses a gradient cannot see whether the others' is sparse. So until every parameter's layout is agreed on,
+    what is sparse or missing here waits for the agreement in `finish`. With `sparse` it was agreed on before.
+    """
 
     def __init__(
         self,
@@ -108,12 +112,16 @@ class EachAlone:
         names: dict[Parameter, str],
         parameters: Sequence[Parameter],
         groups: Sequence[Sequence[Parameter]] = (),
+        *,
+        sparse: Sequence[Parameter] | None = None,
     ) -> None:
         self._recipe = recipe
         self._names = names
         self._units: dict[Parameter, _Unit] = {}
         self._submitted: list[_Unit] = []
-        self.sparse: set[Parameter] = set()  # had a sparse gradient once: a missing one is sparse and empty
+        self._waiting: list[_Unit] = []
+        self._layouts_agreed = sparse is not None or recipe.sparse_as_dense
+        self.sparse: set[Parameter] = set(sparse or ())  # a missing gradient of these is sparse and empty
         managed = set(parameters)
         for group in groups:
             members = [parameter for parameter in group if parameter in managed]
@@ -128,13 +136,21 @@ class EachAlone:
         unit = self._units[parameter]
         unit.num_ready += 1
         if unit.num_ready == len(unit.parameters):
-            unit.finish = self._submit(unit)
-            self._submitted.append(unit)
+            if self._layouts_agreed or all(p.grad is not None and not p.grad.is_sparse for p in unit.parameters):
+                self._submit(unit)
+            else:
+                self._waiting.append(unit)
 
     def note_missing(self) -> None:
         pass
 
     def finish(self) -> None:
+        if not self._layouts_agreed:
+            try:
+                self._agree_on_layouts()
+            except BaseException:
+                self._forget()
+                raise
         submitted, self._submitted = self._submitted, []
         first_error: Exception | None = None
         for unit in submitted:
@@ -147,7 +163,39 @@ class EachAlone:
         if first_error is not None:
             raise first_error
 
-    def _submit(self, unit: _Unit) -> Callable[[], None]:
+    def _agree_on_layouts(self) -> None:
+        """Find out which gradients are sparse on any rank (collective), and submit those that waited for it."""
+        parameters = sorted(self._units, key=self._names.__getitem__)
+        gradients = [parameter.grad for parameter in parameters]
+        size = self._recipe.process_set.size() or 1
+        # Sums of: every member 1, then a gradient that is missing 0, a dense one 1, a sparse one more than all dense ones.
+        ballot = torch.tensor([1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients])
+        engine.current().execute(
+            Kind.ALLREDUCE,
+            [ballot],
+            outputs=[ballot],
+            name="optimizer.layouts",
+            op=ReduceOp.SUM,
+            process_set_id=self._recipe.process_set.process_set_id,
+        )
+        num_members, *sums = ballot.tolist()
+        self.sparse |= {parameter for parameter, total in zip(parameters, sums, strict=True) if total > size}
+        self._layouts_agreed = num_members == size and all(sums)  # somebody may have joined, and heard nothing
+        waiting, self._waiting = self._waiting, []
+        for unit in waiting:
+            self._submit(unit)
+
+    def _forget(self) -> None:
+        """Give up this step's reductions: ranks that could not agree would wait for one another."""
+        for unit in (*self._submitted, *self._waiting):
+            unit.finish, unit.num_ready = None, 0
+        self._submitted, self._waiting = [], []
+
+    def _submit(self, unit: _Unit) -> None:
+        unit.finish = self._start(unit)
+        self._submitted.append(unit)
+
+    def _start(self, unit: _Unit) -> Callable[[], None]:
         dense: list[_InFlight] = []
         sparse: list[Callable[[], None]] = []
         for parameter in unit.parameters:
