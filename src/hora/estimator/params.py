@@ -10,15 +10,16 @@ import math
 import multiprocessing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-from pyspark.ml.param import Param, Params
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hora.estimator.dataset import Column
 
 __all__ = ["ESTIMATOR", "check_columns", "check_values", "signature_of", "with_params"]
 
-C = TypeVar("C", bound=type[Params])
+if TYPE_CHECKING:
+    from pyspark.ml.param import Params
+
+C = TypeVar("C", bound=type)
 
 ESTIMATOR: dict[str, tuple[Any, str]] = {
     "num_proc": (None, "processes; the default parallelism of Spark unless given"),
@@ -83,6 +84,8 @@ def signature_of(table: Mapping[str, tuple[Any, str]]) -> inspect.Signature:
 
 def with_params(table: Mapping[str, tuple[Any, str]], other_names: Mapping[str, str] | None = None) -> Callable[[C], C]:
     """Give a class the parameters of `table`, each with its setter and getter."""
+
+    from pyspark.ml.param import Param, Params  # ranks have the table without
 
     def decorate(cls: C) -> C:
         for name, (_, doc) in table.items():
