@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +114,51 @@ def test_groups_schedulers_frozen_layers_accumulation_and_compression():
         train(single, plain, 3, everybodys(), accumulate=2)
         assert_close(weights(model), weights(single), 3 * tolerance)
         assert_same_everywhere(weights(model))
+
+
+class Branches(nn.Module):
+    """Its gradients arrive in the reverse of `order`."""
+
+    def __init__(self, order):
+        super().__init__()
+        torch.manual_seed(3)
+        self.branches = nn.ModuleList(nn.Linear(5, 3, bias=index % 3 > 0) for index in range(len(order)))
+        self.order = order
+
+    def forward(self, inputs):
+        return sum(self.branches[index](inputs) for index in self.order)
+
+
+@pytest.mark.ranks(2, 4)
+@session
+def test_many_buckets_use_a_few_places_in_turn():
+    """Whatever the order on each rank: a gradient that comes while its place is in use waits for it, and nobody else."""
+    from hora.torch import sharded as module
+
+    one_parameter_each = partial(module.plan_buckets, bucket_bytes=1)
+    with mock.patch.object(module, "plan_buckets", one_parameter_each):
+        _train_branches()
+
+
+def _train_branches():
+    forward, backward = list(range(11)), list(reversed(range(11)))
+    orders = {"equal": forward, "opposite": backward if hvd.rank() else forward}
+    for name, order in orders.items():
+        models = [Branches(order), Branches(order)]
+        optimizer, plain = sharded(adam(models[0])), adam(models[1])
+        norms = []
+        for step in range(4):
+            models[0].order = order if step else forward
+            for model, opt, data in zip(models, (optimizer, plain), (mine(), everybodys()), strict=True):
+                inputs, targets = data(step)
+                opt.zero_grad()
+                functional.cross_entropy(model(inputs), targets).backward()
+                norms.append(hvd.clip_grad_norm_(model.parameters(), 0.05))
+                opt.step()
+        assert optimizer.is_sharded, name
+        assert len(optimizer._shards.buckets) == 18
+        assert_close(weights(models[0]), weights(models[1]), 1e-5)
+        torch.testing.assert_close(norms[::2], norms[1::2])
 
 
 @session

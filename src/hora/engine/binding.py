@@ -7,7 +7,8 @@ announced a request also says that all data is there, so nobody waits before rea
 Three ways. *Sliced* allreduce: member m reduces slice m into everybody's data, and all wait for one another at the end.
 *Direct* allreduce of little data: everybody reduces all of it into a private result; nobody waits, because the data of
 the next request goes to a second place and the one after that is agreed on by members that are done with this one.
-*Scatter*: everybody reduces its slice; the caller sees to it that nobody writes new data before all have read.
+*Scatter*: everybody reduces its slice; the caller sees to it that nobody writes new data before all have read, or has
+the request end together.
 The last two need no order among requests, so a caller that would wait anyway can meet the others at a `Gate` instead.
 
 The lane keeps the bindings of its set, because a rank that has joined takes part in what it has not requested.
@@ -32,9 +33,12 @@ __all__ = ["Binding", "reduce_at_gate", "reduce_bound"]
 
 
 class Binding:
-    """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce."""
+    """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce.
 
-    __slots__ = ("_turn", "gate", "out", "places", "process_set_id", "scratch", "signature")
+    `ends_together`: when a request is done here, all members have read the data.
+    """
+
+    __slots__ = ("_turn", "ends_together", "gate", "out", "places", "process_set_id", "scratch", "signature")
 
     def __init__(
         self,
@@ -43,8 +47,11 @@ class Binding:
         places: Sequence[Sequence[torch.Tensor]],
         out: torch.Tensor | None,
         gate: Gate | None = None,
+        *,
+        ends_together: bool = False,
     ) -> None:
         self.gate = gate
+        self.ends_together = ends_together or out is None
         self.process_set_id = process_set_id
         self.signature = signature
         self.places = places
@@ -83,7 +90,7 @@ def reduce_bound(part: Part, request: Request | None, binding: Binding, transpor
             arithmetic.finish_(out)
         else:
             reduce_everywhere(views, member, arithmetic)
-    if out is None:
+    if binding.ends_together:
         transport.barrier()
     binding.next_turn()
 

@@ -40,6 +40,7 @@ class Prepared:
         postscale: float = 1.0,
         process_set_id: int = 0,
         gate: Gate | None = None,
+        ends_together: bool = False,
     ) -> Binding:
         """Prepare a reduction of shared memory. All members must have bound it before one submits it."""
         example = places[0][0]
@@ -54,7 +55,7 @@ class Prepared:
             float(postscale),
             extra=(1,),
         )
-        binding = Binding(process_set_id, signature, places, out, gate)
+        binding = Binding(process_set_id, signature, places, out, gate, ends_together=ends_together)
         self._runtime.sets.lane(process_set_id).bindings[name] = binding
         return binding
 

@@ -23,7 +23,9 @@ from hora.errors import HorovodInternalError
 from hora.torch.bucket_plan import BucketSpec
 from hora.torch.buckets import unbind_all, view_like
 from hora.torch.reduction import Recipe
+from hora.torch.shard_bucket import ShardBucket
 from hora.torch.shared_memory import SharedMemory
+from hora.torch.staging import NUM_PLACES, Staging
 
 __all__ = ["Piece", "Shards"]
 
@@ -37,34 +39,6 @@ class Piece:
     bucket: int
     begin: int
     end: int
-
-
-class _Bucket:
-    """One bucket on this rank."""
-
-    __slots__ = ("begin", "binding", "end", "gradients", "handle", "num_ready", "spec", "values", "views")
-
-    def __init__(
-        self,
-        spec: BucketSpec,
-        values: torch.Tensor,
-        gradients: torch.Tensor,
-        binding: Any,
-        begin: int,
-        end: int,
-    ) -> None:
-        self.spec = spec
-        self.values = values  # parameters: the same memory on all members when shared
-        self.gradients = gradients  # this rank's
-        self.binding = binding  # the prepared reduction of everybody's gradients when shared
-        self.begin, self.end = begin, end
-        self.views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
-        self.num_ready = 0
-        self.handle: int | None = None
-
-    @property
-    def parameter_dtype(self) -> torch.dtype:
-        return self.spec.parameters[0].dtype
 
 
 class Shards:
@@ -81,11 +55,13 @@ class Shards:
         self.runtime = runtime
         self.shared = memory is not None
         self._set_id = recipe.process_set.process_set_id
-        self._arguments = recipe.arguments_after_early_scale()
-        self._scale = recipe.early_scale
+        self._recipe = recipe
         self._member: int = recipe.process_set.rank()
         self._size: int = recipe.process_set.size()
-        self.buckets = [self._make_bucket(spec, memory, spec is specs[-1]) for spec in specs]
+        self.buckets: list[ShardBucket] = []
+        staging = None if memory is None else Staging(specs, self._size, memory)
+        for index in range(len(specs)):
+            self.buckets.append(self._make_bucket(specs, index, memory, staging))
         self._exit = None if memory is None else memory.take_gate(runtime, "optimizer.step", self._set_id, self._size)
         self.pieces = [piece for index in range(len(specs)) for piece in self._cut(index, kind_of)]
         self.slots = {
@@ -96,37 +72,47 @@ class Shards:
         self._slots_by_id = {id(parameter): slot for parameter, slot in self.slots.items()}
         bindings = [bucket.binding for bucket in self.buckets if bucket.binding is not None]
         self._finalizer = weakref.finalize(self, unbind_all, runtime, bindings, self._exit)
-        self._submitted: list[_Bucket] = []
+        self._holding: list[ShardBucket] = []  # buckets whose memory was in use when their gradients came
         self._move_parameters()
 
-    def _make_bucket(self, spec: BucketSpec, memory: SharedMemory | None, is_last: bool) -> _Bucket:
+    def _make_bucket(
+        self, specs: Sequence[BucketSpec], index: int, memory: SharedMemory | None, staging: Staging | None
+    ) -> ShardBucket:
+        spec = specs[index]
         count, dtype = spec.num_elements, spec.parameters[0].dtype
         share = count // self._size
         begin, end = self._member * share, (self._member + 1) * share
-        if memory is not None:
-            values = memory.take(count, dtype)
-            peers = [memory.take(count, spec.dtype) for _ in range(self._size)]
-            mine = peers[self._member]
-            # Nobody else reads the own slice of the own gradients: the reduced slice can lie there.
-            gate = None
-            if is_last:  # the caller waits for it: no need to agree on it
-                gate = memory.take_gate(self.runtime, f"reducescatter.{spec.name}", self._set_id, self._size)
-            binding = self.runtime.prepared.bind(
-                Kind.REDUCESCATTER, [peers], name=spec.name, out=mine[begin:end], gate=gate, **self._arguments
-            )
-            return _Bucket(spec, values, mine, binding, begin, end)
-        values = torch.zeros(count, dtype=dtype, device=spec.device)
-        gradients = torch.zeros(count, dtype=spec.dtype, device=spec.device)
-        return _Bucket(spec, values, gradients, None, begin, end)
+        if memory is None or staging is None:
+            values = torch.zeros(count, dtype=dtype, device=spec.device)
+            gradients = torch.zeros(count, dtype=spec.dtype, device=spec.device)
+            return ShardBucket(self.runtime, self._recipe, spec, values, gradients, begin, end)
+        values = memory.take(count, dtype)
+        peers = staging.of(index)
+        mine = peers[self._member]
+        # Nobody else reads the own slice of the own gradients: the reduced slice can lie there, if it can stay there.
+        out = torch.zeros(share, dtype=spec.dtype) if staging.in_turn else mine[begin:end]
+        gate = None
+        if index == len(specs) - 1:  # the caller waits for it: no need to agree on it
+            gate = memory.take_gate(self.runtime, f"reducescatter.{spec.name}", self._set_id, self._size)
+        binding = self.runtime.prepared.bind(
+            Kind.REDUCESCATTER,
+            [peers],
+            name=spec.name,
+            out=out,
+            gate=gate,
+            ends_together=staging.in_turn,
+            **self._recipe.arguments_after_early_scale(),
+        )
+        bucket = ShardBucket(self.runtime, self._recipe, spec, values, mine, begin, end, binding)
+        if staging.in_turn:
+            bucket.comes_after(self.buckets[index - NUM_PLACES] if index >= NUM_PLACES else None)
+        return bucket
 
     @staticmethod
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
         """What the parameters and everybody's gradients need."""
-        return sum(
-            SharedMemory.space(spec.num_elements, spec.parameters[0].dtype)
-            + num_members * SharedMemory.space(spec.num_elements, spec.dtype)
-            for spec in specs
-        ) + 2 * SharedMemory.gate_space(num_members)
+        values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
+        return values + Staging.num_bytes(specs, num_members) + 2 * SharedMemory.gate_space(num_members)
 
     def _cut(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Piece]:
         """This rank's slice of a bucket, divided where the kind changes."""
@@ -139,8 +125,8 @@ class Shards:
             begin, end = max(offset, bucket.begin), min(stop, bucket.end)
             if begin < end:
                 parameter = torch.nn.Parameter(bucket.values[begin:end], requires_grad=False)
-                if bucket.gradients.dtype is bucket.values.dtype and self.shared:
-                    parameter.grad = bucket.gradients[begin:end]
+                if bucket.binding is not None and bucket.gradients.dtype is bucket.values.dtype:
+                    parameter.grad = bucket.binding.out[begin - bucket.begin : end - bucket.begin]
                 else:
                     parameter.grad = torch.zeros_like(parameter)
                 pieces.append(Piece(parameter, kind, index, begin, end))
@@ -171,63 +157,67 @@ class Shards:
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of `parameter`, which is None afterwards: whole gradients exist after `materialise` only."""
         bucket, index = self._slots_by_id[id(parameter)]
-        gradient, view = parameter.grad, bucket.views[index]
-        if gradient is None:
-            view.zero_()
-        elif gradient.is_sparse:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
             raise ValueError("sharded=True does not support sparse gradients; use sparse=False, or sharded=False")
-        elif self._scale != 1.0:
-            torch.mul(gradient.detach(), self._scale, out=view)
-        else:
-            view.copy_(gradient.detach())
         parameter.grad = None
+        if self._holding:
+            self._put_held()
         bucket.num_ready += 1
-        if bucket.num_ready == len(bucket.views) and bucket is not self.buckets[-1]:
-            self._submit(bucket, background=True)
+        if bucket.held or not bucket.is_free():
+            # Never wait here: the others may need a gradient of ours that comes later.
+            if not bucket.held:
+                self._holding.append(bucket)
+            bucket.held.append((index, gradient))
+            return
+        bucket.put(index, gradient)
+        self._submit_if_complete(bucket)
 
     def note_missing(self) -> None:
         """The layout is fixed: a late gradient costs overlap, nothing else."""
 
     def finish(self) -> None:
-        """Reduce what is left and wait: every piece has its reduced gradient then."""
-        last = self.buckets[-1]
-        if not self.shared:
-            self._submit(last, background=False)
-        submitted, self._submitted = self._submitted, []
-        if self.shared:
-            submitted.append(last)
+        """Reduce what is left and wait: every piece has its reduced gradient then. All parameters were `ready`."""
         first_error: Exception | None = None
-        results: dict[int, torch.Tensor] = {}
-        for bucket in submitted:
-            handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
+        try:
+            for bucket in self.buckets:
+                if bucket.before is not None:
+                    bucket.before.wait()
+                self._put_held()
+        except Exception as error:
+            first_error = error
+        for bucket in self.buckets:
             try:
-                if handle is None:
-                    results[id(bucket)] = self.runtime.prepared.reduce_at_gate(bucket.binding)
-                else:
-                    (results[id(bucket)],) = self.runtime.synchronize(handle)
-            except Exception as error:  # every handle must be collected, whatever becomes of the others
+                if first_error is None or bucket.in_flight:  # whatever becomes of the others
+                    bucket.wait()
+            except Exception as error:
                 first_error = first_error or error
+        results = [bucket.take() for bucket in self.buckets]
+        self._holding.clear()
         if first_error is not None:
             raise first_error
         for piece in self.pieces:
             bucket, gradient = self.buckets[piece.bucket], piece.parameter.grad
             assert gradient is not None
-            reduced = results[id(bucket)][piece.begin - bucket.begin : piece.end - bucket.begin]
+            result = results[piece.bucket]
+            assert result is not None, bucket.spec.name
+            reduced = result[piece.begin - bucket.begin : piece.end - bucket.begin]
             if reduced.data_ptr() != gradient.data_ptr():
                 gradient.copy_(reduced)
 
-    def _submit(self, bucket: _Bucket, *, background: bool) -> None:
-        if bucket.binding is not None:
-            bucket.handle = self.runtime.prepared.submit(bucket.binding, background=background)
-        else:
-            bucket.handle = self.runtime.submit(
-                Kind.REDUCESCATTER,
-                [bucket.gradients],
-                name=bucket.spec.name,
-                background=background,
-                **self._arguments,
-            )
-        self._submitted.append(bucket)
+    def _put_held(self) -> None:
+        """Put the gradients that were held back where they belong, if that is free now."""
+        for bucket in list(self._holding):
+            if bucket.is_free():
+                self._holding.remove(bucket)
+                for index, gradient in bucket.held:
+                    bucket.put(index, gradient)
+                bucket.held.clear()
+                self._submit_if_complete(bucket)
+
+    def _submit_if_complete(self, bucket: ShardBucket) -> None:
+        if bucket.num_ready == len(bucket.views) and bucket is not self.buckets[-1]:
+            bucket.submit(background=True)
 
     def materialise(self) -> None:
         """Give every parameter its whole reduced gradient, on all ranks (collective)."""
@@ -261,7 +251,7 @@ class Shards:
             parameter.grad = None
 
     @staticmethod
-    def overlaps(bucket: _Bucket, piece: Piece) -> list[tuple[torch.Tensor, slice, slice]]:
+    def overlaps(bucket: ShardBucket, piece: Piece) -> list[tuple[torch.Tensor, slice, slice]]:
         """Parameters that lie in a piece: (parameter, which of its elements, where in the piece)."""
         found = []
         for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
