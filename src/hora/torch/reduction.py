@@ -236,6 +236,7 @@ class EachAlone:
                 torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
                 parameter.shape,
                 device=parameter.device,
+                check_invariants=False,
             )
         else:
             return False
