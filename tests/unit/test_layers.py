@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "torch": BASE | {"engine", "torch", "horovod_util"},
     "launch": BASE | {"launch"},
     "workflow": BASE | {"engine", "torch", "data", "workflow", "runner", "horovod_runner"},
-    "estimator": BASE | {"torch", "estimator", "spark_run", "launch"},
+    "estimator": BASE | {"torch", "data", "estimator", "spark_run", "launch"},
     "data": BASE | {"torch", "data", "runner", "horovod_runner"},
 }
 

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hora.estimator.data_module import ParquetDataModule, Transformation
-from hora.estimator.shard import Shard
+from hora.data.shard import Shard
+from hora.data.transformation import Transformation
+from hora.estimator.data_module import ParquetDataModule
 
 
 @pytest.fixture

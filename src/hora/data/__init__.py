@@ -1,1 +1,1 @@
-"""Data for the labs: the penguins, prepared by pandas or by Spark with the same rows as the result."""
+"""Data for ranks (`converter`, `shard`) and for the labs (penguins, prepared by pandas or Spark; images)."""

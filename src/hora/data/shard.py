@@ -55,6 +55,7 @@ class Shard:
             for fragment in sorted(dataset.get_fragments(), key=lambda fragment: fragment.path)
             for group in fragment.split_by_row_group()
         ]
+        self.shard_count = shard_count
         self.total_rows = sum(rows for _, rows in groups)
         begin, end = (number * self.total_rows // shard_count for number in (cur_shard, cur_shard + 1))
         self.num_rows = end - begin

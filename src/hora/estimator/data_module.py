@@ -14,39 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from hora.estimator.shard import Rows, Shard, even_batches
+from hora.data.shard import Rows, Shard, even_batches
 
-__all__ = ["ParquetDataModule", "Transformation"]
-
-
-class Transformation:
-    """A user's function on the rows of a piece of a file as a pandas DataFrame, and the columns it changes.
-
-    `edit_fields` are `(name, dtype, shape, nullable)`, the columns that are new or different afterwards.
-    """
-
-    def __init__(
-        self, function: Callable[[Any], Any], edit_fields: Sequence[Any] | None, removed_fields: Sequence[str] | None
-    ) -> None:
-        self._function = function
-        self._edited = {str(entry[0]): entry for entry in edit_fields or ()}
-        self._removed = set(removed_fields or ())
-
-    def __call__(self, rows: Rows) -> Rows:
-        import pandas
-
-        frame = pandas.DataFrame({n: list(values) if values.ndim > 1 else values for n, values in rows.items()})
-        frame = self._function(frame)
-        return {str(name): self._array(frame, str(name)) for name in frame.columns if name not in self._removed}
-
-    def _array(self, frame: Any, name: str) -> np.ndarray[Any, Any]:
-        values = frame[name].to_numpy()
-        if values.dtype == object:
-            values = np.stack([np.asarray(value) for value in values])
-        if name in self._edited:
-            _, dtype, shape, *_ = self._edited[name]
-            values = values.astype(dtype).reshape(len(values), *(shape or ()))
-        return values
+__all__ = ["ParquetDataModule"]
 
 
 class ParquetDataModule:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
-from hora.estimator.data_module import ParquetDataModule, Transformation
+from hora.data.transformation import Transformation
+from hora.estimator.data_module import ParquetDataModule
 from hora.estimator.dataset import Dataset
 from hora.estimator.parcel import Parcel, pack_model
 from hora.estimator.step import Batch, Step, split_batch
