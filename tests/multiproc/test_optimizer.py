@@ -647,6 +647,18 @@ def test_ranks_that_disagree_on_a_shape_are_told_which_parameter():
 
 
 @session
+def test_ranks_that_disagree_on_the_number_of_parameters_are_told():
+    if hvd.size() == 1:
+        pytest.skip("nobody to disagree with")
+    model = nn.Linear(4, 2, bias=hvd.rank() > 0)
+    optimizer = distributed(model)
+    for _ in range(2):
+        with raises(hvd.HorovodInternalError, "Mismatched", "[2]", "[3]", "number of parameters"):
+            optimizer.step()
+    assert_runtime_works()
+
+
+@session
 def test_a_dropped_optimizer_reduces_no_more_and_is_freed():
     model = mlp()
     optimizer = distributed(model)

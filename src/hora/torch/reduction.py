@@ -174,7 +174,7 @@ class EachAlone:
             Kind.ALLREDUCE,
             [ballot],
             outputs=[ballot],
-            name="optimizer.layouts",
+            name="optimizer.layouts (1 + number of parameters)",  # what a mismatch error shows
             op=ReduceOp.SUM,
             process_set_id=self._recipe.process_set.process_set_id,
         )
