@@ -5,9 +5,16 @@ Tests that share something expensive (the Spark cluster, a file's fixtures) stay
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 _SPARK = {"spark", "spark_cluster"}
+
+# Under nohup, or in the background of a script, they are ignored, and launchers rightly keep it that way. Tests send them.
+for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _action)
 
 
 @pytest.hookimpl(tryfirst=True)
