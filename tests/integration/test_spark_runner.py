@@ -353,7 +353,7 @@ def test_udfs_do_not_run_in_the_workers_that_ranks_are_forked_from(spark):
         import os
         import sys
 
-        return "HORA_SPARK_WORKER" in os.environ, "hora" in sys.modules
+        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.spark_warm" in sys.modules
 
     HorovodRunner(np=2).run(lambda: None)
     assert spark.sparkContext.parallelize(range(2), 2).map(of_task).collect() == [(False, False)] * 2
