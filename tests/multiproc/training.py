@@ -149,3 +149,23 @@ def assert_states_close(got: dict, wanted: dict, tolerance=1e-5) -> None:
                 assert mine == value, key
     for a, b in zip(got["param_groups"], wanted["param_groups"], strict=True):
         assert a == b
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def distributed(model, optimizer=None, **options):
+    options.setdefault("named_parameters", model.named_parameters())
+    return hvd.DistributedOptimizer(optimizer or sgd(model), **options)
+
+
+def reference(steps=5, **options):
+    model = mlp()
+    train(model, sgd(model, **options), steps, everybodys())
+    return weights(model)
+
+
+def backward(model, step=0, scale=1.0):
+    inputs, targets = batch(hvd.rank(), step)
+    (functional.cross_entropy(model(inputs), targets) * scale).backward()

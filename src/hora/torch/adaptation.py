@@ -24,7 +24,7 @@ from hora.torch.error_feedback import wire_dtype
 from hora.torch.reduction import EachAlone, Recipe, Reducer
 from hora.torch.shared_memory import SharedMemory
 
-__all__ = ["Adaptation", "Order", "agree_on_order"]
+__all__ = ["Adaptation", "Order", "agree_on_order", "in_common_order"]
 
 # Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs next to nothing.
 _FIRST_PAUSE = 8
@@ -169,6 +169,24 @@ def agree_on_order(
         num_everywhere=sum(sums[index] < never for index in order),
         sparse=[parameters[index] for index in range(count) if flags[index]],
     )
+
+
+def in_common_order(
+    parameters: Sequence[torch.Tensor], names: dict[torch.Tensor, str], process_set: Any
+) -> Sequence[torch.Tensor]:
+    """The parameters in the order in which the set's first member has them (collective)."""
+    from hora.torch.functions import allgather_object
+
+    mine = {names[parameter]: parameter for parameter in parameters}
+    everybody: list[list[str]] = allgather_object(list(mine), name="optimizer.groups", process_set=process_set)
+    for member, others in enumerate(everybody):
+        if set(others) != set(everybody[0]):
+            differing = sorted(set(others) ^ set(everybody[0]))
+            raise ValueError(
+                f"an integer for groups needs the same parameters on all ranks, but these exist on member 0 or on member "
+                f"{member} of the process set only: {', '.join(differing[:5])}; give them the same names and requires_grad"
+            )
+    return [mine[name] for name in everybody[0]]
 
 
 def _summed(ballot: torch.Tensor, recipe: Recipe, name: str) -> list[int]:

@@ -20,9 +20,8 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, ReduceOp
-from hora.torch.adaptation import Adaptation
+from hora.torch.adaptation import Adaptation, in_common_order
 from hora.torch.compression import Compression, Compressor
-from hora.torch.functions import allgather_object
 from hora.torch.parameters import parameter_groups, parameter_names, unnamed
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduction import EachAlone, Recipe, Reducer
@@ -348,8 +347,9 @@ def DistributedOptimizer(
     names = parameter_names(optimizer, named_parameters)
     hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     grouped = parameter_groups(groups, hooked)
-    if isinstance(groups, int):
-        grouped = parameter_groups(groups, _in_common_order(hooked, names, process_set))
+    # In an elastic world newcomers make their optimizers while the others train: nobody would answer.
+    if isinstance(groups, int) and _takes_part(process_set) and not engine.current().world.elastic:
+        grouped = parameter_groups(groups, in_common_order(hooked, names, process_set))
     recipe = Recipe(
         process_set=process_set,
         op=op,
@@ -360,27 +360,6 @@ def DistributedOptimizer(
     result = _of_class(optimizer, _kind_of_optimizer(recipe, optimizer, grouped, sharded=sharded))
     result._distribute(recipe, names=names, groups=grouped, backward_passes_per_step=backward_passes_per_step)
     return result
-
-
-def _in_common_order(
-    parameters: Sequence[torch.Tensor], names: dict[torch.Tensor, str], process_set: ProcessSet
-) -> Sequence[torch.Tensor]:
-    """The parameters in the order that the set's first member has them, so that all cut the same groups from it.
-
-    Not in an elastic world: newcomers make their optimizers while the others train, so nobody would answer.
-    """
-    if not _takes_part(process_set) or engine.current().world.elastic:
-        return parameters
-    mine = {names[parameter]: parameter for parameter in parameters}
-    everybody = allgather_object(list(mine), "optimizer.groups", process_set)
-    for member, others in enumerate(everybody):
-        if set(others) != set(everybody[0]):
-            differing = sorted(set(others) ^ set(everybody[0]))
-            raise ValueError(
-                f"an integer for groups needs the same parameters on all ranks, but these exist on member 0 or on member "
-                f"{member} of the process set only: {', '.join(differing[:5])}; give them the same names and requires_grad"
-            )
-    return [mine[name] for name in everybody[0]]
 
 
 def _kind_of_optimizer(
