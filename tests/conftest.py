@@ -1,4 +1,4 @@
-"""Two test processes at a time: most tests wait for something, and a machine has at least two cores.
+"""Several test processes at a time: most tests wait for something, and a machine has at least two cores.
 
 Tests that share something expensive (the Spark cluster, a file's fixtures) stay in one process.
 """

@@ -32,6 +32,7 @@ def playground(tmp_path: Path) -> Path:
 
 def _run(argv: list[str], where: Path) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    env["JAVA_TOOL_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # quick to start
     done = subprocess.run(argv, cwd=where, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
