@@ -140,12 +140,13 @@ class GlooGroup(Group):
         super().close()
 
     def discard(self) -> None:
-        group, self._process_group = self._process_group, None
-        if group is None:
+        holder, self._process_group = [self._process_group], None
+        if holder == [None]:
             return
         self._connections.shut_down()
-        # The destructor joins gloo's threads, which end when their sockets do: that need not hold us up.
-        threading.Thread(target=_drop, args=([group],), name="hora-discard", daemon=True).start()
+        # The destructor joins gloo's threads, which end when their sockets do: that must not hold us up, so the holder is
+        # the only one to have the group, whoever of us comes first.
+        threading.Thread(target=_drop, args=(holder,), name="hora-discard", daemon=True).start()
 
     def _wait(self, work: Any, what: str) -> None:
         deadline = time.monotonic() + self._limit_s
