@@ -26,7 +26,8 @@ def run_module(module: str, *arguments: str) -> str:
     """Run a benchmark, show what it prints, and return it. A benchmark that fails is reported, not fatal."""
     print(f"\n== {module} {' '.join(arguments)}", flush=True)
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)  # Spark's log goes to stderr
+    # stderr, where Spark writes its log, goes to the console only.
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
     print(done.stdout, flush=True)
     if done.returncode:
         return f"failed with exit code {done.returncode}; see what it wrote to stderr\n{done.stdout[-600:]}"
