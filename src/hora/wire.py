@@ -42,6 +42,7 @@ __all__ = [
     "Sealer",
     "ServerHandshake",
     "new_secret",
+    "shake_hands",
     "tune",
 ]
 
@@ -272,11 +273,7 @@ class Connection:
         sock = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
         try:
             tune(sock)
-            handshake = ClientHandshake(secret, job)
-            sock.sendall(handshake.hello)
-            challenge = _receive_exactly(sock, handshake.challenge_bytes, deadline)
-            keys, proof = handshake.answer(challenge)
-            sock.sendall(proof)
+            keys = shake_hands(sock, secret, job, deadline)
             sock.settimeout(None)
         except ConnectionResetError:
             sock.close()
@@ -308,6 +305,15 @@ class Connection:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def shake_hands(sock: socket.socket, secret: bytes, job: str, deadline: float) -> Keys:
+    """The client's part of the handshake on a connected socket. EOFError when the server closes it."""
+    handshake = ClientHandshake(secret, job)
+    sock.sendall(handshake.hello)
+    keys, proof = handshake.answer(_receive_exactly(sock, handshake.challenge_bytes, deadline))
+    sock.sendall(proof)
+    return keys
 
 
 def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -71,13 +71,18 @@ class Ranks:
         return results
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        end_ranks(self.processes, self._connections)
+
+
+def end_ranks(processes: Iterable[Any], connections: Iterable[Any]) -> None:
+    """Ranks end when their connection does; those that don't are killed."""
+    for connection in connections:
+        connection.close()
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 @contextlib.contextmanager

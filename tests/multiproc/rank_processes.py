@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from rank_pool import end_ranks
 
 LIMIT_S = 90
 _HERE = str(Path(__file__).parent)
@@ -91,13 +92,7 @@ class Pool:
             return ("ok", "") if rank in lost else ("died", "the process died")
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
-        for process in self.processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        end_ranks(self.processes, self._connections)
 
 
 class Pools:

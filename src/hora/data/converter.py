@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import itertools
 import logging
-import math
 import os
 import statistics
 import threading
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hora.data.shard import Rows, Shard, even_batches
+from hora.data.shard import Rows, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -106,12 +105,11 @@ class _Reader:
         return self.shard.passes(rng=self.rng, num_passes=self.num_epochs)
 
     def batches(self, batch_size: int) -> Iterator[Rows]:
-        count = self.shard.shard_count
-        steps = max(1, math.ceil(math.ceil(self.shard.total_rows / count) / batch_size))
         if self.sharded:
             # Equally many on all ranks, or collectives would wait for ever.
-            epoch = [max(size, 1) for size in even_batches(self.shard.num_rows, steps)]
+            epoch = self.shard.even_sizes(batch_size)
         else:
+            steps = self.shard.num_steps(batch_size)
             epoch = [min(batch_size, self.shard.num_rows - step * batch_size) for step in range(steps)]
         epochs = itertools.repeat(epoch) if self.num_epochs is None else itertools.repeat(epoch, self.num_epochs)
         return self.shard.batches(itertools.chain.from_iterable(epochs), rng=self.rng)

@@ -7,6 +7,7 @@ belongs to exactly one rank and no rank has more than one row more than another.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -80,6 +81,15 @@ class Shard:
                 left = _joined(left, next(source))
             yield {name: values[:size] for name, values in left.items()}
             left = {name: values[size:] for name, values in left.items()}
+
+    def num_steps(self, batch_size: int) -> int:
+        """Batches of at most this size in a pass, equally many on all shards."""
+        return max(1, math.ceil(math.ceil(self.total_rows / self.shard_count) / batch_size))
+
+    def even_sizes(self, batch_size: int) -> list[int]:
+        """The sizes of `num_steps` batches. A shard that has a row less than others may have one too few for the last
+        step: it sees one again."""
+        return [max(size, 1) for size in even_batches(self.num_rows, self.num_steps(batch_size))]
 
     def _pools(self, order: Sequence[int], rng: np.random.Generator | None) -> Iterator[Rows]:
         pool: Rows = {}

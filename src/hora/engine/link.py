@@ -42,16 +42,10 @@ class Link:
         """Connect, and prove to each other that both know the secret."""
         sock.settimeout(max(deadline - time.monotonic(), 0.01))
         sock.connect(where)
-        handshake = wire.ClientHandshake(secret, _JOB)
-        sock.sendall(handshake.hello)
-        challenge = b""
-        while len(challenge) < handshake.challenge_bytes:
-            data = sock.recv(handshake.challenge_bytes - len(challenge))
-            if not data:
-                raise ConnectionError("the peer closed the connection during the handshake")
-            challenge += data
-        keys, proof = handshake.answer(challenge)
-        sock.sendall(proof)
+        try:
+            keys = wire.shake_hands(sock, secret, _JOB, deadline)
+        except EOFError:
+            raise ConnectionError("the peer closed the connection during the handshake") from None
         link = cls(sock)
         link._sealer, link._opener = wire.Sealer(keys.to_server), wire.Opener(keys.to_client)
         link._tune()

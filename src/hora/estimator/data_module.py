@@ -8,7 +8,6 @@ that give iterables of batches, dicts of column to array or `(features, label)`.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +63,6 @@ class ParquetDataModule:
         self._train_steps, self._val_steps = steps_per_epoch_train, steps_per_epoch_val
         self._train_readers, self._val_readers = train_reader_worker_count, val_reader_worker_count
         self._rng = np.random.default_rng(random_seed) if shuffle else None
-        self._shard_count = shard_count
         self._train: Shard | None = None
         self._val: Shard | None = None
 
@@ -81,11 +79,11 @@ class ParquetDataModule:
     def train_steps(self) -> int:
         """Batches of an epoch, on every rank."""
         assert self._train is not None, "train_steps outside the context manager"
-        return self._train_steps or self._steps(self._train, self._train_batch_size)
+        return self._train_steps or self._train.num_steps(self._train_batch_size)
 
     @property
     def val_steps(self) -> int:
-        return 0 if self._val is None else self._val_steps or self._steps(self._val, self._val_batch_size)
+        return 0 if self._val is None else self._val_steps or self._val.num_steps(self._val_batch_size)
 
     def train_data(self) -> Iterable[Rows]:
         """Batches without an end."""
@@ -93,22 +91,16 @@ class ParquetDataModule:
         if self._train_steps:
             sizes: Iterator[int] = itertools.repeat(min(self._train_batch_size, self._train.num_rows))
         else:
-            # A rank that has a row less than others may have one too few for the last step: it sees one again.
-            epoch = [max(size, 1) for size in even_batches(self._train.num_rows, self.train_steps)]
-            sizes = itertools.cycle(epoch)
+            sizes = itertools.cycle(self._train.even_sizes(self._train_batch_size))
         return self._train.batches(sizes, rng=self._rng)
 
     def val_data(self) -> Iterable[Rows]:
         """The batches of one pass; none where this rank has no rows."""
         if self._val is None or not self._val.num_rows:
             return ()
-        sizes = (
-            size for size in even_batches(self._val.num_rows, self._steps(self._val, self._val_batch_size)) if size
-        )
+        steps = self._val.num_steps(self._val_batch_size)
+        sizes = (size for size in even_batches(self._val.num_rows, steps) if size)
         return itertools.islice(self._val.batches(sizes, rng=None), self._val_steps)
-
-    def _steps(self, shard: Shard, batch_size: int) -> int:
-        return max(1, math.ceil(math.ceil(shard.total_rows / self._shard_count) / batch_size))
 
     def _shard(self, path: str, num_readers: int) -> Shard:
         import fsspec

@@ -89,11 +89,10 @@ class Step:
         totals = np.zeros(2 + sum(map(len, self._metrics)))
         for index, batch in enumerate(batches):
             if training:
-                outputs, loss = self._train(batch, index)
+                outputs, labels, loss = self._train(batch, index)
             else:
                 with torch.no_grad():
-                    outputs, _, loss = self._forward(batch)
-            _, labels = self._fitted(outputs, batch.labels)
+                    outputs, labels, loss = self._forward(batch)
             with torch.no_grad():
                 metrics = [
                     float(metric(output.detach(), label))
@@ -109,7 +108,7 @@ class Step:
         ]
         return {"loss": loss_sum / max(num_batches, 1.0), "all_metrics": groups}
 
-    def _train(self, batch: Batch, index: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _train(self, batch: Batch, index: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         if self._own_step is not None:
             outputs, loss = self._own_step(
                 self._model,
@@ -122,15 +121,15 @@ class Step:
                 self._passes,
                 index,
             )
-            return _as_list(outputs), loss
+            return *self._fitted(outputs, batch.labels), loss
         if self._num_backward % self._passes == 0:
             self._optimizer.zero_grad()
-        outputs, _, loss = self._forward(batch)
+        outputs, labels, loss = self._forward(batch)
         loss.backward()
         self._num_backward += 1
         if self._num_backward % self._passes == 0:
             self._optimizer.step()
-        return outputs, loss
+        return outputs, labels, loss
 
     def _forward(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         outputs, labels = self._fitted(self._model(*batch.inputs), batch.labels)

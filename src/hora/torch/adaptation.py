@@ -21,7 +21,7 @@ from hora.torch.bucket_plan import BucketSpec, plan_buckets
 from hora.torch.buckets import Buckets
 from hora.torch.compression import NoneCompressor
 from hora.torch.error_feedback import wire_dtype
-from hora.torch.reduction import EachAlone, Recipe, Reducer
+from hora.torch.reduction import EachAlone, Recipe, Reducer, summed
 from hora.torch.shared_memory import SharedMemory
 
 __all__ = ["Adaptation", "Order", "agree_on_order", "in_common_order"]
@@ -156,7 +156,7 @@ def agree_on_order(
         + [int(parameter in sparse) for parameter in parameters],
         dtype=torch.int64,
     )
-    total = _summed(ballot, recipe, "optimizer.order")
+    total = summed(ballot, recipe, "optimizer.order")
     if total[0] < size:
         return None
     if total[1] != digest * size:
@@ -187,21 +187,6 @@ def in_common_order(
                 f"{member} of the process set only: {', '.join(differing[:5])}; give them the same names and requires_grad"
             )
     return [mine[name] for name in everybody[0]]
-
-
-def _summed(ballot: torch.Tensor, recipe: Recipe, name: str) -> list[int]:
-    runtime = engine.current()
-    handle = runtime.submit(
-        Kind.ALLREDUCE,
-        [ballot],
-        outputs=[ballot],
-        name=name,
-        op=ReduceOp.SUM,
-        process_set_id=recipe.process_set.process_set_id,
-    )
-    runtime.synchronize(handle)
-    result: list[int] = ballot.tolist()
-    return result
 
 
 def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> int:

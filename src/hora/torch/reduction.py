@@ -18,7 +18,7 @@ from hora import engine
 from hora.engine.request import Kind, ReduceOp
 from hora.torch.compression import Compressor, NoneCompressor
 
-__all__ = ["EachAlone", "Recipe", "Reducer"]
+__all__ = ["EachAlone", "Recipe", "Reducer", "summed"]
 
 Parameter = torch.Tensor
 
@@ -63,6 +63,20 @@ class Recipe:
             "postscale": self.postscale,
             "process_set_id": self.process_set.process_set_id,
         }
+
+
+def summed(ballot: torch.Tensor, recipe: Recipe, name: str) -> list[int]:
+    """The members' ballots added up (collective): how the ranks agree on something about gradients."""
+    engine.current().execute(
+        Kind.ALLREDUCE,
+        [ballot],
+        outputs=[ballot],
+        name=name,
+        op=ReduceOp.SUM,
+        process_set_id=recipe.process_set.process_set_id,
+    )
+    result: list[int] = ballot.tolist()
+    return result
 
 
 class Reducer(Protocol):
@@ -170,15 +184,8 @@ class EachAlone:
         size = self._recipe.process_set.size() or 1
         # Sums of: every member 1, then a gradient that is missing 0, a dense one 1, a sparse one more than all dense ones.
         ballot = torch.tensor([1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients])
-        engine.current().execute(
-            Kind.ALLREDUCE,
-            [ballot],
-            outputs=[ballot],
-            name="optimizer.layouts (1 + number of parameters)",  # what a mismatch error shows
-            op=ReduceOp.SUM,
-            process_set_id=self._recipe.process_set.process_set_id,
-        )
-        num_members, *sums = ballot.tolist()
+        name = "optimizer.layouts (1 + number of parameters)"  # what a mismatch error shows
+        num_members, *sums = summed(ballot, self._recipe, name)
         self.sparse |= {parameter for parameter, total in zip(parameters, sums, strict=True) if total > size}
         self._layouts_agreed = num_members == size and all(sums)  # somebody may have joined, and heard nothing
         waiting, self._waiting = self._waiting, []
