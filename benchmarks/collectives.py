@@ -53,8 +53,8 @@ def num_bytes(text: str) -> int:
 def launch(arguments: argparse.Namespace) -> int:
     """Run this file on all ranks."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    command = [horovodrun, "-np", str(arguments.num_ranks), sys.executable, "-m", "benchmarks.collectives", "--worker"]
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch", "-np", str(arguments.num_ranks)]
+    command = [*horovodrun, sys.executable, "-m", "benchmarks.collectives", "--worker"]
     command += ["--sizes", arguments.sizes, "--cases", ",".join(arguments.cases), "--rounds", str(arguments.rounds)]
     if arguments.json:
         command += ["--json", str(arguments.json.absolute())]

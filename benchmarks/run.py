@@ -26,8 +26,9 @@ def run_module(module: str, *arguments: str) -> str:
     """Run a benchmark, show what it prints, and return it. A benchmark that fails is reported, not fatal."""
     print(f"\n== {module} {' '.join(arguments)}", flush=True)
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    # stderr, where Spark writes its log, goes to the console only.
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False)
+    # torchrun would set this, and say so among the results. stderr, where Spark writes its log, goes to the console only.
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=False)
     print(done.stdout, flush=True)
     if done.returncode:
         return f"failed with exit code {done.returncode}; see what it wrote to stderr\n{done.stdout[-600:]}"
@@ -55,7 +56,7 @@ def table(collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
         "# Benchmarks",
         "",
         f"Made by `make bench` on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"load {os.getloadavg()[0]:.1f}. Every contender ran in the same processes, in turns; numbers are medians.",
+        f"load {os.getloadavg()[0]:.1f}. The contenders took turns, several rounds; numbers are medians.",
         "",
         "## Training step against DistributedDataParallel (gloo)",
         "",
@@ -121,9 +122,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", default="2", help="ranks, also several: 2,4")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, no start-up")
-    parser.add_argument(
-        "--realtime", action="store_true", help="on a busy machine: training goes before other processes"
-    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args()
     rounds = "3" if options.quick else "9"
@@ -131,8 +129,7 @@ def main() -> None:
     training: Rows = []
     for np in options.np.split(","):
         collectives += with_numbers("collectives", "-np", np, "--rounds", rounds)[1]
-        flags = ["--realtime"] if options.realtime else []
-        training += with_numbers("training", "--np", np, "--rounds", rounds, *flags)[1]
+        training += with_numbers("training", "--np", np, "--rounds", rounds)[1]
     texts = {}
     if not options.quick:
         texts["Memory of four ranks, sharded and DDP"] = run_module("memory")

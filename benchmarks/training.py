@@ -1,8 +1,10 @@
-"""Whole training steps against DistributedDataParallel over gloo, interleaved in one run: `python -m benchmarks.training`.
+"""Whole training steps against DistributedDataParallel over gloo, in turns: `python -m benchmarks.training`.
 
 Every contender trains the same model from the same start on the same batches with the same optimizer implementation:
-a step without communication, DDP, Hora with overlapped reduction, Hora sharded. Reports medians over rounds, the spread,
-ratios of DDP's time to ours, and that the losses agree. `--profile` shows where a step's time goes.
+a step without communication, DDP, Hora with overlapped reduction, Hora sharded. Each has processes of its own, as a user
+would run it, and sleeps while the others have their turn; with `--together` all live in the same processes, where DDP
+also gains from what `hvd.init()` does to the process. Reports medians over rounds, the spread, ratios of DDP's time to
+ours, and that the losses agree. `--profile` shows where a step's time goes.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from torch.nn import functional
 from benchmarks.models import TASKS, Task
 
 CONTENDERS = ("alone", "DDP", "overlap", "sharded")
+OURS = ("overlap", "sharded")
+LIMIT_S = 300.0  # of one turn of one contender
 
 
 def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
@@ -40,14 +45,14 @@ def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 def make_step(contender: str, task: Task, optimizer_kind: str, rank: int) -> Callable[[], torch.Tensor]:
     """One training step of a contender, as a function that returns the loss."""
-    import horovod.torch as hvd
-
     torch.manual_seed(0)
     model: nn.Module = task.build()
     if contender == "DDP":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(optimizer_kind, model.parameters())
-    if contender in ("overlap", "sharded"):
+    if contender in OURS:
+        import horovod.torch as hvd
+
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), sharded=contender == "sharded"
         )
@@ -65,61 +70,62 @@ def make_step(contender: str, task: Task, optimizer_kind: str, rank: int) -> Cal
     return step
 
 
-def ahead_of_others(first: bool) -> None:
-    """Run all threads of this process before ordinary processes, or as one of them again. Needs root."""
-    policy, priority = (os.SCHED_FIFO, 1) if first else (os.SCHED_OTHER, 0)
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
+# One rank of a group of contenders. It does what the lines on its standard input say, and answers each with one line.
 
 
-def measure(task: Task, optimizer_kind: str, arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
-    """Milliseconds per step of each contender, one figure per round."""
+def worker(arguments: argparse.Namespace) -> None:
+    """Follow the orders: make MODEL OPTIMIZER, turn CONTENDER, profile CONTENDER."""
     contenders = arguments.contenders.split(",")
-    steps = {name: make_step(name, task, optimizer_kind, rank) for name in contenders}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    work: dict[str, list[float]] = {name: [] for name in contenders}
-    losses: dict[str, float] = {}
-    for name, step in steps.items():
-        for _ in range(4):
-            losses[name] = float(step())
-    for _ in range(arguments.rounds):
-        for name, step in steps.items():
-            if arguments.realtime:
-                ahead_of_others(True)
-            dist.barrier()
-            step()
-            start, start_cpu = time.perf_counter(), time.process_time()
-            for _ in range(task.steps):
-                step()
-            times[name].append((time.perf_counter() - start) / task.steps * 1e3)
-            work[name].append((time.process_time() - start_cpu) / task.steps * 1e3)
-            if arguments.realtime:
-                ahead_of_others(False)
-                time.sleep(1.0)  # the others' turn
-    return {
-        "task": task.name,
-        "optimizer": optimizer_kind,
-        "np": dist.get_world_size(),
-        "ms": times,
-        "cpu_ms": work,  # processor time of all threads of rank 0: steadier than the clock on a busy machine
-        "losses": losses,
-    }
+    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    torch.set_num_threads(1)
+    if arguments.pin:
+        cores = sorted(os.sched_getaffinity(0))
+        share = len(cores) // size
+        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+    if not set(contenders) <= set(OURS):
+        dist.init_process_group("gloo", init_method=f"file://{arguments.meet}", rank=rank, world_size=size)
+    if not set(contenders).isdisjoint(OURS):
+        import horovod.torch as hvd
+
+        hvd.init()
+    barrier = dist.barrier if dist.is_initialized() else hvd.barrier
+    steps: dict[str, Callable[[], torch.Tensor]] = {}
+    task = next(iter(TASKS.values()))
+    for line in sys.stdin:
+        order, *words = json.loads(line)
+        answer: Any = None
+        if order == "make":
+            task = TASKS[words[0]]
+            steps = {name: make_step(name, task, words[1], rank) for name in contenders}
+            answer = {name: [float(step()) for _ in range(4)][-1] for name, step in steps.items()}
+        elif order == "turn":
+            barrier()
+            steps[words[0]]()
+            answer = timed(steps[words[0]], task.steps)
+        elif order == "profile":
+            barrier()
+            answer = profiled(steps[words[0]], task.steps)
+        print(json.dumps(answer), flush=True)
+    barrier()
 
 
-def profile(task: Task, optimizer_kind: str, contender: str, rank: int) -> str:
-    """The functions in which the calling thread of one rank spends a step."""
+def timed(step: Callable[[], object], count: int) -> tuple[float, float]:
+    """Milliseconds of a step: by the clock, and processor time of all threads of this rank."""
+    start, start_cpu = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        step()
+    return (time.perf_counter() - start) / count * 1e3, (time.process_time() - start_cpu) / count * 1e3
+
+
+def profiled(step: Callable[[], object], count: int) -> str:
+    """The functions in which the calling thread spends a step."""
     import cProfile
     import io
     import pstats
 
-    step = make_step(contender, task, optimizer_kind, rank)
-    for _ in range(4):
-        step()
-    dist.barrier()
     profiler = cProfile.Profile(time.thread_time)  # processor time: waiting is not work
     profiler.enable()
-    for _ in range(task.steps):
+    for _ in range(count):
         step()
     profiler.disable()
     text = io.StringIO()
@@ -128,30 +134,82 @@ def profile(task: Task, optimizer_kind: str, contender: str, rank: int) -> str:
     return text.getvalue()
 
 
-def worker(arguments: argparse.Namespace) -> None:
-    """One rank."""
-    import horovod.torch as hvd
+class Group:
+    """The processes of one contender, or of several that live together."""
 
-    rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{arguments.meet}", rank=rank, world_size=size)
-    hvd.init()
-    results = []
-    for name in arguments.models.split(","):
-        for kind in arguments.optimizers.split(","):
-            if arguments.profile:
-                text = profile(TASKS[name], kind, arguments.profile, rank)
-                if rank == 0:
-                    print(f"{name}, {kind}, {arguments.profile}\n{text}", flush=True)
-                continue
-            results.append(measure(TASKS[name], kind, arguments, rank))
-            if rank == 0:
-                print(report(results[-1]), flush=True)
-    if rank == 0 and arguments.json:
-        Path(arguments.json).write_text(json.dumps(results))
-    dist.barrier()
-    hvd.shutdown()
-    dist.destroy_process_group()
+    def __init__(self, contenders: Sequence[str], np: int, folder: str, *, pin: bool) -> None:
+        self.contenders = contenders
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        meet = Path(folder) / f"meet-{contenders[0]}"
+        command = [sys.executable, "-m", "benchmarks.training", "--worker", "--meet", str(meet)]
+        command += ["--contenders", ",".join(contenders), *(["--pin"] if pin else [])]
+        self._processes = []
+        for rank in range(np):
+            env = {**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(np), "OMP_NUM_THREADS": "1"}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._processes.append(subprocess.Popen(command, env=env, text=True, **pipes))
+
+    def ask(self, *order: str) -> list[Any]:
+        """The answers of all ranks. The first one that is lost, or the time limit, ends them all."""
+        try:
+            with self._limited():
+                for process in self._processes:
+                    process.stdin.write(json.dumps(order) + "\n")
+                    process.stdin.flush()
+                return [json.loads(process.stdout.readline()) for process in self._processes]
+        except (OSError, ValueError):  # a closed pipe, or half a line
+            self._kill()
+            text = f"a rank of {','.join(self.contenders)} ended in {' '.join(order)}, or took more than {LIMIT_S:g} s"
+            raise RuntimeError(text) from None
+
+    def end(self) -> None:
+        """Let them go home."""
+        with self._limited():
+            for process in self._processes:
+                with contextlib.suppress(OSError):  # an order that was never read
+                    process.stdin.close()
+            for process in self._processes:
+                process.wait()
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        timer = threading.Timer(LIMIT_S, self._kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def measure(groups: Sequence[Group], model: str, kind: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds per step of each contender, one figure per round: the mean over the ranks."""
+    times: dict[str, list[float]] = {}
+    slowest: dict[str, list[float]] = {}
+    work: dict[str, list[float]] = {}
+    losses: dict[str, float] = {}
+    for group in groups:
+        losses |= group.ask("make", model, kind)[0]
+    for _ in range(rounds):
+        for group in groups:
+            for name in group.contenders:
+                answers = group.ask("turn", name)
+                times.setdefault(name, []).append(statistics.mean(answer[0] for answer in answers))
+                slowest.setdefault(name, []).append(max(answer[0] for answer in answers))
+                work.setdefault(name, []).append(statistics.mean(answer[1] for answer in answers))
+    return {
+        "task": model,
+        "optimizer": kind,
+        "ms": times,
+        "slowest_ms": slowest,  # of the slowest rank: no step that ends together can take less than "alone" has here
+        "cpu_ms": work,  # steadier than the clock on a busy machine
+        "losses": losses,
+    }
 
 
 def report(result: dict[str, Any]) -> str:
@@ -161,50 +219,41 @@ def report(result: dict[str, Any]) -> str:
     for name, times in result["ms"].items():
         cpu = statistics.median(result["cpu_ms"][name])
         parts.append(f"{name} {medians[name]:.2f} ms ({min(times):.2f}..{max(times):.2f}; cpu {cpu:.2f})")
-    for name in ("overlap", "sharded"):
+        if name == "alone":
+            parts.append(f"its slowest rank {statistics.median(result['slowest_ms'][name]):.2f} ms")
+    for name in OURS:
         if name in medians and "DDP" in medians:
             # Rounds are interleaved, so their ratios are steadier than the ratio of medians on a busy machine.
             ratios = [d / o for d, o in zip(result["ms"]["DDP"], result["ms"][name], strict=True)]
             cpu = statistics.median(result["cpu_ms"]["DDP"]) / statistics.median(result["cpu_ms"][name])
-            parts.append(f"DDP/{name} {statistics.median(ratios):.2f} (cpu {cpu:.2f})")
-    spread = max(result["losses"].values()) - min(v for k, v in result["losses"].items() if k != "alone")
-    parts.append(
-        f"losses {' '.join(f'{v:.4f}' for v in result['losses'].values())}" if spread > 1e-3 else "losses equal"
-    )
+            spread = f"{min(ratios):.2f}..{max(ratios):.2f}"
+            parts.append(f"DDP/{name} {statistics.median(ratios):.2f} ({spread}; cpu {cpu:.2f})")
+    losses = [loss for name, loss in result["losses"].items() if name != "alone"]
+    parts.append(f"losses {losses}" if max(losses, default=0) - min(losses, default=0) > 1e-3 else "losses equal")
     return "  ".join(parts)
 
 
-def run(np: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start the ranks, wait for them, and return what they measured."""
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
-        results = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "benchmarks.training", "--worker", "--meet", f"{folder}/meet"]
-        command += [
-            "--models",
-            arguments.models,
-            "--optimizers",
-            arguments.optimizers,
-            "--rounds",
-            str(arguments.rounds),
-        ]
-        command += ["--contenders", arguments.contenders, "--json", str(results)]
-        command += ["--profile", arguments.profile] if arguments.profile else []
-        command += ["--realtime"] if arguments.realtime else []
-        processes = []
-        for rank in range(np):
-            env = {**os.environ, "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(np), "OMP_NUM_THREADS": "1"}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            processes.append(subprocess.Popen(command, env=env))
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start the groups, give them turns, and return what they measured."""
+    contenders = [arguments.profile] if arguments.profile else arguments.contenders.split(",")
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        lists = [contenders] if arguments.together else [[name] for name in contenders]
+        groups = [Group(names, arguments.np, folder, pin=arguments.pin) for names in lists]
         try:
-            for process in processes:
-                if process.wait(timeout=1800):
-                    raise RuntimeError(f"a rank of the training benchmark ended with {process.returncode}")
+            for model in arguments.models.split(","):
+                for kind in arguments.optimizers.split(","):
+                    if arguments.profile:
+                        groups[0].ask("make", model, kind)
+                        text = groups[0].ask("profile", arguments.profile)[0]
+                        print(f"{model}, {kind}, {arguments.profile}\n{text}", flush=True)
+                        continue
+                    results.append(measure(groups, model, kind, arguments.rounds) | {"np": arguments.np})
+                    print(report(results[-1]), flush=True)
         finally:
-            for process in processes:
-                process.kill()
-        return json.loads(results.read_text()) if results.exists() else []
+            for group in groups:
+                group.end()
+    return results
 
 
 def parser() -> argparse.ArgumentParser:
@@ -215,8 +264,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--optimizers", default="sgd,adam")
     result.add_argument("--contenders", default=",".join(CONTENDERS))
     result.add_argument("--rounds", type=int, default=5)
+    result.add_argument("--together", action="store_true", help="all contenders in the same processes")
+    result.add_argument("--pin", action="store_true", help="give each rank of every contender its own cores")
     result.add_argument("--profile", default="", help="profile this contender instead")
-    result.add_argument("--realtime", action="store_true", help="on a busy machine: go before other processes")
     result.add_argument("--json", default="")
     result.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     result.add_argument("--meet", default="", help=argparse.SUPPRESS)
@@ -228,6 +278,6 @@ if __name__ == "__main__":
     if parsed.worker:
         worker(parsed)
     else:
-        measured = run(parsed.np, parsed)
+        measured = run(parsed)
         if parsed.json:
             Path(parsed.json).write_text(json.dumps(measured))

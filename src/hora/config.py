@@ -42,6 +42,9 @@ def _transport(text: str) -> str:
     return text
 
 
+_ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+
+
 def _variable(name: str, default: Any, parse: Callable[[str], Any], what: str) -> Any:
     return field(default=default, metadata={"variable": name, "parse": parse, "what": what})
 
@@ -69,6 +72,7 @@ class EngineConfig:
         "HOROVOD_THREAD_AFFINITY", (), _cores, "a comma list of core numbers, one per local rank"
     )
     transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto, shm or gloo")
+    keep_freed_memory: bool = _variable("HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:
@@ -84,4 +88,6 @@ class EngineConfig:
                 values[item.name] = item.metadata["parse"](text)
             except ValueError:
                 raise ValueError(f"{variable} must be {item.metadata['what']}, but it is {text!r}") from None
+        if any(name in env for name in _ALLOCATOR) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
+            values.setdefault("keep_freed_memory", False)  # the user has chosen
         return cls(**values)

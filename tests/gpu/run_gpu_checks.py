@@ -2,7 +2,7 @@
 
 Needs torch with CUDA and numpy, nothing else. One GPU is enough: NCCL is checked with one member, two ranks
 share the GPU through host memory. With two GPUs or more, NCCL is checked between two members too. Prints
-one line per check.
+one line per check. Names of checks, as `training` or `training.2` (on two ranks), choose among them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "multiproc")]
@@ -33,7 +34,8 @@ def nobody_is_dead() -> None:
     """A guard with nothing to report."""
 
 
-# Each check runs as rank `rank` of `size`, in a process of its own.
+# Each check runs as rank `rank` of `size`, in a process of its own: those of transports with a store, the others with
+# `hvd`, which has been initialised on this rank's GPU and is shut down afterwards.
 
 
 def nccl_transport(rank: int, size: int, store: dist.Store) -> None:
@@ -61,12 +63,8 @@ def shared_gpu_transport(rank: int, size: int, store: dist.Store) -> None:
     cpu.close()
 
 
-def operations(rank: int, size: int, store: dist.Store) -> None:
+def operations(rank: int, size: int, hvd: Any) -> None:
     """The public operations on CUDA tensors."""
-    import horovod.torch as hvd
-
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    hvd.init()
     total = sum(range(1, size + 1))
     for dtype in (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64):
         mine = torch.full((5, 3), rank + 1, dtype=dtype, device="cuda")
@@ -96,15 +94,10 @@ def operations(rank: int, size: int, store: dist.Store) -> None:
     if size & (size - 1) == 0:
         same(hvd.allreduce(torch.full((4,), 2.0, device="cuda"), op=hvd.Adasum), torch.full((4,), 2.0))
     hvd.barrier()
-    hvd.shutdown()
 
 
-def stream_order(rank: int, size: int, store: dist.Store) -> None:
+def stream_order(rank: int, size: int, hvd: Any) -> None:
     """A long kernel before the operation, and the result used at once: nobody synchronises by hand."""
-    import horovod.torch as hvd
-
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    hvd.init()
     expected = float(sum(range(1, size + 1)))
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
@@ -121,15 +114,10 @@ def stream_order(rank: int, size: int, store: dist.Store) -> None:
                 in_place.mul_(3)
                 assert doubled.unique().tolist() == [2 * expected], doubled
                 assert in_place.unique().tolist() == [3 * expected], in_place
-    hvd.shutdown()
 
 
-def training(rank: int, size: int, store: dist.Store) -> None:
+def training(rank: int, size: int, hvd: Any) -> None:
     """A few steps of DistributedOptimizer: all ranks end with the same weights."""
-    import horovod.torch as hvd
-
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    hvd.init()
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
     optimizer = hvd.DistributedOptimizer(
@@ -145,18 +133,153 @@ def training(rank: int, size: int, store: dist.Store) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0], losses
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    for other in hvd.allgather(weights[None]):
-        assert torch.equal(other, weights)
-    hvd.shutdown()
+    same_on_all_ranks(hvd, flat(model))
 
 
-def killed_peer(rank: int, size: int, store: dist.Store) -> None:
+def _trained(rank: int, hvd: Any, *, sharded: bool = False, compress: bool = False, compiled: bool = False) -> Any:
+    """Weights after ten steps of Adam on a fixed batch, and the optimizer."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 257), torch.nn.Tanh(), torch.nn.Linear(257, 3)).cuda()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=1e-2),
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.bf16 if compress else hvd.Compression.none,
+        sharded=sharded,
+    )
+    run = torch.compile(model) if compiled else model
+    x = torch.randn(32, 16, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
+    for _ in range(10):
+        optimizer.zero_grad()
+        (run(x) - x[:, :3]).square().mean().backward()
+        hvd.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return flat(model), optimizer
+
+
+def all_ways_of_training(rank: int, size: int, hvd: Any) -> None:
+    """Sharded, compiled and compressed training end where plain training ends; the state is whole and portable."""
+    plain, _ = _trained(rank, hvd)
+    sharded, optimizer = _trained(rank, hvd, sharded=True)
+    torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-5)
+    shapes = {index: tuple(entry["exp_avg"].shape) for index, entry in optimizer.state_dict()["state"].items()}
+    assert shapes == {0: (257, 16), 1: (257,), 2: (3, 257), 3: (3,)}, shapes
+    compiled, _ = _trained(rank, hvd, compiled=True)
+    torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
+    compressed, _ = _trained(rank, hvd, compress=True)
+    torch.testing.assert_close(compressed, plain, rtol=0.1, atol=0.05)
+    for weights in (plain, sharded, compiled, compressed):
+        same_on_all_ranks(hvd, weights)
+
+
+def mixed_precision(rank: int, size: int, hvd: Any) -> None:
+    """autocast and GradScaler, with and without shards, and a step that the scaler skips."""
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 1).cuda()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05), named_parameters=model.named_parameters(), sharded=sharded
+        )
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**14)
+        losses = []
+        for number in range(30):
+            torch.manual_seed(100 * rank + number)
+            x = torch.randn(64, 8, device="cuda")
+            if number == 3 and rank == 0:
+                x[0, 0] = float("inf")  # one rank overflows: every rank must skip this step
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        assert losses[-1] < 0.5 * losses[0], losses
+        scales = hvd.allgather_object(scaler.get_scale())
+        assert set(scales) == {2.0**13}, scales
+        same_on_all_ranks(hvd, flat(model))
+
+
+def sync_batch_norm(rank: int, size: int, hvd: Any) -> None:
+    """The same numbers as BatchNorm over the joined batch."""
+    torch.manual_seed(0)
+    joined = torch.randn(4 * size, 3, 5, 5, device="cuda")
+    expected_of = joined.clone().requires_grad_()
+    single = torch.nn.BatchNorm2d(3).cuda()
+    expected = single(expected_of)
+    expected.pow(3).sum().backward()
+    part = slice(4 * rank, 4 * rank + 4)
+    mine = joined[part].clone().requires_grad_()
+    layer = hvd.SyncBatchNorm(3).cuda()
+    out = layer(mine)
+    out.pow(3).sum().backward()
+    torch.testing.assert_close(out, expected[part], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine.grad, expected_of.grad[part], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.running_var, single.running_var)
+
+
+def state_of_all_kinds(rank: int, size: int, hvd: Any) -> None:
+    """Parameters, optimizer state, objects and sparse gradients; an elastic state that is committed and restored."""
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(20, 4, sparse=True), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    ).cuda()
+    table, linear = model[0].weight, list(model[2].parameters())
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SparseAdam([table]), named_parameters=[("table", table)]),
+        hvd.DistributedOptimizer(
+            torch.optim.AdamW(linear, lr=0.01, fused=True), named_parameters=zip("wb", linear, strict=True)
+        ),
+    ]
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for number in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model((torch.arange(6, device="cuda").reshape(3, 2) + 3 * rank + number) % 20).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for weights in (table.detach(), linear[0].detach()):
+        same_on_all_ranks(hvd, weights)
+    hvd.broadcast_optimizer_state(optimizers[1], root_rank=0)
+    same(
+        next(iter(optimizers[1].state.values()))["exp_avg"],
+        hvd.broadcast(optimizers[1].state[linear[0]]["exp_avg"], 0).cpu(),
+    )
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizers[1], epoch=3)
+    state.commit()
+    before = linear[0].detach().cpu().clone()
+    with torch.no_grad():
+        linear[0].add_(1.0)
+    state.epoch = 9
+    state.restore()
+    same(linear[0].detach(), before)
+    assert state.epoch == 3
+    state.sync()
+    assert hvd.join() >= 0
+
+
+def no_leak(rank: int, size: int, hvd: Any) -> None:
+    """Memory of the GPU stays the same over many steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512)).cuda()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    x = torch.randn(16, 512, device="cuda")
+    seen = []
+    for number in range(300):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if number in (50, 299):
+            torch.cuda.synchronize()
+            seen.append(torch.cuda.memory_allocated())
+    assert seen[0] == seen[1], seen
+
+
+def killed_peer(rank: int, size: int, hvd: Any) -> None:
     """The last rank is killed in the middle; the others get an error that names it, soon."""
-    import horovod.torch as hvd
-
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    hvd.init()
     tensor = torch.ones(1 << 20, device="cuda")
     hvd.allreduce_(tensor, name="t")
     if rank == size - 1:
@@ -169,7 +292,27 @@ def killed_peer(rank: int, size: int, store: dist.Store) -> None:
             text = str(error)
     assert f"rank {size - 1}" in text, text
     assert time.monotonic() - start < 5
-    hvd.shutdown()
+
+
+CHECKS = (
+    operations,
+    stream_order,
+    training,
+    all_ways_of_training,
+    mixed_precision,
+    sync_batch_norm,
+    state_of_all_kinds,
+    no_leak,
+)
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def same_on_all_ranks(hvd: Any, tensor: torch.Tensor) -> None:
+    for other in hvd.allgather(tensor[None]):
+        assert torch.equal(other, tensor)
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -187,7 +330,15 @@ def _rank(check: Callable, rank: int, size: int, ports: tuple[int, int], answer:
         "MASTER_PORT": str(ports[0]),
     }
     try:
-        check(rank, size, dist.TCPStore("127.0.0.1", ports[1], is_master=False))
+        if check in (nccl_transport, shared_gpu_transport):
+            check(rank, size, dist.TCPStore("127.0.0.1", ports[1], is_master=False))
+        else:
+            import horovod.torch as hvd
+
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            hvd.init()
+            check(rank, size, hvd)
+            hvd.shutdown()
         answer.send("")
     except BaseException:
         answer.send(traceback.format_exc())
@@ -228,12 +379,17 @@ def main() -> int:
         print("no CUDA device here")
         return 1
     print(f"torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}", flush=True)
-    good = [run(nccl_transport, 1), run(shared_gpu_transport, 2)]
+    wanted = [(nccl_transport, 1), (shared_gpu_transport, 2)]
     if torch.cuda.device_count() > 1:
-        good.append(run(nccl_transport, 2))
-    for size in (1, 2):
-        good += [run(check, size) for check in (operations, stream_order, training)]
-    good.append(run(killed_peer, 2, lost=(1,)))
+        wanted.append((nccl_transport, 2))
+    wanted += [(check, size) for size in (1, 2) for check in CHECKS]
+    wanted.append((killed_peer, 2))
+    names = sys.argv[1:]
+    good = [
+        run(check, size, lost=(1,) if check is killed_peer else ())
+        for check, size in wanted
+        if not names or check.__name__ in names or f"{check.__name__}.{size}" in names
+    ]
     print(f"{sum(good)} of {len(good)} checks passed")
     return 0 if all(good) else 1
 

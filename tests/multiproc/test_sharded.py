@@ -337,4 +337,4 @@ def test_the_host_holds_parameters_and_state_once():
     hvd.barrier()
     total = hvd.allreduce(torch.tensor([private, shared]), op=hvd.Sum) / size_mib
     assert total[1] < 1.1 * (1 + 4 + 2), total  # parameters, everybody's gradients, two state tensors
-    assert total[0] < 4 * 0.5, total  # the model's own first copy is given back; nothing else is private
+    assert total[0] < 4 * 1.25, total  # the model's own first copy is given back; memory for one gradient stays warm

@@ -6,6 +6,7 @@ import pytest
 
 import horovod
 from hora import build, cli, cli_run
+from hora.doctor import command as doctor_command
 from hora.doctor import findings
 from hora.doctor.findings import Finding
 from hora.horovod_env import get_env_rank_and_size
@@ -127,6 +128,18 @@ def test_requests_that_cannot_be_carried_out(tmp_path):
         start.start(Options(command=("true",), num_proc=2, min_num_proc=1, hosts="localhost:2"), {})
     with pytest.raises(ValueError, match="--ssh-identity-file: there is no file"):
         Ssh.from_environ({}, identity_file=str(tmp_path / "key"))
+
+
+def test_a_reader_that_has_gone_is_no_missing_program(capsys, monkeypatch):
+    """`hora doctor | head` must not say that something has to be installed."""
+
+    def nobody_reads(names, ssh):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(doctor_command, "_examine", nobody_reads)
+    with pytest.raises(BrokenPipeError):  # `hora` itself ends quietly then
+        doctor_command.main([])
+    assert capsys.readouterr().err == ""
 
 
 def test_the_doctor_refuses_bad_input_in_words(capsys, monkeypatch):

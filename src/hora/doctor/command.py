@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"hora doctor: error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # there is no ssh here
+    except (FileNotFoundError, PermissionError) as error:  # there is no ssh here
         print(f"hora doctor: cannot run {error.filename!r}: {error.strerror}; is it installed?", file=sys.stderr)
         return 1
 

@@ -46,8 +46,9 @@ def host_findings(facts: Facts) -> list[Finding]:
 
 
 def _python(facts: Facts) -> Finding:
-    text = f"Python {facts['python']} at {facts['executable']}, Hora {facts['hora']}, {facts['cores']} core"
-    return Finding("ok", text + ("s" if facts["cores"] != 1 else ""))
+    hora, cores = facts["hora"] or "from its source", facts["cores"]
+    text = f"Python {facts['python']} at {facts['executable']}, Hora {hora}, {cores} core"
+    return Finding("ok", text + ("s" if cores != 1 else ""))
 
 
 def _torch(facts: Facts) -> Finding:

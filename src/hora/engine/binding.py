@@ -25,7 +25,7 @@ from hora.engine.plan import Part
 from hora.engine.request import Kind, Request, Signature
 from hora.engine.transport.arithmetic import reduction
 from hora.engine.transport.base import Transport
-from hora.engine.transport.region import reduce_everywhere, reduce_slice
+from hora.engine.transport.region import Cut, cut_slice, reduce_everywhere, reduce_slice
 from hora.engine.transport.threads import single_threaded
 from hora.errors import HorovodInternalError
 
@@ -38,7 +38,7 @@ class Binding:
     `ends_together`: when a request is done here, all members have read the data.
     """
 
-    __slots__ = ("_turn", "ends_together", "gate", "out", "places", "process_set_id", "scratch", "signature")
+    __slots__ = ("_cuts", "_turn", "ends_together", "gate", "out", "places", "process_set_id", "scratch", "signature")
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Binding:
         self.out = out
         self.scratch = torch.empty_like(out) if out is not None and len(places) > 1 else None
         self._turn = 0
+        self._cuts: list[Cut] | None = None
 
     @property
     def turn(self) -> int:
@@ -67,6 +68,12 @@ class Binding:
 
     def next_turn(self) -> None:
         self._turn = (self._turn + 1) % len(self.places)
+
+    def cuts(self, member: int) -> list[Cut]:
+        """The pieces of the member's slice, the same in every step: only direct reductions have several places."""
+        if self._cuts is None:
+            self._cuts = cut_slice(self.places[0], member)
+        return self._cuts
 
     @property
     def kind(self) -> Kind:
@@ -84,12 +91,12 @@ def reduce_bound(part: Part, request: Request | None, binding: Binding, transpor
     with single_threaded():
         if binding.kind is Kind.REDUCESCATTER:
             assert out is not None, signature.name
-            reduce_slice(views, member, arithmetic, out)
+            reduce_slice(binding.cuts(member), arithmetic, out)
         elif out is not None and binding.scratch is not None:
             arithmetic.combine(views, out, binding.scratch)
             arithmetic.finish_(out)
         else:
-            reduce_everywhere(views, member, arithmetic)
+            reduce_everywhere(binding.cuts(member), arithmetic)
     if binding.ends_together:
         transport.barrier()
     binding.next_turn()
@@ -109,7 +116,7 @@ def reduce_at_gate(binding: Binding, member: int, ranks: Sequence[int]) -> torch
                 raise HorovodInternalError(
                     f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({signature.name})"
                 )
-            reduce_slice(views, member, arithmetic, out)
+            reduce_slice(binding.cuts(member), arithmetic, out)
         else:
             assert binding.scratch is not None, signature.name
             operands = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(views)]

@@ -14,6 +14,7 @@ from hora import logs
 from hora.config import EngineConfig
 from hora.control import ControlClient
 from hora.engine.bootstrap import control_client, open_gathering
+from hora.engine.heap import keep_freed_memory
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.world import World
@@ -90,6 +91,8 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
     global _last_place, _starting
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
+    if config.keep_freed_memory:
+        keep_freed_memory()
     if place.elastic:
         open_gathering(place, limit_s=config.init_timeout_s)  # a world of one may grow
     epoch = _num_starts.get(place.generation, 0)

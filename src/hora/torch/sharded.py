@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hora import engine
+from hora.engine.heap import give_back_freed_memory
 from hora.engine.request import ReduceOp
 from hora.torch.adaptation import agree_on_order
 from hora.torch.bucket_plan import plan_buckets
@@ -154,7 +155,8 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._start_over()
         self._reduce_for_step()
         self._synchronized = self._clipped = False
-        if self._shards is None and not self._shard():
+        is_first = self._shards is None
+        if is_first and not self._shard():
             self._reduced = ""
             self._base_step()  # somebody has joined: this step as if unsharded, and another attempt in the next
             return loss
@@ -163,6 +165,8 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._shards.take_whole()
         self._reduced = ""
         self._inner_step()
+        if is_first:
+            give_back_freed_memory()  # private parameters, state and whole gradients
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from hora.engine.segment import aligned
 from hora.engine.transport.arithmetic import Reduction
 from hora.engine.transport.stream import copy
 
-__all__ = ["reduce_everywhere", "reduce_slice", "shared_slice"]
+__all__ = ["Cut", "cut_slice", "reduce_everywhere", "reduce_slice", "shared_slice"]
 
 # All members' pieces and the scratch stay in the second-level cache together.
 _PIECE_BYTES = 262144
@@ -33,9 +34,26 @@ def shared_slice(count: int, num_members: int, member: int) -> tuple[int, int]:
     return min(count, member * share), min(count, (member + 1) * share)
 
 
-def reduce_everywhere(views: Tensors, member: int, arithmetic: Reduction) -> None:
-    """Reduce the own slice of `views[0]`, `views[1]`, … and write the result into all of them."""
-    for operands, _, scratch in _pieces(views, member, arithmetic):
+class Cut(NamedTuple):
+    """Everybody's views of one piece of a slice, and which elements of the slice they are."""
+
+    operands: list[torch.Tensor]
+    begin: int
+    end: int
+
+
+def cut_slice(views: Tensors, member: int) -> list[Cut]:
+    """The slice of `member` in pieces. Good for as long as the views are."""
+    first = views[0]
+    begin, end = shared_slice(first.numel(), len(views), member)
+    most = _PIECE_BYTES // first.element_size()
+    edges = [(low, min(end, low + most)) for low in range(begin, end, most)]
+    return [Cut([view[low:high] for view in views], low - begin, high - begin) for low, high in edges]
+
+
+def reduce_everywhere(cuts: Sequence[Cut], arithmetic: Reduction) -> None:
+    """Reduce the own slice of everybody's data and write the result into all of it."""
+    for operands, scratch, _ in _prepared(cuts, arithmetic):
         first = operands[0]
         arithmetic.combine(operands, first, scratch)
         arithmetic.finish_(first)
@@ -43,26 +61,24 @@ def reduce_everywhere(views: Tensors, member: int, arithmetic: Reduction) -> Non
             copy(first, other)
 
 
-def reduce_slice(views: Tensors, member: int, arithmetic: Reduction, out: torch.Tensor) -> None:
-    """Reduce the own slice of `views[0]`, `views[1]`, … into `out`; the views keep their prescaled values."""
-    begin, end = shared_slice(views[0].numel(), len(views), member)
-    assert out.numel() == end - begin, f"a slice of {end - begin} elements does not fit into {out.numel()}"
-    for operands, low, scratch in _pieces(views, member, arithmetic):
-        result = out[low - begin : low - begin + scratch.numel()]
+def reduce_slice(cuts: Sequence[Cut], arithmetic: Reduction, out: torch.Tensor) -> None:
+    """Reduce the own slice of everybody's data into `out`; the data keeps its prescaled values."""
+    size = cuts[-1].end if cuts else 0
+    assert out.numel() == size, f"a slice of {size} elements does not fit into {out.numel()}"
+    for operands, scratch, cut in _prepared(cuts, arithmetic):
+        result = out if len(cuts) == 1 else out[cut.begin : cut.end]
         arithmetic.combine(operands, result, scratch)
         arithmetic.finish_(result)
 
 
-def _pieces(
-    views: Tensors, member: int, arithmetic: Reduction
-) -> Iterator[tuple[list[torch.Tensor], int, torch.Tensor]]:
-    """Everybody's next piece of the own slice, prescaled; where it begins; and scratch of its size."""
-    begin, end = shared_slice(views[0].numel(), len(views), member)
-    most = _PIECE_BYTES // arithmetic.dtype.itemsize
-    scratch = torch.empty(min(most, end - begin), dtype=arithmetic.dtype)
-    for low in range(begin, end, most):
-        high = min(end, low + most)
-        operands = [view[low:high] for view in views]
-        for operand in operands:
-            arithmetic.prepare_(operand)
-        yield operands, low, scratch[: high - low]
+def _prepared(cuts: Sequence[Cut], arithmetic: Reduction) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, Cut]]:
+    """Everybody's next piece, prescaled; scratch of its size; and the cut itself."""
+    if not cuts:
+        return
+    whole = torch.empty_like(cuts[0].operands[0])  # no other is larger
+    for cut in cuts:
+        if arithmetic.prescales:
+            for operand in cut.operands:
+                arithmetic.prepare_(operand)
+        count = cut.end - cut.begin
+        yield cut.operands, whole if whole.numel() == count else whole[:count], cut

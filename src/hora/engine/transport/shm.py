@@ -23,7 +23,7 @@ from hora.engine.request import ReduceOp
 from hora.engine.segment import Segment
 from hora.engine.transport.arithmetic import Reduction, adasum_pair, reduction
 from hora.engine.transport.base import Guard, Tensors
-from hora.engine.transport.region import reduce_everywhere, reduce_slice, shared_slice
+from hora.engine.transport.region import cut_slice, reduce_everywhere, reduce_slice, shared_slice
 from hora.engine.transport.ring import AHEAD, Ring
 from hora.engine.transport.stream import Piece, copy, cut, put, take, total
 from hora.engine.transport.threads import SERIAL_ELEMENTS, single_threaded
@@ -342,7 +342,7 @@ class ShmTransport:
         arithmetic = reduction(op, views[0].dtype, prescale, postscale, self._num_members)
         self._ring.meet()
         with single_threaded():
-            reduce_everywhere(views, self._member, arithmetic)
+            reduce_everywhere(cut_slice(views, self._member), arithmetic)
         self._ring.meet()
 
     def reduce_shared_slice(
@@ -352,7 +352,7 @@ class ShmTransport:
         arithmetic = reduction(op, views[0].dtype, prescale, postscale, self._num_members)
         self._ring.meet()
         with single_threaded():
-            reduce_slice(views, self._member, arithmetic, out)
+            reduce_slice(cut_slice(views, self._member), arithmetic, out)
         self._ring.meet()
 
     def close(self) -> None:
