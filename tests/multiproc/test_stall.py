@@ -14,6 +14,7 @@ import torch
 
 import horovod.torch as hvd
 from hora import engine
+from hora.engine import Kind, mesh
 
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
 SHUTDOWN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
@@ -121,4 +122,19 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
                 hvd.allreduce(torch.ones(1), name="stopped")
         finally:
             psutil.Process(pids[1]).resume()
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(3)
+def test_looking_for_stalls_never_takes_part_in_a_collective(monkeypatch):
+    """The thread that looks also hands shared memory to the other ranks: were it to carry out the first collective, they
+    would wait for it and it for them. That happened, once in many thousand starts."""
+    monkeypatch.setattr(mesh, "_TICK_S", 0.001)
+    hvd.init()
+    value = torch.ones(3)
+    handle = engine.current().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
+    if hvd.rank() == 0:
+        time.sleep(0.5)  # all have submitted, and on this rank nobody waits for it yet
+    engine.current().synchronize(handle)
+    assert value.tolist() == [3.0] * 3
     hvd.shutdown()

@@ -17,7 +17,7 @@ from hora.errors import HorovodInternalError
 def pair():
     """Two views of one word, as two processes would have."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
-    return Counter(memory, 64), Counter(memory, 64)
+    return Counter.at(memory, 64), Counter.at(memory, 64)
 
 
 def later(action, delay_s=0.02):
@@ -114,4 +114,4 @@ def test_short_sleeps_make_it_look_longer_and_vain_looks_shorter(pair):
 def test_this_machine_is_supported_or_says_so():
     import platform
 
-    assert futex.supported() == (platform.machine() == "x86_64")
+    assert futex.supported() == (platform.machine() in ("x86_64", "aarch64"))

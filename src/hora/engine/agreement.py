@@ -110,10 +110,10 @@ class ShmAgreement:
         self._member = member
         self._num_members = num_members
         self._memory = memoryview(memory)
-        self._heads = [Counter(memory, (3 * m) * line) for m in range(num_members)]
-        self._rounds_done = [Counter(memory, (3 * m + 1) * line) for m in range(num_members)]
-        self._bells = [Counter(memory, (3 * m + 2) * line) for m in range(num_members)]
-        self._round = Counter(memory, 3 * num_members * line)
+        self._heads = [Counter.at(memory, (3 * m) * line) for m in range(num_members)]
+        self._rounds_done = [Counter.at(memory, (3 * m + 1) * line) for m in range(num_members)]
+        self._bells = [Counter.at(memory, (3 * m + 2) * line) for m in range(num_members)]
+        self._round = Counter.at(memory, 3 * num_members * line)
         self._cuts_at = (3 * num_members + 1) * line
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(self._NUM_CUTS * self._cut.size, line)

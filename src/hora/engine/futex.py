@@ -1,18 +1,20 @@
 """Counters in shared memory that one process writes and others wait for.
 
 A `Counter` is a 64-bit number on a cache line of its own with a single writer. An aligned 8-byte store
-publishes it; on x86-64 stores become visible in order, so whatever was written to shared memory before `set`
-is visible to whoever has seen the new value. Waiting spins briefly, then sleeps in `futex` on the low 32
-bits; `ctypes` releases the GIL there. Other processors order stores differently, and plain Python has no
-fence: `supported()` is False there and the engine uses torch.distributed instead.
+publishes it, and whatever was written to shared memory before `set` is visible to whoever has seen the new
+value: on x86-64 because the processor keeps that order, on 64-bit ARM because of a fence (`_FencedCounter`).
+Waiting spins briefly, then sleeps in `futex` on the low 32 bits; `ctypes` releases the GIL there. On other
+processors `supported()` is False and the engine uses torch.distributed instead.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,7 +23,9 @@ __all__ = ["LINE_BYTES", "Counter", "supported"]
 
 LINE_BYTES = 64
 
-_SYS_FUTEX = 202
+_MACHINE = platform.machine()
+_SYS_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(_MACHINE, -1)
+_NEEDS_FENCES = _MACHINE == "aarch64"
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _EVERYBODY = 2**31 - 1
@@ -52,12 +56,15 @@ _wake_call = ctypes.PyDLL(None).syscall  # keeps the GIL: handing it over costs 
 
 @lru_cache(maxsize=1)
 def supported() -> bool:
-    """Whether this machine orders stores as `Counter` needs and has futex."""
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and sys.byteorder == "little"
+    """Whether counters work here: Linux, on a processor whose order of loads and stores is taken care of."""
+    return sys.platform == "linux" and _SYS_FUTEX >= 0 and sys.byteorder == "little" and sys.maxsize > 2**32
 
 
 class Counter:
-    """One 64-bit number in shared memory. Only its owner may `set` it; anybody may read it or wait for it."""
+    """One 64-bit number in shared memory. Only its owner may `set` it; anybody may read it or wait for it.
+
+    Made by `at`.
+    """
 
     __slots__ = ("_address", "_looks", "_patience", "_tally", "_word")
 
@@ -69,6 +76,11 @@ class Counter:
         self._looks = _FEW_LOOKS
         self._patience = _LEAST_PATIENCE
         self._tally = 0  # sleeps that were over soon, or long looks in vain
+
+    @staticmethod
+    def at(memory: mmap.mmap, offset: int) -> Counter:
+        """The counter at this place, of the kind that this machine's processor needs."""
+        return _FencedCounter(memory, offset) if _NEEDS_FENCES else Counter(memory, offset)
 
     @property
     def value(self) -> int:
@@ -133,3 +145,55 @@ class Counter:
         """Sleep for one slice, unless the value is not `seen` any more or somebody sets it."""
         low = ctypes.c_uint32(seen & 0xFFFFFFFF)
         _wait_call(_SYS_FUTEX, self._address, _FUTEX_WAIT, low, _slice_pointer, _none, 0)
+
+
+class _FencedCounter(Counter):
+    """For processors that change the order of loads and stores: nothing moves past a number that is read or written."""
+
+    __slots__ = ()
+
+    @property
+    def value(self) -> int:
+        value = self._word.value
+        _fence()
+        return value
+
+    def store(self, value: int) -> None:
+        _fence()
+        super().store(value)
+
+    def set(self, value: int) -> None:
+        _fence()
+        super().set(value)
+
+    def wait_beyond(self, seen: int) -> None:
+        super().wait_beyond(seen)
+        _fence()
+
+    def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
+        super().wait_for(target, guard=guard, limit_s=limit_s, what=what)
+        _fence()
+
+
+_turnstile = threading.Lock()
+
+
+def _fence() -> None:
+    """What this thread reads and writes before is done, for every processor, before what it reads and writes after.
+
+    Python has no such instruction, but its locks are made of them. Nothing before may move past a release, nothing after
+    may move ahead of an acquisition, and on ARM no acquisition moves ahead of a release before it.
+    """
+    _turnstile.acquire()
+    _turnstile.release()
+    _turnstile.acquire()
+    _turnstile.release()
+
+
+def _open_in_child() -> None:
+    """A thread that a fork has lost may have been in it."""
+    global _turnstile
+    _turnstile = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_open_in_child)

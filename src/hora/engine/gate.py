@@ -49,8 +49,8 @@ class Gate:
         self._warning_s, self._shutdown_s = warning_s, shutdown_s
         self._stalled = stalled
         places = [offset + 2 * LINE_BYTES * peer for peer in range(len(ranks))]
-        self._came = [Counter(segment.memory, place) for place in places]
-        self._really_came = [Counter(segment.memory, place + LINE_BYTES) for place in places]
+        self._came = [Counter.at(segment.memory, place) for place in places]
+        self._really_came = [Counter.at(segment.memory, place + LINE_BYTES) for place in places]
         self._peers = [(peer, self._came[peer]) for peer in range(len(ranks)) if peer != member]
 
     @staticmethod

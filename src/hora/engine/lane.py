@@ -153,20 +153,32 @@ class Lane:
         return found
 
     def inspect(self) -> None:
-        """Look for stalls; called once a second, also when this rank has nothing in flight."""
+        """Look for stalls; called once a second, on the mesh's thread.
+
+        Nothing is carried out here: other ranks may need this thread before they can do their part.
+        """
         if self._stall is None:
             return
         if self._progress.acquire(blocking=False):
             try:
-                self._step()
-                self._check_stall()
-            except HorovodInternalError as error:
-                self._fail(error)
+                self._look_around()
             finally:
                 self._progress.release()
             self._hand_over()
-        elif self._executing_since:
-            self._check_execution(self._stall, time.monotonic() - self._executing_since)
+            return
+        since = self._executing_since
+        if since:
+            self._check_execution(self._stall, time.monotonic() - since)
+
+    def _look_around(self) -> None:
+        """While this rank has nothing in flight, take note of what the others wait for. If it has, whoever waits for that
+        drives the lane and sees to it."""
+        with self._lock:  # nothing new is submitted meanwhile, so nothing can become ready
+            if self._in_flight or self._fate.closing or self._fate.broken:
+                return
+            batches = self._poll()
+        assert not batches, batches
+        self._check_stall()
 
     def _check_execution(self, stall: StallInspector, waited_s: float) -> None:
         """A batch has begun and does not end: a member has been stopped inside it. Any thread."""
@@ -245,9 +257,7 @@ class Lane:
         if self.agreement.holds_back:
             with self._lock:
                 self.agreement.flush()
-        self._planner.now = time.monotonic()
-        self._planner.on_arrival = self._on_arrival if self._records and self._host.timeline is not None else None
-        batches = self.agreement.poll(self._planner)
+        batches = self._poll()
         if batches is None:
             self._fate.guard()
             if closing:
@@ -258,6 +268,12 @@ class Lane:
         for batch in batches:
             self._carry_out(batch)
         return True
+
+    def _poll(self) -> list[Batch] | None:
+        """The batches of the next round, None if there is none."""
+        self._planner.now = time.monotonic()
+        self._planner.on_arrival = self._on_arrival if self._records and self._host.timeline is not None else None
+        return self.agreement.poll(self._planner)
 
     def _carry_out(self, batch: Batch) -> None:
         in_flight = self._in_flight

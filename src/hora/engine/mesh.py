@@ -30,6 +30,7 @@ from hora.errors import AuthenticationError, HorovodInternalError
 __all__ = ["Mesh", "MeshEvents"]
 
 _MAX_STRANGERS = 128
+_TICK_S = 1.0  # how often to look for stalls
 
 
 class MeshEvents:
@@ -219,7 +220,7 @@ class Mesh:
                 raise
 
     def _loop(self) -> None:
-        tick_at = time.monotonic() + 1.0
+        tick_at = time.monotonic() + _TICK_S
         while not self._stopping:
             for key, _ in self._selector.select(max(tick_at - time.monotonic(), 0.0)):
                 self._on_readable(key.fileobj, key.data)
@@ -228,7 +229,7 @@ class Mesh:
                 # Not before all have connected: a rank that comes last must not miss a round.
                 self._send_rounds()
             if time.monotonic() >= tick_at:
-                tick_at = time.monotonic() + 1.0
+                tick_at = time.monotonic() + _TICK_S
                 self._events.tick()
 
     def _on_readable(self, sock: Any, data: Any) -> None:

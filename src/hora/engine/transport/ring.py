@@ -61,7 +61,7 @@ class Ring:
         self._step = 0
         self._slots_at = aligned(num_members * _MEMBER_BYTES)
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
-        counters = [Counter(segment.memory, peer * _MEMBER_BYTES) for peer in range(num_members)]
+        counters = [Counter.at(segment.memory, peer * _MEMBER_BYTES) for peer in range(num_members)]
         self._own = counters[member]
         # Everybody begins with the next member, so that not all of them look at member 0 first.
         order = [(member + distance) % num_members for distance in range(1, num_members)]
