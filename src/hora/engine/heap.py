@@ -2,7 +2,8 @@
 
 glibc gives large blocks back to the kernel when they are freed, so each step of a training on CPUs gets its activations
 and gradients anew, page by page: thousands of page faults, up to a third of a step. `hvd.init()` raises the two limits.
-Not with another libc, and not when the user has chosen (`config.py`).
+Not with another libc, and not when the user has chosen (`config.py`). torch for 64-bit ARM brings an allocator of its
+own, which keeps what is freed anyway.
 """
 
 from __future__ import annotations
