@@ -12,7 +12,14 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from job_process import kill_what_is_left
 from spark_cluster import StandaloneCluster, spark_session
+
+
+@pytest.fixture(autouse=True)
+def _every_job_ends_with_its_test() -> Iterator[None]:
+    yield
+    kill_what_is_left()
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,9 @@ def wait_until(what: str, condition: Callable[[], object], limit_s: float = LIMI
         time.sleep(0.02)
 
 
+_started: list[_MarkedProcess] = []
+
+
 class _MarkedProcess:
     """A process whose descendants can be told by their environment."""
 
@@ -38,6 +41,7 @@ class _MarkedProcess:
         self.token = f"HORA_TEST_TOKEN={secrets.token_hex(8)}".encode()
         name, value = self.token.decode().split("=")
         self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={**environment, name: value}, **rest)
+        _started.append(self)
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the job, wherever it has gone."""
@@ -51,8 +55,21 @@ class _MarkedProcess:
                     continue
         return found
 
+    def kill(self) -> None:
+        """End whatever is left of the job, by force."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(LIMIT_S)
+
     def wait_for_the_last(self, limit_s: float) -> None:
         wait_until("every process of the job is gone", lambda: not self.processes(), limit_s)
+
+
+def kill_what_is_left() -> None:
+    """After a test that has failed: its jobs must not disturb the tests that follow."""
+    while _started:
+        _started.pop().kill()
 
 
 class JobProcess(_MarkedProcess):
@@ -122,9 +139,7 @@ class CommandProcess(_MarkedProcess):
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        self.kill()
         self.process.communicate(timeout=LIMIT_S)
 
 
