@@ -68,7 +68,8 @@ def _assert_penguin_lab(out: str, folder: Path) -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(400)
 def test_the_penguin_lab_with_spark(tmp_path):
-    with CommandProcess("hora", "demo", "penguins", "--out", str(tmp_path / "lab"), cwd=tmp_path) as lab:
+    lab_job = ("hora", "demo", "penguins", "--epochs", "20", "--out", str(tmp_path / "lab"))
+    with CommandProcess(*lab_job, cwd=tmp_path) as lab:
         status, out, err = lab.finish(limit_s=350)
     assert status == 0, err
     assert "pandas, as a check: the same rows in the same order" in out
@@ -106,14 +107,15 @@ def test_the_commands_own_words():
 @pytest.mark.timeout(500)  # three trainings; half a minute where nothing else runs
 def test_images_reach_97_percent_on_two_ranks_and_survive_a_kill(tmp_path):
     """Fail a random rank at a random moment, resume: the weights are those of the undisturbed run."""
-    with CommandProcess("hora", "demo", "images", "--log-dir", str(tmp_path / "whole"), cwd=tmp_path) as lab:
+    lab_job = ("hora", "demo", "images", "--epochs", "9", "--log-dir", str(tmp_path / "whole"))
+    with CommandProcess(*lab_job, cwd=tmp_path) as lab:
         status, out, err = lab.finish(limit_s=350)
     assert status == 0, err
     assert float(re.findall(r"test accuracy ([\d.]+)% on 2 ranks", out)[-1]) >= 97, out
     assert (tmp_path / "whole" / "images.png").stat().st_size > 20_000
 
     script = str(Path(__file__).parents[2] / "examples" / "image_classifier.py")
-    job = ("horovodrun", "-np", "2", "python", script, "--checkpoint-steps", "7", "--resume")
+    job = ("horovodrun", "-np", "2", "python", script, "--epochs", "9", "--checkpoint-steps", "7", "--resume")
     job += ("--log-dir", str(tmp_path / "killed"))
     with CommandProcess(*job, cwd=tmp_path) as first:
         folder = tmp_path / "killed" / "checkpoints"
