@@ -27,6 +27,10 @@ class Fate:
         self._closing_since = 0.0
 
     @property
+    def is_open(self) -> bool:
+        return not self._fault and not self._closing
+
+    @property
     def closing(self) -> bool:
         return bool(self._closing)
 

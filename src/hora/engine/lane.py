@@ -153,10 +153,8 @@ class Lane:
         return found
 
     def inspect(self) -> None:
-        """Look for stalls; called once a second, on the mesh's thread.
-
-        Nothing is carried out here: other ranks may need this thread before they can do their part.
-        """
+        """Look for stalls; called once a second, on the mesh's thread. Nothing is carried out here: other ranks may need
+        this thread before they can do their part."""
         if self._stall is None:
             return
         if self._progress.acquire(blocking=False):
@@ -165,18 +163,17 @@ class Lane:
             finally:
                 self._progress.release()
             self._hand_over()
-            return
-        since = self._executing_since
-        if since:
+        elif since := self._executing_since:
             self._check_execution(self._stall, time.monotonic() - since)
 
     def _look_around(self) -> None:
-        """While this rank has nothing in flight, take note of what the others wait for. If it has, whoever waits for that
-        drives the lane and sees to it."""
-        with self._lock:  # nothing new is submitted meanwhile, so nothing can become ready
-            if self._in_flight or self._fate.closing or self._fate.broken:
-                return
-            batches = self._poll()
+        """While nothing is in flight here, take note of what others wait for. Else whoever waits for it sees to that."""
+        if not self._lock.acquire(blocking=False):
+            return  # something is being submitted
+        try:  # nothing new is submitted meanwhile, so nothing can become ready
+            batches = self._poll() if not self._in_flight and self._fate.is_open else None
+        finally:
+            self._lock.release()
         assert not batches, batches
         self._check_stall()
 
@@ -188,12 +185,8 @@ class Lane:
             self._host.stalled(others, text)
         elif waited_s > stall.warning_s * (self._num_warnings + 1):
             self._num_warnings += 1
-            log.warning(
-                "the ranks %s have been in %s for %.0f s; one of them is slow or stopped",
-                list(self.ranks),
-                self._executing,
-                waited_s,
-            )
+            what = f"{list(self.ranks)} have been in {self._executing} for {waited_s:.0f} s"
+            log.warning("the ranks %s; one of them is slow or stopped", what)
 
     def drain(self) -> None:
         """Carry out what was agreed before this rank began to leave; what was not agreed fails."""
