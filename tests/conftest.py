@@ -22,5 +22,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        shared = "spark" if _SPARK & set(getattr(item, "fixturenames", ())) else str(item.path)
+        file = f"{item.path.parent.name}/{item.path.stem}"
+        shared = "spark" if _SPARK & set(getattr(item, "fixturenames", ())) else file
         item.add_marker(pytest.mark.xdist_group(shared))
