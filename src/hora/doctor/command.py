@@ -26,6 +26,7 @@ from hora.launch.ssh import Ssh, reachable_address
 __all__ = ["main"]
 
 _PROBE_LIMIT_S = 180.0
+_LAST_WORDS_S = 2.0  # what a dead probe has said may still be on its way; what it has started may keep the line open
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,8 +81,12 @@ class _Patient:
         self.heard_at_s = 0.0  # by our clock, when its last answer came
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._complaints: list[str] = []
-        for target in (self._read, self._listen):
-            threading.Thread(target=target, name=f"hora-doctor {name}", daemon=True).start()
+        self._readers = [
+            threading.Thread(target=target, name=f"hora-doctor {name}", daemon=True)
+            for target in (self._read, self._listen)
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -104,6 +109,8 @@ class _Patient:
             raise RuntimeError(f"no answer within {_PROBE_LIMIT_S:.0f} s") from None
         if line is None:
             status = self._process.wait(_PROBE_LIMIT_S)
+            for reader in self._readers:
+                reader.join(_LAST_WORDS_S)
             raise RuntimeError("".join(self._complaints).strip() or f"the probe ended with status {status}")
         return json.loads(line)
 

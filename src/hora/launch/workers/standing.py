@@ -18,6 +18,7 @@ __all__ = ["end", "find", "name_of", "start"]
 
 _IDLE_LIMIT_S = 3600.0
 _START_LIMIT_S = 60.0
+_LEAVE_LIMIT_S = 5.0
 _END_LIMIT_S = 30.0
 
 
@@ -57,7 +58,12 @@ def start(folder: str) -> tuple[str, str]:
         line = process.stdout.readline() if ready else b""  # it says that it is ready, or ends
     found = find(folder)
     if found is None:
-        raise RuntimeError(f"the session of workers did not start (it said {line!r}, status {process.poll()})")
+        try:
+            status = process.wait(_LEAVE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        raise RuntimeError(f"the session of workers did not start (it said {line!r}, status {status})")
     return found
 
 
