@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from benchmarks.models import TASKS, Task
 
 CONTENDERS = ("alone", "DDP", "overlap", "sharded")
 OURS = ("overlap", "sharded")
+OPTIMIZERS = ("sgd", "adam")
 LIMIT_S = 300.0  # of one turn of one contender
 
 
@@ -75,7 +76,7 @@ def make_step(contender: str, task: Task, optimizer_kind: str, rank: int) -> Cal
 
 def worker(arguments: argparse.Namespace) -> None:
     """Follow the orders: make MODEL OPTIMIZER, turn CONTENDER, profile CONTENDER."""
-    contenders = arguments.contenders.split(",")
+    contenders = arguments.contenders
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
     torch.set_num_threads(1)
     if arguments.pin:
@@ -235,14 +236,14 @@ def report(result: dict[str, Any]) -> str:
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the groups, give them turns, and return what they measured."""
-    contenders = [arguments.profile] if arguments.profile else arguments.contenders.split(",")
+    contenders = [arguments.profile] if arguments.profile else arguments.contenders
     results = []
     with tempfile.TemporaryDirectory() as folder:
         lists = [contenders] if arguments.together else [[name] for name in contenders]
         groups = [Group(names, arguments.np, folder, pin=arguments.pin) for names in lists]
         try:
-            for model in arguments.models.split(","):
-                for kind in arguments.optimizers.split(","):
+            for model in arguments.models:
+                for kind in arguments.optimizers:
                     if arguments.profile:
                         groups[0].ask("make", model, kind)
                         text = groups[0].ask("profile", arguments.profile)[0]
@@ -256,13 +257,24 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def _some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Names with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        unknown = set(text.split(",")) - set(known)
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))} is none of: {','.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=__doc__)
     result.add_argument("--np", type=int, default=2)
-    result.add_argument("--models", default=",".join(TASKS))
-    result.add_argument("--optimizers", default="sgd,adam")
-    result.add_argument("--contenders", default=",".join(CONTENDERS))
+    for name, known in (("--models", TASKS), ("--optimizers", OPTIMIZERS), ("--contenders", CONTENDERS)):
+        result.add_argument(name, type=_some_of(known), default=list(known), help=f"of: {','.join(known)}")
     result.add_argument("--rounds", type=int, default=5)
     result.add_argument("--together", action="store_true", help="all contenders in the same processes")
     result.add_argument("--pin", action="store_true", help="give each rank of every contender its own cores")
