@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import platform
 import sys
 import threading
@@ -175,25 +174,14 @@ class _FencedCounter(Counter):
         _fence()
 
 
-_turnstile = threading.Lock()
-
-
 def _fence() -> None:
     """What this thread reads and writes before is done, for every processor, before what it reads and writes after.
 
     Python has no such instruction, but its locks are made of them. Nothing before may move past a release, nothing after
-    may move ahead of an acquisition, and on ARM no acquisition moves ahead of a release before it.
+    may move ahead of an acquisition, and on ARM no acquisition moves ahead of a release before it. The lock is a new one,
+    so that nobody else, be it a signal handler or the child of a fork, can ever find it taken.
     """
-    _turnstile.acquire()
-    _turnstile.release()
-    _turnstile.acquire()
-    _turnstile.release()
-
-
-def _open_in_child() -> None:
-    """A thread that a fork has lost may have been in it."""
-    global _turnstile
-    _turnstile = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_open_in_child)
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
