@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.names import some_of
+
 SIZES = "4K,64K,1M,16M,64M"
 CASES = ("sum", "average", "many", "broadcast", "allgather", "alltoall", "reducescatter")
 MANY = (1000, 1024)  # tensors, bytes each
@@ -34,16 +36,13 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("-np", type=int, default=2, dest="num_ranks", help="ranks (default: 2)")
     parser.add_argument("--sizes", default=SIZES, help=f"bytes, with K or M (default: {SIZES})")
-    parser.add_argument("--cases", default="sum,average,many", help=f"of {','.join(CASES)}, or all")
+    parser.add_argument(
+        "--cases", type=some_of(CASES), default="sum,average,many", help=f"of {','.join(CASES)}, or all"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each contender (default: 9)")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.cases = CASES if arguments.cases == "all" else arguments.cases.split(",")
-    unknown = set(arguments.cases) - set(CASES)
-    if unknown:
-        parser.error(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    return arguments
+    return parser.parse_args()
 
 
 def num_bytes(text: str) -> int:

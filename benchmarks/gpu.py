@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 
 import horovod.torch as hvd
+from benchmarks.names import some_of
 from hora.workflow.resnet import ResNet
 
 WAYS = ("tf32", "bf16 channels-last", "bf16 channels-last compiled")
@@ -94,7 +95,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=10, help="of one turn")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", type=some_of(WAYS), default="all", help=f"of {','.join(WAYS)} (default: all)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -107,7 +108,7 @@ def main() -> None:
         f"torch {torch.__version__}, {torch.cuda.get_device_name()}, ResNet-{options.depth}, batch {options.batch_size}"
     )
     results = []
-    for way in options.ways.split(","):
+    for way in options.ways:
         results.append(measure(way, options))
         print(report(results[-1]), flush=True)
         torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.models import TASKS, Task
+from benchmarks.names import some_of
 
 CONTENDERS = ("alone", "DDP", "overlap", "sharded")
 OURS = ("overlap", "sharded")
@@ -257,24 +258,12 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def _some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Names with commas between them."""
-
-    def parse(text: str) -> list[str]:
-        unknown = set(text.split(",")) - set(known)
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{','.join(sorted(unknown))} is none of: {','.join(known)}")
-        return text.split(",")
-
-    return parse
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=__doc__)
     result.add_argument("--np", type=int, default=2)
     for name, known in (("--models", TASKS), ("--optimizers", OPTIMIZERS), ("--contenders", CONTENDERS)):
-        result.add_argument(name, type=_some_of(known), default=list(known), help=f"of: {','.join(known)}")
+        result.add_argument(name, type=some_of(known), default="all", help=f"of {','.join(known)} (default: all)")
     result.add_argument("--rounds", type=int, default=5)
     result.add_argument("--together", action="store_true", help="all contenders in the same processes")
     result.add_argument("--pin", action="store_true", help="give each rank of every contender its own cores")

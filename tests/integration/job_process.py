@@ -31,7 +31,7 @@ def wait_until(what: str, condition: Callable[[], object], limit_s: float = LIMI
         time.sleep(0.02)
 
 
-_started: list[_MarkedProcess] = []
+_started: set[_MarkedProcess] = set()
 
 
 class _MarkedProcess:
@@ -41,7 +41,7 @@ class _MarkedProcess:
         self.token = f"HORA_TEST_TOKEN={secrets.token_hex(8)}".encode()
         name, value = self.token.decode().split("=")
         self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={**environment, name: value}, **rest)
-        _started.append(self)
+        _started.add(self)
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the job, wherever it has gone."""
@@ -57,6 +57,7 @@ class _MarkedProcess:
 
     def kill(self) -> None:
         """End whatever is left of the job, by force."""
+        _started.discard(self)
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -68,8 +69,8 @@ class _MarkedProcess:
 
 def kill_what_is_left() -> None:
     """After a test that has failed: its jobs must not disturb the tests that follow."""
-    while _started:
-        _started.pop().kill()
+    for job in list(_started):
+        job.kill()
 
 
 class JobProcess(_MarkedProcess):

@@ -20,12 +20,14 @@ from typing import Any
 from hora.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.doctor.probe import MARK
 from hora.launch import address
+from hora.launch.host import wait_or_kill
 from hora.launch.hosts import parse_host_files, parse_hosts_and_slots
 from hora.launch.ssh import Ssh, reachable_address
 
 __all__ = ["main"]
 
 _PROBE_LIMIT_S = 180.0
+_LEAVE_LIMIT_S = 5.0
 _LAST_WORDS_S = 2.0  # what a dead probe has said may still be on its way; what it has started may keep the line open
 
 
@@ -81,12 +83,9 @@ class _Patient:
         self.heard_at_s = 0.0  # by our clock, when its last answer came
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._complaints: list[str] = []
-        self._readers = [
-            threading.Thread(target=target, name=f"hora-doctor {name}", daemon=True)
-            for target in (self._read, self._listen)
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._listener = threading.Thread(target=self._listen, name=f"hora-doctor {name}", daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._read, name=f"hora-doctor {name}", daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -109,8 +108,7 @@ class _Patient:
             raise RuntimeError(f"no answer within {_PROBE_LIMIT_S:.0f} s") from None
         if line is None:
             status = self._process.wait(_PROBE_LIMIT_S)
-            for reader in self._readers:
-                reader.join(_LAST_WORDS_S)
+            self._listener.join(_LAST_WORDS_S)
             raise RuntimeError("".join(self._complaints).strip() or f"the probe ended with status {status}")
         return json.loads(line)
 
@@ -123,11 +121,7 @@ class _Patient:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone already
             self._process.stdin.close()  # the probe takes it for good-bye
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, _LEAVE_LIMIT_S)
 
 
 def _examine(names: list[str], ssh: Ssh) -> int:

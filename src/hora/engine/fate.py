@@ -59,7 +59,7 @@ class Fate:
 
     def check_open(self) -> None:
         """Raise when nothing new may begin."""
-        if self._fault or self._closing:
+        if not self.is_open:
             raise self.error()
 
     def guard(self) -> None:

@@ -165,10 +165,6 @@ class _FencedCounter(Counter):
         _fence()
         super().set(value)
 
-    def wait_beyond(self, seen: int) -> None:
-        super().wait_beyond(seen)
-        _fence()
-
     def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
         super().wait_for(target, guard=guard, limit_s=limit_s, what=what)
         _fence()

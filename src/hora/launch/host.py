@@ -21,7 +21,7 @@ from typing import IO, Protocol
 from hora.launch import supervisor
 from hora.launch.spec import LaunchEvents, WorkerExit, WorkerSpec
 
-__all__ = ["Host", "local_supervisor_command"]
+__all__ = ["Host", "local_supervisor_command", "wait_or_kill"]
 
 _TAIL_BYTES = 4096
 _PIPE_BYTES = 1024 * 1024
@@ -44,16 +44,29 @@ def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...
     return (executable, "-I", "-S", "-c", _RUN_SUPERVISOR, source)
 
 
-class SupervisorProcess(Protocol):
-    """What a host needs of its supervisor's process: `subprocess.Popen`, or something like it."""
-
-    stdin: IO[bytes] | None
-    stdout: IO[bytes] | None
-    stderr: IO[bytes] | None
+class Child(Protocol):
+    """A process that can be waited for: `subprocess.Popen`, or something like it."""
 
     def wait(self, timeout: float | None = None) -> int: ...
 
     def kill(self) -> None: ...
+
+
+def wait_or_kill(process: Child, limit_s: float) -> int:
+    """The exit status of a process that is about to end; one that has not ended in time is killed."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(_CLOSE_SLACK_S)
+
+
+class SupervisorProcess(Child, Protocol):
+    """What a host needs of its supervisor's process."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
 
 
 class Host:
@@ -155,11 +168,7 @@ class Host:
     def wait(self, timeout_s: float) -> None:
         """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with
         it."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_CLOSE_SLACK_S)
+        wait_or_kill(self._process, timeout_s)
         self._reader.join(_CLOSE_SLACK_S)
         if self._heartbeat_s is not None:
             self._heart.join(_CLOSE_SLACK_S)

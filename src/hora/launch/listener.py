@@ -287,7 +287,9 @@ class Listener:
         try:
             events = selectors.EVENT_READ if peer.push() else selectors.EVENT_READ | selectors.EVENT_WRITE
         except OSError:
-            self._drop(peer)
+            self.call(
+                lambda: self._drop(peer)
+            )  # later: the handler, which sends, is not told in the middle of its work
             return
         if self._selector.get_key(peer.sock).events != events:
             self._selector.modify(peer.sock, events, peer)

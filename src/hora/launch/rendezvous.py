@@ -333,8 +333,7 @@ class Rendezvous:
         return "; ".join([*told[:_TOLD], f"and {len(told) - _TOLD} others"] if len(told) > _TOLD else told)
 
     def _fail_gather(self, key: str, why: str) -> None:
-        gather = self._gathers.pop(key, None)  # an answer to a dead peer may have ended it already
-        for parked in gather.parked.values() if gather is not None else ():
+        for parked in self._gathers.pop(key).parked.values():
             parked.answer({"error": "lost", "message": why})
 
     def _park(self, peer: Peer, header: Header, describe: Callable[[], str], payload: bytes = b"") -> _Parked:

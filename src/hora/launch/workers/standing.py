@@ -58,11 +58,9 @@ def start(folder: str) -> tuple[str, str]:
         line = process.stdout.readline() if ready else b""  # it says that it is ready, or ends
     found = find(folder)
     if found is None:
-        try:
-            status = process.wait(_LEAVE_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            status = process.wait()
+        from hora.launch.host import wait_or_kill
+
+        status = wait_or_kill(process, _LEAVE_LIMIT_S)
         raise RuntimeError(f"the session of workers did not start (it said {line!r}, status {status})")
     return found
 

@@ -1,0 +1,21 @@
+"""Names on a benchmark's command line: some of those that there are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+__all__ = ["some_of"]
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """The `type` of an argument: names with commas between them, or `all`."""
+
+    def parse(text: str) -> list[str]:
+        names = list(known) if text == "all" else text.split(",")
+        unknown = sorted(set(names) - set(known))
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    return parse
