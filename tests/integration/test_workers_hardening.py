@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -252,6 +253,18 @@ def test_a_killed_supervisor_fails_its_workers_and_the_next_launch_gets_another(
     found = ended(session, worker)
     assert found["status"] == "failed"
     assert ended(session, launch(session, "print('hello')"))["status"] == "succeeded"
+
+
+def test_no_launch_goes_to_a_supervisor_whose_guardian_was_killed(session):
+    """It still ends its workers and tells how they ended, and takes no new ones."""
+    worker = launch(session, FOR_EVER)
+    running(session, worker)
+    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.supervisor" in " ".join(p.cmdline())]
+    with open(os.pidfd_open(guardian.pid)) as alive:
+        guardian.kill()
+        assert select.select([alive], [], [], 20)[0] == [alive]
+    assert ended(session, launch(session, "print('hello')"))["status"] == "succeeded"
+    assert ended(session, worker)["status"] == "failed"
 
 
 def test_a_log_folder_that_cannot_be_gives_back_what_was_granted(session, tmp_path):

@@ -121,7 +121,11 @@ class Host:
 
     @property
     def ended(self) -> bool:
-        """Whether the supervisor is gone, or out of reach."""
+        """Whether the supervisor is gone, or out of reach. It is as good as gone when its guardian is, although it may
+        still report how its workers end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0)
+            return True
         return self._ended is not None
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
