@@ -31,10 +31,10 @@ hvd.shutdown()
 """
 IDLE = """
 import sys
-import hora.runner
+import hora.launch.run
 
 def meet():
-    from hora.control import ControlClient
+    from hora.net.client import ControlClient
     from hora.world import World
     world = World.from_env()
     client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=120)
@@ -44,12 +44,12 @@ def meet():
 
 if __name__ == "__main__":
     num_proc = int(sys.argv[1])
-    assert hora.runner.run(meet, num_proc=num_proc, start_timeout=120) == [num_proc] * num_proc
+    assert hora.launch.run.run(meet, num_proc=num_proc, start_timeout=120) == [num_proc] * num_proc
 """
 
 FUNCTION = """
 import sys
-import hora.runner
+import hora.launch.run
 
 def train():
     import torch
@@ -61,7 +61,7 @@ def train():
 
 if __name__ == "__main__":
     num_proc = int(sys.argv[1])
-    assert hora.runner.run(train, num_proc=num_proc, start_timeout=120) == [1000.0 * num_proc] * num_proc
+    assert hora.launch.run.run(train, num_proc=num_proc, start_timeout=120) == [1000.0 * num_proc] * num_proc
 """
 
 

@@ -7,12 +7,12 @@
     python examples/image_classifier.py --synthetic --depth 50 --image-size 224 --num-classes 1000
 
 On GPUs add --compile. The last one only measures images per second. The training itself is
-`hora.demo.image_training.train`.
+`hora.labs.image_training.train`.
 """
 
 import horovod.torch as hvd
-from hora.demo.image_options import ImageOptions
-from hora.demo.image_training import measure, train
+from hora.labs.image_options import ImageOptions
+from hora.labs.image_training import measure, train
 
 
 def main():

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hora.launch.workers import await_workers, keep_session, launch_workers, stop_workers
+from hora.workers import await_workers, keep_session, launch_workers, stop_workers
 
 CLASSIFIER = Path(__file__).resolve().parent.parent / "image_classifier.py"
 SHORT = ["--width", "8", "--epochs", "2", "--log-dir", "out/workers"]

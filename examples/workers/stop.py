@@ -6,7 +6,7 @@ python examples/workers/stop.py ID ...     these only
 
 import sys
 
-from hora.launch.workers import end_session, list_workers, stop_workers
+from hora.workers import end_session, list_workers, stop_workers
 
 
 def main():

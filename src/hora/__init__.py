@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hora.runner import run
+    from hora.launch.run import run
 
 __all__ = ["run"]
 
@@ -13,7 +13,7 @@ __all__ = ["run"]
 def __getattr__(name: str) -> Any:
     # Lazily: `import hora` must cost nothing, since every worker process pays for it.
     if name == "run":
-        from hora.runner import run
+        from hora.launch.run import run
 
         return run
     if name == "__version__":

@@ -16,8 +16,8 @@ import sys
 import types
 from pathlib import Path
 
-from hora.launch import workers
-from hora.launch.workers.record import new_id
+from hora import workers
+from hora.workers.record import new_id
 
 __all__ = ["install"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hora.horovod_runner import HorovodRunner
+from hora.spark.runner import HorovodRunner
 
 __version__ = "2.2.0+hora"
 

@@ -103,7 +103,7 @@ def call(plan: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     import horovod
-    from hora.launch import ssh
+    from hora.launch.host import ssh
 
     # Hosts that are cut off are noticed sooner than users would like.
     ssh._HEARTBEAT_S, ssh._HEARTBEAT_LIMIT_S = 0.5, 5.0

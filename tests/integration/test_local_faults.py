@@ -15,9 +15,9 @@ from job_process import HOROVODRUN, JobProcess, wait_until
 
 import horovod
 from hora.errors import JobFailedError
-from hora.launch.controller import run_job
-from hora.launch.local import LocalLauncher
-from hora.launch.spec import Job, OutputOptions, Slot
+from hora.launch.control.controller import run_job
+from hora.launch.host.local import LocalLauncher
+from hora.launch.job import Job, OutputOptions, Slot
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
@@ -179,7 +179,7 @@ def test_a_function_that_cannot_be_rebuilt_is_a_clear_error():
 @pytest.mark.parametrize("failing", [0, 2])
 def test_the_first_failing_rank_is_named_not_those_that_lost_it(failing: int):
     def work() -> None:
-        from hora.control import ControlClient
+        from hora.net.client import ControlClient
         from hora.world import World
 
         world = World.from_env()

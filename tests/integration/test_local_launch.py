@@ -11,16 +11,16 @@ from job_process import HOROVODRUN, JobProcess
 
 import horovod
 from hora.errors import StartTimeoutError
-from hora.launch.controller import run_job
-from hora.launch.local import LocalLauncher
-from hora.launch.spec import Job, Slot
+from hora.launch.control.controller import run_job
+from hora.launch.host.local import LocalLauncher
+from hora.launch.job import Job, Slot
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
 
 def meet(tag: str) -> tuple[int, list[bytes]]:
     """Find the other ranks through the rendezvous, without the engine."""
-    from hora.control import ControlClient
+    from hora.net.client import ControlClient
     from hora.world import World
 
     world = World.from_env()

@@ -16,14 +16,14 @@ import psutil
 import pytest
 from job_process import JobProcess
 
-from hora.wire import ClientHandshake, Connection, new_secret
+from hora.net.wire import ClientHandshake, Connection, new_secret
 
 # The ranks meet again and again while the attack goes on, and return what they got once the file is there.
 JOB = """
 import horovod, os, pathlib, sys
 
 def work(flag):
-    from hora.control import ControlClient
+    from hora.net.client import ControlClient
     from hora.world import World
     world = World.from_env()
     client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=60)

@@ -16,7 +16,7 @@ import threading
 import pytest
 
 from hora.errors import JobFailedError
-from hora.launch.spark_slots import count_slots
+from hora.launch.spark.slots import count_slots
 from sparkdl import HorovodRunner
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
@@ -353,7 +353,7 @@ def test_udfs_do_not_run_in_the_workers_that_ranks_are_forked_from(spark):
         import os
         import sys
 
-        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.spark_warm" in sys.modules
+        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.spark.warm" in sys.modules
 
     HorovodRunner(np=2).run(lambda: None)
     assert spark.sparkContext.parallelize(range(2), 2).map(of_task).collect() == [(False, False)] * 2

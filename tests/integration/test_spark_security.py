@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hora.errors import AuthenticationError
-from hora.wire import ClientHandshake, Connection, new_secret
+from hora.net.wire import ClientHandshake, Connection, new_secret
 from sparkdl import HorovodRunner
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]

@@ -13,7 +13,7 @@ from job_process import lines_of, run_command, running
 from ssh_server import SSHD, SshServer
 
 import horovod
-from hora.launch.ssh import Ssh, check_hosts
+from hora.launch.host.ssh import Ssh, check_hosts
 
 pytestmark = [
     pytest.mark.ssh,

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hora.launch import workers
-from hora.launch.workers import api
+from hora import workers
+from hora.workers import api
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_script_wins_over_code_and_output_goes_to_a_file(tmp_path):
 
 def test_a_worker_launches_workers_for_the_same_master():
     code = (
-        "from hora.launch.workers import launch_workers, await_workers\n"
+        "from hora.workers import launch_workers, await_workers\n"
         "show = 'import os; print(os.environ[\"CDSW_MASTER_ID\"])'\n"
         "made = launch_workers(1, cpu=0.5, memory=0.5, code=show, backend='local')\n"
         "print(await_workers(made)['workers'][0]['log_tail'][0])\n"

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hora.launch.spec import OutputOptions
-from hora.launch.workers import standing
-from hora.launch.workers.gateway import Gateway, ask, connect, server_pid
-from hora.launch.workers.machine import measure
-from hora.launch.workers.session import Session
+from hora.launch.job import OutputOptions
+from hora.workers import daemon
+from hora.workers.gateway import Gateway, ask, connect, server_pid
+from hora.workers.machine import measure
+from hora.workers.session import Session
 
 KEY = "the key"
 FOR_EVER = "import time\nprint('up', flush=True)\ntime.sleep(600)"
@@ -144,15 +144,15 @@ def test_another_user_is_not_answered_even_with_the_key(session):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_a_name_that_another_user_took_gets_no_request(tmp_path):
-    name, _ = standing.name_of(str(tmp_path))
+    name, _ = daemon.name_of(str(tmp_path))
     squatter = subprocess.Popen([sys.executable, "-S", "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
     try:
         assert squatter.stdout.readline() == "ready\n"
-        assert standing.find(str(tmp_path)) is None
+        assert daemon.find(str(tmp_path)) is None
         with pytest.raises(ConnectionError, match=f"belongs to user {NOBODY}"):
             ask(name, "key", call="launch", code="secret")
         with pytest.raises(RuntimeError, match="did not start"):
-            standing.start(str(tmp_path))
+            daemon.start(str(tmp_path))
     finally:
         squatter.kill()
         heard = squatter.stdout.read()
@@ -245,7 +245,7 @@ def test_a_worker_deaf_to_sigterm_is_killed(session):
 def test_a_killed_supervisor_fails_its_workers_and_the_next_launch_gets_another(session):
     worker = launch(session, FOR_EVER)
     running(session, worker)
-    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.supervisor" in " ".join(p.cmdline())]
+    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.host.supervisor" in " ".join(p.cmdline())]
     family = guardian.children(recursive=True)
     for process in (guardian, *family):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -259,7 +259,7 @@ def test_no_launch_goes_to_a_supervisor_whose_guardian_was_killed(session):
     """It still ends its workers and tells how they ended, and takes no new ones."""
     worker = launch(session, FOR_EVER)
     running(session, worker)
-    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.supervisor" in " ".join(p.cmdline())]
+    (guardian,) = [p for p in psutil.Process().children() if "hora.launch.host.supervisor" in " ".join(p.cmdline())]
     with open(os.pidfd_open(guardian.pid)) as alive:
         guardian.kill()
         assert select.select([alive], [], [], 20)[0] == [alive]
@@ -327,15 +327,15 @@ def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch)
     ]
     ids = [process.communicate(timeout=60)[0].split()[0].decode() for process in at_once]
     assert [process.returncode for process in at_once] == [0, 0]
-    name, key = standing.find(str(tmp_path))
+    name, key = daemon.find(str(tmp_path))
     found = ask(name, key, call="wait", ids=ids, for_completion=False, timeout_s=60)
     assert {worker["id"] for worker in found["workers"]} == set(ids)  # both in one session
-    daemon = psutil.Process(server_pid(name))
-    family = daemon.children(recursive=True)
+    process = psutil.Process(server_pid(name))
+    family = process.children(recursive=True)
     assert len(family) >= 4  # guardian, supervisor, two workers
-    daemon.kill()
-    assert all(gone(process.pid) for process in (daemon, *family))
-    assert standing.find(str(tmp_path)) is None
+    process.kill()
+    assert all(gone(one.pid) for one in (process, *family))
+    assert daemon.find(str(tmp_path)) is None
     with pytest.raises(OSError):
         socket.socket(socket.AF_UNIX).connect("\0" + name)
     assert list(Path(tmp_path).iterdir()) == []

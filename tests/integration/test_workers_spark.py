@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch import workers
-from hora.launch.spark_slots import count_slots
-from hora.launch.workers import api
+from hora import workers
+from hora.launch.spark.slots import count_slots
+from hora.workers import api
 
 pytestmark = pytest.mark.spark
 

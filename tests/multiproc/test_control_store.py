@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from rank_pool import ranks
 
-from hora.control import ControlClient
 from hora.engine.store import ControlStore
-from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.gloo import DistributedTransport
 from hora.errors import HorovodInternalError
-from hora.launch.rendezvous import Rendezvous
-from hora.wire import new_secret
+from hora.launch.control.rendezvous import Rendezvous
+from hora.net.client import ControlClient
+from hora.net.wire import new_secret
 from hora.world import Meeting
 
 BINARY = bytes(range(256)) * 3

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from rank_pool import ranks
 from transport_checks import PIECE_BYTES, check_everything
 
-from hora.engine.transport import distributed
-from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport import gloo
+from hora.engine.transport.gloo import DistributedTransport
 from hora.errors import HorovodInternalError
 
 LIMIT_S = 60.0
@@ -27,7 +27,7 @@ def pool():
 
 
 def make(rank, size, store, guard=lambda: None, limit_s=LIMIT_S):
-    distributed._PIECE_BYTES = PIECE_BYTES
+    gloo._PIECE_BYTES = PIECE_BYTES
     return DistributedTransport(store, rank, size, guard, limit_s, device="cpu", address="127.0.0.1")
 
 

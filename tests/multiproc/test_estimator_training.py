@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import horovod.torch as hvd
-from hora.estimator.dataset import Dataset
-from hora.estimator.params import ESTIMATOR
-from hora.estimator.parcel import Parcel, unpack_model
-from hora.estimator.store import Store
-from hora.estimator.training import Task, train
+from hora.spark.estimator.dataset import Dataset
+from hora.spark.estimator.model_bytes import Parcel, unpack_model
+from hora.spark.estimator.params import ESTIMATOR
+from hora.spark.estimator.store import Store
+from hora.spark.estimator.training import Task, train
 
 pytestmark = pytest.mark.ranks(1, 2)
 NUM_ROWS = 24

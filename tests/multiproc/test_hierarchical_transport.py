@@ -12,8 +12,8 @@ from rank_pool import ranks
 from transport_checks import PIECE_BYTES, Checker, check_everything, data
 
 from hora.engine.request import ReduceOp
-from hora.engine.segment import Segment
-from hora.engine.transport import distributed, hierarchical
+from hora.engine.shm.segment import Segment
+from hora.engine.transport import gloo, hierarchical
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
@@ -54,7 +54,7 @@ def shared_memory(store, index, num):
 def make(rank, store, hosts, guard=lambda: None):
     (number,) = (h for h, host in enumerate(hosts) if rank in host)
     host = hosts[number]
-    distributed._PIECE_BYTES = hierarchical._PIECE_BYTES = PIECE_BYTES
+    gloo._PIECE_BYTES = hierarchical._PIECE_BYTES = PIECE_BYTES
     local = LocalTransport()
     if len(host) > 1:
         near = dist.PrefixStore(f"host{number}", store)

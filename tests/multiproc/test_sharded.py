@@ -45,7 +45,7 @@ def sharded(optimizer, **options):
 @pytest.mark.ranks(2, 4)
 @session
 def test_every_elementwise_optimizer_equals_its_unsharded_self():
-    from hora.torch.sharded import ELEMENTWISE
+    from hora.torch.sharded.optimizer import ELEMENTWISE
 
     assert set(OPTIMIZERS) == set(ELEMENTWISE)
     for index, (name, options) in enumerate(OPTIMIZERS.items()):
@@ -133,7 +133,7 @@ class Branches(nn.Module):
 @session
 def test_many_buckets_use_a_few_places_in_turn():
     """Whatever the order on each rank: a gradient that comes while its place is in use waits for it, and nobody else."""
-    from hora.torch import sharded as module
+    from hora.torch.sharded import optimizer as module
 
     one_parameter_each = partial(module.plan_buckets, bucket_bytes=1)
     with mock.patch.object(module, "plan_buckets", one_parameter_each):

@@ -13,8 +13,8 @@ from rank_pool import ranks
 from transport_checks import check_everything, combined, data
 
 from hora.engine.request import ReduceOp
-from hora.engine.segment import Segment
-from hora.engine.transport.region import shared_slice
+from hora.engine.shm.reduction import shared_slice
+from hora.engine.shm.segment import Segment
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 

@@ -13,7 +13,7 @@ from rank_pool import ranks
 from transport_checks import PIECE_BYTES, check_everything
 
 from hora.engine.transport import staged
-from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.gloo import DistributedTransport
 
 
 def everything(rank, size, store):

@@ -14,7 +14,7 @@ import torch
 
 import horovod.torch as hvd
 from hora import engine
-from hora.engine import Kind, mesh
+from hora.engine import Kind, hub
 
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
 SHUTDOWN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
@@ -129,7 +129,7 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
 def test_looking_for_stalls_never_takes_part_in_a_collective(monkeypatch):
     """The thread that looks also hands shared memory to the other ranks: were it to carry out the first collective, they
     would wait for it and it for them. That happened, once in many thousand starts."""
-    monkeypatch.setattr(mesh, "_TICK_S", 0.001)
+    monkeypatch.setattr(hub, "_TICK_S", 0.001)
     hvd.init()
     value = torch.ones(3)
     handle = engine.current().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.torch.bucket_plan import plan_buckets
 from hora.torch.compression import Compression
-from hora.torch.error_feedback import ErrorFeedback, wire_dtype
-from hora.torch.parameters import parameter_groups, parameter_names
+from hora.torch.optimizer.bucket_plan import plan_buckets
+from hora.torch.optimizer.error_feedback import ErrorFeedback, wire_dtype
+from hora.torch.optimizer.parameters import parameter_groups, parameter_names
 
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 

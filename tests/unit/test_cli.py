@@ -5,14 +5,16 @@ import sys
 import pytest
 
 import horovod
-from hora import build, cli, cli_run
-from hora.doctor import command as doctor_command
-from hora.doctor import findings
-from hora.doctor.findings import Finding
-from hora.horovod_env import get_env_rank_and_size
-from hora.launch import address, start
+from hora.cli import dispatch, run
+from hora.cli.doctor import command as doctor_command
+from hora.cli.doctor import findings
+from hora.cli.doctor.findings import Finding
+from hora.horovod import check_build
+from hora.horovod.env import get_env_rank_and_size
+from hora.launch import start
+from hora.launch.host.ssh import Ssh
 from hora.launch.options import Options, knobs
-from hora.launch.ssh import Ssh
+from hora.net import address
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch
 from horovod.runner.common.util import env as old_env
@@ -20,26 +22,26 @@ from horovod.runner.common.util import hosts as old_hosts
 
 
 def test_help_names_every_command(capsys):
-    assert cli.main(["--help"]) == 0
+    assert dispatch.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text for name in cli.COMMANDS)
+    assert all(f"\n  {name} " in text for name in dispatch.COMMANDS)
 
 
 def test_every_command_can_be_imported():
-    for command in cli.COMMANDS.values():
+    for command in dispatch.COMMANDS.values():
         module, _, function = command.target.partition(":")
         assert callable(getattr(__import__(module, fromlist=[function]), function))
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys):
-    assert cli.main(["docter"]) == 2
+    assert dispatch.main(["docter"]) == 2
     assert "did you mean `hora doctor`?" in capsys.readouterr().err
-    assert cli.main(["xyzzy"]) == 2
+    assert dispatch.main(["xyzzy"]) == 2
     assert "the commands are run, " in capsys.readouterr().err
 
 
 def test_version_of_both_names(capsys):
-    assert cli.main(["--version"]) == 0
+    assert dispatch.main(["--version"]) == 0
     own = capsys.readouterr().out.split()[1]
     assert horovod.__version__ == f"0.28.1+hora.{own}"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -47,8 +49,8 @@ def test_version_of_both_names(capsys):
 
 
 def test_old_import_paths_lead_to_our_code():
-    assert old_launch.run_commandline is cli_run.horovodrun
-    assert old_launch._run is cli_run.run
+    assert old_launch.run_commandline is run.horovodrun
+    assert old_launch._run is run.run
     assert old_env.get_env_rank_and_size is get_env_rank_and_size
     assert [host.hostname for host in old_hosts.parse_hosts("a:1,b:2")] == ["a", "b"]
 
@@ -81,7 +83,7 @@ def test_rank_and_size_from_three_launchers():
 
 
 def test_check_build_ticks_what_has_no_problem():
-    text = build.format_build("9.9", {"TensorFlow": "no", "MXNet": "no", "MPI": "no", "DDL": "no", "CCL": "no"})
+    text = check_build.format_build("9.9", {"TensorFlow": "no", "MXNet": "no", "MPI": "no", "DDL": "no", "CCL": "no"})
     assert text == (
         "Horovod v9.9:\n\nAvailable Frameworks:\n    [ ] TensorFlow\n    [X] PyTorch\n    [ ] MXNet\n\n"
         "Available Controllers:\n    [ ] MPI\n    [X] Gloo\n\n"
@@ -144,7 +146,7 @@ def test_a_reader_that_has_gone_is_no_missing_program(capsys, monkeypatch):
 
 def test_the_doctor_refuses_bad_input_in_words(capsys, monkeypatch):
     monkeypatch.setenv("HORA_SSH", "ssh '-J gate")
-    assert cli.main(["doctor", "-H", "192.0.2.1"]) == 2
+    assert dispatch.main(["doctor", "-H", "192.0.2.1"]) == 2
     assert "HORA_SSH is not a command line: No closing quotation, in ssh '-J gate" in capsys.readouterr().err
     monkeypatch.delenv("HORA_SSH")
     for argv, words in (
@@ -153,7 +155,7 @@ def test_the_doctor_refuses_bad_input_in_words(capsys, monkeypatch):
         (["-H", "192.0.2.1", "-p", "0"], "--ssh-port must lie in 1..65535, but it is 0"),
         (["-H", "192.0.2.1", "-i", "/nokey"], "there is no file '/nokey'"),
     ):
-        assert cli.main(["doctor", *argv]) == 2
+        assert dispatch.main(["doctor", *argv]) == 2
         assert words in capsys.readouterr().err
 
 
@@ -199,7 +201,7 @@ def test_a_healthy_host_has_no_problem():
     [
         ({"torch": None}, "PyTorch is not installed", "pip install torch"),
         ({"torch": "1.13.1"}, "1.13.1 is older than 2.4", "pip install"),
-        ({"build": {"PyTorch": "ImportError: x"}}, "an allreduce failed: ImportError: x", "hora.build"),
+        ({"build": {"PyTorch": "ImportError: x"}}, "an allreduce failed: ImportError: x", "hora.horovod.check_build"),
         (
             {"foreign_horovod": "horovod 0.28.1"},
             "horovod 0.28.1 is installed beside",

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hora.control import ControlClient
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.launch import listener
-from hora.launch.rendezvous import Rendezvous
-from hora.wire import ClientHandshake, new_secret
+from hora.launch.control.rendezvous import Rendezvous
+from hora.net import server
+from hora.net.client import ControlClient
+from hora.net.wire import ClientHandshake, new_secret
 from hora.world import Meeting, World
 
 LIMIT_S = 20.0
@@ -305,7 +305,7 @@ def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
 
 
 def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(listener, "HANDSHAKE_LIMIT_S", 0.1)
+    monkeypatch.setattr(server, "HANDSHAKE_LIMIT_S", 0.1)
     with socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) as sock:
         assert sock.recv(1) == b""
     place.connect(0).close()
@@ -313,7 +313,7 @@ def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(listener, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(server, "MAX_STRANGERS", 4)
     patient = socket.create_connection(
         ("127.0.0.1", place.server.port), timeout=LIMIT_S, source_address=("127.0.0.2", 0)
     )

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hora.launch.blacklist import Blacklist
-from hora.launch.discovery import parse_discovered
-from hora.launch.elastic_policy import (
+from hora.launch.control.blacklist import Blacklist
+from hora.launch.control.discovery import parse_discovered
+from hora.launch.control.elastic_policy import (
     ADDED,
     COMPANY_LIMIT_S,
     LOST_LIMIT_S,
@@ -30,8 +30,8 @@ from hora.launch.elastic_policy import (
     Worker,
     decide,
 )
-from hora.launch.elastic_spec import ElasticSpec
-from hora.launch.generation import assign, provisional
+from hora.launch.control.elastic_spec import ElasticSpec
+from hora.launch.control.generation import assign, provisional
 from hora.launch.hosts import HostInfo
 
 STARTING, READY, WORKING, SUCCEEDED, FAILED, LEFT = State

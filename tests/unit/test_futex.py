@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from hora.engine import futex
-from hora.engine.futex import Counter
+from hora.engine.shm import futex
+from hora.engine.shm.futex import Counter
 from hora.errors import HorovodInternalError
 
 

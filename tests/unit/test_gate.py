@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from hora.engine.gate import Gate
-from hora.engine.segment import Segment
+from hora.engine.shm.barrier import Gate
+from hora.engine.shm.segment import Segment
 from hora.errors import HorovodInternalError
 
 LIMIT_S = 20

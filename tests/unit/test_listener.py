@@ -7,8 +7,8 @@ import socket
 import struct
 import threading
 
-from hora.launch.listener import Listener, Peer
-from hora.wire import Connection, new_secret
+from hora.net.server import Listener, Peer
+from hora.net.wire import Connection, new_secret
 
 LIMIT_S = 20.0
 

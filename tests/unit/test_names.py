@@ -142,7 +142,7 @@ def test_import_starts_nothing():
 
 
 def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):
-    from hora.foreign import foreign_horovod, warn_if_foreign_horovod
+    from hora.horovod.foreign import foreign_horovod, warn_if_foreign_horovod
 
     assert foreign_horovod() is None
     with warnings.catch_warnings():

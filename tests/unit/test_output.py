@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hora.launch.output import MAX_LINE_BYTES, Output
-from hora.launch.spec import OutputOptions
+from hora.launch.control.output import MAX_LINE_BYTES, Output
+from hora.launch.job import OutputOptions
 
 
 def collect(chunks: list[tuple[int, str, bytes]], **options) -> bytes:

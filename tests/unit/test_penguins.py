@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hora.data import penguins_pandas
-from hora.data.penguins import COLUMNS, Preparation, by_frequency, load_penguins, species_names
+from hora.labs import penguin_pandas
+from hora.labs.penguin_data import COLUMNS, Preparation, by_frequency, load_penguins, species_names
 
 HEADER = "Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass,Species\n"
 
@@ -16,7 +16,7 @@ def _csv(tmp_path, rows, header=HEADER):
 
 
 def test_steps_of_the_lab():
-    raw = penguins_pandas.read(None)
+    raw = penguin_pandas.read(None)
     assert len(raw) == 344
     data = load_penguins()
     num_complete = 342

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hora.launch.policy import (
+from hora.launch.control.policy import (
     LINGER_LIMIT_S,
     ROOT_CAUSE_WAIT_S,
     Facts,

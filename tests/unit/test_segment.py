@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from hora.engine import segment as segment_module
-from hora.engine.segment import PAGE_BYTES, Segment, aligned
+from hora.engine.shm import segment as segment_module
+from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
 
 
 def test_two_mappings_see_the_same_bytes():

@@ -11,7 +11,7 @@ import pytest
 
 from hora.data.shard import Shard
 from hora.data.transformation import Transformation
-from hora.estimator.data_module import ParquetDataModule
+from hora.spark.estimator.data_module import ParquetDataModule
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from hora.estimator.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
+from hora.spark.estimator.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
 
 
 def test_layout(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hora.errors import AuthenticationError
-from hora.wire import MAX_FRAME_BYTES, ClientHandshake, Keys, Opener, Sealer, ServerHandshake, new_secret
+from hora.net.wire import MAX_FRAME_BYTES, ClientHandshake, Keys, Opener, Sealer, ServerHandshake, new_secret
 
 
 def shake_hands(client_secret: bytes, server_secret: bytes, *, jobs: tuple[str, str] = ("job", "job")):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.launch.workers.capacity import Capacity, Refused
-from hora.launch.workers.code import expand_shell_lines
+from hora.workers.capacity import Capacity, Refused
+from hora.workers.main import expand_shell_lines
 
 MACHINE = Capacity(cores=(0, 1, 2, 3), memory_gib=16.0, gpus=("0", "1"))
 

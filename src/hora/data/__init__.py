@@ -1,1 +1,1 @@
-"""Data for ranks (`converter`, `shard`) and for the labs (penguins, prepared by pandas or Spark; images)."""
+"""Datasets for ranks: rows of Parquet files, shared out (`shard`), and `make_spark_converter`."""

@@ -3,7 +3,7 @@
 Read in this order: request, plan, agreement, lane, runtime; then transport/.
 """
 
-from hora.engine.current import control_connection, current, init, is_initialized, restart, shutdown
+from hora.engine.process import control_connection, current, init, is_initialized, restart, shutdown
 from hora.engine.request import Kind, ReduceOp
 from hora.engine.runtime import Runtime
 

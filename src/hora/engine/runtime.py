@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from hora.config import EngineConfig
-from hora.engine.fate import Fate
-from hora.engine.lane import Lane
-from hora.engine.mesh import Mesh, MeshEvents
-from hora.engine.neighbours import Neighbours, check_ranks, check_ranks_at_init
+from hora.engine.hub import Mesh, MeshEvents
+from hora.engine.peers import Neighbours, check_ranks, check_ranks_at_init
 from hora.engine.plan import Batch
-from hora.engine.prepared import Prepared
+from hora.engine.process_sets import ProcessSets
+from hora.engine.queue import Lane
 from hora.engine.request import Kind, ReduceOp, Request, Signature
-from hora.engine.segment import Segment
-from hora.engine.sets import ProcessSets
+from hora.engine.shm.prepared import Prepared
+from hora.engine.shm.segment import Segment
+from hora.engine.status import Fate
 from hora.engine.transport.base import Transport
 from hora.engine.transport.factory import make_transport
 from hora.engine.transport.local import LocalTransport

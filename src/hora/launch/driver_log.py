@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 
-from hora.control import ControlClient
+from hora.net.client import ControlClient
 from hora.world import World
 
 __all__ = ["log_to_driver"]

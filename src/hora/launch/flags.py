@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hora.launch.knob import Knob, check
+from hora.launch.option import Knob, check
 from hora.launch.options import Options, knobs
 
 __all__ = ["build_parser", "parse", "read_config_file"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from hora.launch.knob import Knob, check
+from hora.launch.option import Knob, check
 
 __all__ = ["LOG_LEVELS", "Options", "knobs"]
 

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from hora.launch import address
-from hora.launch.controller import run_job
+from hora.launch.control.controller import run_job
+from hora.launch.host.local import LocalLauncher
 from hora.launch.hosts import HostInfo, get_host_assignments, parse_host_files, parse_hosts
-from hora.launch.local import LocalLauncher
+from hora.launch.job import Job, JobResult, Launcher, OutputOptions, Slot
 from hora.launch.options import Options
-from hora.launch.spec import Job, JobResult, Launcher, OutputOptions, Slot
+from hora.net import address
 
 if TYPE_CHECKING:
-    from hora.launch.elastic_spec import ElasticSpec  # jobs that never change size start faster without
+    from hora.launch.control.elastic_spec import ElasticSpec  # jobs that never change size start faster without
 
 __all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
 
@@ -110,12 +110,7 @@ def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[s
     remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
     if not remote and not options.nics:
         return LocalLauncher()
-    from hora.launch.ssh import (
-        Ssh,
-        SshLauncher,
-        check_hosts,
-        reachable_address,
-    )  # local jobs start faster without
+    from hora.launch.host.ssh import Ssh, SshLauncher, check_hosts, reachable_address  # local jobs start faster without
 
     ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
     chosen = address.interface_address(options.nics) if options.nics else None
@@ -127,7 +122,7 @@ def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[s
 def _start_elastic(
     options: Options, environ: Mapping[str, str], *, function: bytes | None, executable: str | None
 ) -> JobResult:
-    from hora.launch.elastic import run_elastic_job
+    from hora.launch.control.elastic import run_elastic_job
 
     spec = elastic_spec(options, environ)
     hosts = spec.hosts or (HostInfo("localhost", spec.limits.num_proc),)  # a script may know of none yet
@@ -143,9 +138,9 @@ def _start_elastic(
 
 def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
     """What the options ask of an elastic job. ValueError where it could never get over a failure."""
-    from hora.launch.discovery import DiscoveryScript
-    from hora.launch.elastic_policy import Limits
-    from hora.launch.elastic_spec import ElasticSpec
+    from hora.launch.control.discovery import DiscoveryScript
+    from hora.launch.control.elastic_policy import Limits
+    from hora.launch.control.elastic_spec import ElasticSpec
 
     script = None
     if options.host_discovery_script is not None:

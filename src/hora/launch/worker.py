@@ -17,8 +17,8 @@ import threading
 import traceback
 from typing import NoReturn
 
-from hora.control import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.errors import HorovodInternalError
+from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.world import World
 
 __all__ = ["leave", "main"]
@@ -41,7 +41,7 @@ def main() -> int:
 def _work(client: ControlClient, world: World) -> int:
     import cloudpickle
 
-    from hora.launch.call import pickle_result
+    from hora.launch.pickling import pickle_result
 
     _extend_path(json.loads(client.get(PATH_KEY, timeout_s=_FETCH_LIMIT_S)))
     try:
@@ -74,7 +74,7 @@ def _exit_status(error: SystemExit) -> int:
 
 
 def _report(client: ControlClient, error: BaseException) -> None:
-    from hora.launch.call import pickle_exception
+    from hora.launch.pickling import pickle_exception
 
     # The frames above the user's function are ours and tell nothing.
     inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
@@ -117,8 +117,8 @@ def leave(status: int) -> NoReturn:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--nursery"]:
         # Under this module's name, because forked workers keep it: `ps` shall show what they are.
-        from hora.launch import nursery
+        from hora.launch.host import zygote
 
-        nursery.serve(sys.argv[2:])
+        zygote.serve(sys.argv[2:])
     else:
         leave(main())

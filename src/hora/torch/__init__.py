@@ -26,9 +26,7 @@ from hora.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from hora.torch.clip import clip_grad_norm_
 from hora.torch.compression import Compression
-from hora.torch.error_feedback import ErrorFeedback
 from hora.torch.functions import allgather_object, broadcast_object, broadcast_parameters
 from hora.torch.ops import (
     allgather,
@@ -56,8 +54,10 @@ from hora.torch.ops import (
     reducescatter,
     reducescatter_async,
 )
-from hora.torch.optimizer import DistributedOptimizer
-from hora.torch.optimizer_state import broadcast_optimizer_state
+from hora.torch.optimizer.base import DistributedOptimizer
+from hora.torch.optimizer.clip import clip_grad_norm_
+from hora.torch.optimizer.error_feedback import ErrorFeedback
+from hora.torch.optimizer.state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from hora.torch.sparse import sparse_allreduce_async

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from hora.engine.request import ReduceOp
-from hora.horovod_util import get_average_backwards_compatibility_fun
+from hora.horovod.util import get_average_backwards_compatibility_fun
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "handle_average_backwards_compatibility"]
 

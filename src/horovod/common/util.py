@@ -1,3 +1,3 @@
-"""The old module of small tools: `hora.horovod_util`."""
+"""The old module of small tools: `hora.horovod.util`."""
 
-from hora.horovod_util import *
+from hora.horovod.util import *

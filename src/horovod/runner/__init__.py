@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from hora.cli_run import HorovodArgs as _HorovodArgs
+from hora.cli.run import HorovodArgs as _HorovodArgs
 
 __all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "run":
-        from hora.runner import run
+        from hora.launch.run import run
 
         return run
     raise AttributeError(f"module 'horovod.runner' has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """The `horovodrun` command."""
 
-from hora.cli_run import horovodrun as run_commandline
-from hora.cli_run import parse_args
-from hora.cli_run import run as _run
+from hora.cli.run import horovodrun as run_commandline
+from hora.cli.run import parse_args
+from hora.cli.run import run as _run
 
 __all__ = ["parse_args", "run_commandline"]
 

@@ -1,3 +1,3 @@
 """Spark settings under Horovod's names. Re-exports only."""
 
-from hora.launch.spark_conf import *
+from hora.launch.spark.conf import *

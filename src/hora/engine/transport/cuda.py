@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hora.engine.transport.base import Guard, Tensors, Transport
-from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.gloo import DistributedTransport
 from hora.engine.transport.group import connect
 from hora.engine.transport.nccl import share_a_gpu
 from hora.engine.transport.staged import StagedTransport

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from hora.engine.segment import Segment
+from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard, Transport
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.gloo import DistributedTransport
 from hora.engine.transport.group import connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport

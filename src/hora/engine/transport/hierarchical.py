@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from hora.engine.request import ReduceOp
 from hora.engine.transport.arithmetic import Reduction, reduction
 from hora.engine.transport.base import Guard, Tensors, Transport
-from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.gloo import DistributedTransport
 from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, pieces, spread, unpack
 
 __all__ = ["HierarchicalTransport"]

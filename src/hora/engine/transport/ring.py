@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import torch
 
-from hora.engine.futex import LINE_BYTES, Counter
-from hora.engine.segment import PAGE_BYTES, Segment, aligned
+from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
 from hora.engine.transport.base import Guard
 
 __all__ = ["AHEAD", "DEPTH", "Ring"]

@@ -18,12 +18,12 @@ from operator import is_
 
 import torch
 
-from hora.engine.futex import LINE_BYTES
 from hora.engine.request import ReduceOp
-from hora.engine.segment import Segment
+from hora.engine.shm.futex import LINE_BYTES
+from hora.engine.shm.reduction import cut_slice, reduce_everywhere, reduce_slice, shared_slice
+from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import Reduction, adasum_pair, reduction
 from hora.engine.transport.base import Guard, Tensors
-from hora.engine.transport.region import cut_slice, reduce_everywhere, reduce_slice, shared_slice
 from hora.engine.transport.ring import AHEAD, Ring
 from hora.engine.transport.stream import Piece, copy, cut, put, take, total
 from hora.engine.transport.threads import SERIAL_ELEMENTS, single_threaded

@@ -13,7 +13,7 @@ import torch
 
 from hora.torch.elastic.sampler import ElasticSampler
 from hora.torch.functions import broadcast_object, broadcast_parameters
-from hora.torch.optimizer_state import broadcast_optimizer_state
+from hora.torch.optimizer.state import broadcast_optimizer_state
 
 __all__ = [
     "ModelStateHandler",

@@ -1,6 +1,6 @@
 """The estimator for torch models. Re-exports only."""
 
-from hora.estimator.torch_estimator import TorchEstimator
-from hora.estimator.torch_model import TorchModel
+from hora.spark.estimator.torch_estimator import TorchEstimator
+from hora.spark.estimator.torch_model import TorchModel
 
 __all__ = ["TorchEstimator", "TorchModel"]

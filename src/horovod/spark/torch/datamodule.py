@@ -1,6 +1,6 @@
 """Data modules under Horovod's name; the Parquet one reads without Petastorm. Re-exports only."""
 
-from hora.estimator.data_module import ParquetDataModule
-from hora.estimator.data_module import ParquetDataModule as PetastormDataModule
+from hora.spark.estimator.data_module import ParquetDataModule
+from hora.spark.estimator.data_module import ParquetDataModule as PetastormDataModule
 
 __all__ = ["ParquetDataModule", "PetastormDataModule"]

@@ -1,0 +1,5 @@
+"""The commands `hora` and `horovodrun`."""
+
+from hora.cli.dispatch import main
+
+__all__ = ["main"]

@@ -1,0 +1,27 @@
+"""`hora demo …`: choose a lab and hand over its arguments. Called by `hora.cli`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_LABS = {
+    "penguins": ("hora.labs.penguins", "three species of penguins, alone and distributed, in a minute"),
+    "images": ("hora.labs.images", "a ResNet on handwritten digits or CIFAR-10, on two ranks"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a lab; without one, say which there are."""
+    if not argv or argv[0] in ("-h", "--help") or argv[0] not in _LABS:
+        listed = "\n".join(f"  {name:<10}{summary}" for name, (_, summary) in _LABS.items())
+        print(f"usage: hora demo <lab> [arguments …]\n\n{listed}\n\nhora demo <lab> --help shows its arguments.")
+        if argv and argv[0] not in ("-h", "--help"):
+            print(f"hora: there is no lab {argv[0]!r}", file=sys.stderr)
+            return 2
+        return 0
+    module, _ = _LABS[argv[0]]
+    return int(importlib.import_module(module).main(argv[1:]) or 0)

@@ -1,0 +1,92 @@
+"""The command `hora`: a table of subcommands, each imported only when it is called.
+
+Nothing happens here but dispatch, so `hora --help` needs neither torch nor pyspark. To add a subcommand, add
+a line to `COMMANDS`: its function takes the remaining arguments and returns an exit status (None is 0).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """`target` is `module:function`, `summary` one line for the help text."""
+
+    target: str
+    summary: str
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        module, _, function = self.target.partition(":")
+        return int(getattr(importlib.import_module(module), function)(argv) or 0)
+
+
+COMMANDS = {
+    "run": Command("hora.cli.run:main", "run a command as several processes: hora run -np 4 python train.py"),
+    "doctor": Command(
+        "hora.cli.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
+    ),
+    "workers": Command("hora.cli.workers:main", "launch, list and stop workers: hora workers launch -n 2"),
+    "demo": Command("hora.cli.demo:main", "a lab from raw data to a prediction: hora demo penguins"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output (`| head`) has gone; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-v", "--version"):
+        from hora.version import version
+
+        print(f"hora {version()}")
+        return 0
+    if name in ("-cb", "--check-build"):
+        from hora.horovod.check_build import check_build
+
+        print(check_build())
+        return 0
+    if name not in COMMANDS:
+        return _unknown(name)
+    return COMMANDS[name](rest)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: hora <command> [arguments ...]",
+            "",
+            *lines,
+            "",
+            "hora <command> --help shows a command's own arguments; hora --version the version;",
+            "hora --check-build what works on this machine.",
+        ]
+    )
+
+
+def _unknown(name: str) -> int:
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean `hora {close[0]}`?" if close else f"the commands are {', '.join(COMMANDS)}"
+    print(f"hora: there is no command {name!r}; {hint}", file=sys.stderr)
+    return 2

@@ -1,0 +1,8 @@
+"""`hora doctor`: what is wrong with this machine or these hosts, and what to do about it.
+
+Reading order: `probe` (runs on each host and reports facts), `findings` (pure: facts to words), `command`.
+"""
+
+from hora.cli.doctor.command import main
+
+__all__ = ["main"]

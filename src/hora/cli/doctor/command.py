@@ -1,0 +1,213 @@
+"""The command `hora doctor`: probe every host at once, then say what was found.
+
+Exit status 0 when all is well, 1 when there is a problem, 2 for a bad command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
+from hora.cli.doctor.probe import MARK
+from hora.launch.host.connection import wait_or_kill
+from hora.launch.host.ssh import Ssh, reachable_address
+from hora.launch.hosts import parse_host_files, parse_hosts_and_slots
+from hora.net import address
+
+__all__ = ["main"]
+
+_PROBE_LIMIT_S = 180.0
+_LEAVE_LIMIT_S = 5.0
+_LAST_WORDS_S = 2.0  # what a dead probe has said may still be on its way; what it has started may keep the line open
+
+
+def main(argv: Sequence[str]) -> int:
+    """`hora doctor`."""
+    args = _parser().parse_args(argv)
+    try:
+        names = _names(args)
+        ssh = Ssh.from_environ(os.environ, port=args.ssh_port, identity_file=args.ssh_identity_file)
+        return _examine(names, ssh)
+    except ValueError as error:
+        print(f"hora doctor: error: {error}", file=sys.stderr)
+        return 2
+    except (FileNotFoundError, PermissionError) as error:  # there is no ssh here
+        print(f"hora doctor: cannot run {error.filename!r}: {error.strerror}; is it installed?", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hora doctor", description="Check this machine, or hosts, and say what is wrong and what to do."
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-H", "--hosts", metavar="HOST,...", help="hosts, with or without :slots (default: localhost)")
+    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="a file with a line `name slots=N` for each")
+    parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of all hosts")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="KEY", help="private key for ssh")
+    return parser
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    if args.hostfile is not None:
+        text = parse_host_files(args.hostfile)
+    else:
+        items = (args.hosts or "localhost").split(",")
+        text = ",".join(item if ":" in item else f"{item.strip()}:1" for item in items)
+    return parse_hosts_and_slots(text)[0]
+
+
+class _Patient:
+    """A host with a probe running on it. Lines come back through a queue, so that every wait has a limit."""
+
+    def __init__(self, name: str, argv: list[str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        self.heard_at_s = 0.0  # by our clock, when its last answer came
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        self._complaints: list[str] = []
+        self._listener = threading.Thread(target=self._listen, name=f"hora-doctor {name}", daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._read, name=f"hora-doctor {name}", daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            _, mark, answer = line.partition(MARK)
+            if mark:
+                self.heard_at_s = time.time()
+                self._answers.put(answer)
+        self._answers.put(None)
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        self._complaints.extend(self._process.stderr)
+
+    def answer(self, limit: float) -> Any:
+        """The next JSON answer; RuntimeError with the host's complaints when none comes."""
+        try:
+            line = self._answers.get(timeout=max(limit - time.monotonic(), 0.01))
+        except queue.Empty:
+            raise RuntimeError(f"no answer within {_PROBE_LIMIT_S:.0f} s") from None
+        if line is None:
+            status = self._process.wait(_PROBE_LIMIT_S)
+            self._listener.join(_LAST_WORDS_S)
+            raise RuntimeError("".join(self._complaints).strip() or f"the probe ended with status {status}")
+        return json.loads(line)
+
+    def ask(self, endpoints: list[tuple[str, int]]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(endpoints) + "\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone already
+            self._process.stdin.close()  # the probe takes it for good-bye
+        wait_or_kill(self._process, _LEAVE_LIMIT_S)
+
+
+def _examine(names: list[str], ssh: Ssh) -> int:
+    remote = [name for name in names if not address.is_local(name)]
+    own = _own_address(remote, ssh)
+    patients = [_patient(name, ssh, remote=name in remote, listen=own) for name in names]
+    findings: list[Finding] = []
+    try:
+        facts: dict[str, Mapping[str, Any]] = {}
+        for patient, answer in zip(patients, _answers(patients), strict=True):
+            if isinstance(answer, RuntimeError):
+                found = [_unreachable(str(answer), patient.name, patient.name in remote, ssh)]
+            else:
+                facts[patient.name] = answer | {"clock_ahead_s": answer["clock_s"] - patient.heard_at_s}
+                found = host_findings(answer)
+            findings += found
+            _show(patient.name, found)
+        if len(facts) > 1:
+            addresses = {name: own if name not in remote else _address(name, ssh) for name in facts}
+            found = agreement(facts) + _reach([p for p in patients if p.name in facts], facts, addresses)
+            findings += found
+            _show("between the hosts", found)
+    finally:
+        for patient in patients:
+            patient.close()
+    print(summary(findings))
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def _own_address(remote: list[str], ssh: Ssh) -> str:
+    """Where the remote hosts reach us. Loopback if there are none, or none is known: ssh will say so, host by host."""
+    try:
+        return reachable_address(remote, ssh)
+    except RuntimeError:
+        return "127.0.0.1"
+
+
+def _patient(name: str, ssh: Ssh, *, remote: bool, listen: str) -> _Patient:
+    if remote:
+        return _Patient(name, ssh.python(name, "hora.cli.doctor.probe", "0.0.0.0", attempts=2))
+    return _Patient(name, [sys.executable, "-m", "hora.cli.doctor.probe", listen])
+
+
+def _answers(patients: list[_Patient]) -> list[Any]:
+    """An answer of every host, or the RuntimeError that came instead; they all work at the same time."""
+    limit = time.monotonic() + _PROBE_LIMIT_S
+    answers: list[Any] = []
+    for patient in patients:
+        try:
+            answers.append(patient.answer(limit))
+        except RuntimeError as error:
+            answers.append(error)
+    return answers
+
+
+def _unreachable(text: str, name: str, remote: bool, ssh: Ssh) -> Finding:
+    if not remote:
+        return Finding("problem", text, "reinstall Hora in this Python environment")
+    return Finding(
+        "problem",
+        f"ssh does not get through, or Hora cannot be started there: {text}",
+        f"`ssh {name} {ssh.executable} -m hora.cli.doctor.probe 127.0.0.1` must work without a password",
+    )
+
+
+def _address(name: str, ssh: Ssh) -> str:
+    return (address.resolve(name) or address.resolve(ssh.real_name(name)) or [name])[0]
+
+
+def _reach(
+    patients: list[_Patient], facts: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]
+) -> list[Finding]:
+    endpoints = [(addresses[patient.name], facts[patient.name]["port"]) for patient in patients]
+    for patient in patients:
+        patient.ask(endpoints)
+    reached: dict[str, dict[str, str | None]] = {}
+    for patient, row in zip(patients, _answers(patients), strict=True):
+        problems = [str(row)] * len(patients) if isinstance(row, RuntimeError) else row
+        reached[patient.name] = {p.name: problem for p, problem in zip(patients, problems, strict=True)}
+    return reach_findings(reached)
+
+
+def _show(title: str, findings: Sequence[Finding]) -> None:
+    print(title)
+    for finding in findings:
+        print(f"  {finding.level:<8} {finding.text}")
+        if finding.advice:
+            print(f"  {'':<8} -> {finding.advice}")
+    print(flush=True)

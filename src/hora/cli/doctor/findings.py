@@ -1,0 +1,198 @@
+"""From facts to words: what is wrong on these hosts, how bad it is, and what to do. Pure functions.
+
+A finding is `ok`, `note` (nothing to do, but good to know) or `problem` (a job will fail or be wrong).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Finding", "agreement", "host_findings", "reach_findings", "summary"]
+
+Facts = Mapping[str, Any]
+
+_LEAST_TORCH = (2, 4)
+_LEAST_OPEN_FILES = 1024
+_LEAST_MEMORY_BYTES = 1 << 30
+_LEAST_SHM_BYTES = 256 << 20
+_LEAST_TMP_BYTES = 64 << 20
+_CLOCK_SLACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `advice` says what to do about a problem."""
+
+    level: str
+    text: str
+    advice: str = ""
+
+
+def host_findings(facts: Facts) -> list[Finding]:
+    """What one host's facts mean."""
+    found = [_python(facts), _torch(facts), _foreign(facts), _memory(facts), _gpus(facts)]
+    if facts["open_files"] < _LEAST_OPEN_FILES:
+        found.append(
+            Finding(
+                "problem",
+                f"a process may open only {facts['open_files']} files",
+                f"raise the limit: ulimit -n {_LEAST_OPEN_FILES * 8}",
+            )
+        )
+    found += [_room(facts), _spark(facts)]
+    return [finding for finding in found if finding is not None]
+
+
+def _python(facts: Facts) -> Finding:
+    hora, cores = facts["hora"] or "from its source", facts["cores"]
+    text = f"Python {facts['python']} at {facts['executable']}, Hora {hora}, {cores} core"
+    return Finding("ok", text + ("s" if cores != 1 else ""))
+
+
+def _torch(facts: Facts) -> Finding:
+    version, build = facts["torch"], facts["build"]
+    if version is None:
+        return Finding("problem", "PyTorch is not installed for this Python", "pip install torch")
+    if tuple(_numbers(version)) < _LEAST_TORCH:
+        least = ".".join(map(str, _LEAST_TORCH))
+        return Finding("problem", f"PyTorch {version} is older than {least}", f"pip install 'torch>={least}'")
+    if "PyTorch" in build:
+        return Finding(
+            "problem",
+            f"PyTorch {version} is installed, but an allreduce failed: {build['PyTorch']}",
+            "see its traceback: python -m hora.horovod.check_build --traceback",
+        )
+    return Finding("ok", f"PyTorch {version}; an allreduce was tried and works")
+
+
+def _foreign(facts: Facts) -> Finding | None:
+    if facts["foreign_horovod"] is None:
+        return None
+    return Finding(
+        "problem",
+        f"{facts['foreign_horovod']} is installed beside Hora, and both own the import name horovod",
+        "pip uninstall horovod, then pip install --force-reinstall --no-deps hora",
+    )
+
+
+def _memory(facts: Facts) -> Finding:
+    if facts["memfd"] is not None:
+        return Finding(
+            "problem",
+            f"shared memory between processes does not work: {facts['memfd']}",
+            "free some memory, raise the container's memory limit, or set HORA_TRANSPORT=gloo",
+        )
+    free = facts["memory_bytes"]
+    text = "shared memory works (memfd" + (f", {_size(free)} available" if free is not None else "") + ")"
+    if free is not None and free < _LEAST_MEMORY_BYTES:
+        return Finding("problem", text, "less than 1 GiB is free: end other programs or start fewer processes")
+    return Finding("ok", text)
+
+
+def _room(facts: Facts) -> Finding | None:
+    if facts["tmp_bytes"] is not None and facts["tmp_bytes"] < _LEAST_TMP_BYTES:
+        return Finding("problem", f"/tmp has only {_size(facts['tmp_bytes'])} left", "delete something, or set TMPDIR")
+    if facts["shm_bytes"] is None or facts["shm_bytes"] < _LEAST_SHM_BYTES:
+        left = "is missing" if facts["shm_bytes"] is None else f"has only {_size(facts['shm_bytes'])} left"
+        return Finding(
+            "note", f"/dev/shm {left}: Hora does not use it, but a DataLoader with workers does (docker: --shm-size)"
+        )
+    return None
+
+
+def _gpus(facts: Facts) -> Finding:
+    gpus, build = facts["gpus"], facts["build"]
+    if not gpus:
+        return Finding("ok", "no NVIDIA GPU: CPU training only")
+    text = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(sorted(set(gpus)))}"
+    if "NCCL" in build:
+        return Finding(
+            "problem",
+            f"{text}; but NCCL does not work: {build['NCCL']}",
+            "install a torch built for the CUDA version of the driver (see pytorch.org)",
+        )
+    return Finding("ok", text)
+
+
+def _spark(facts: Facts) -> Finding:
+    pyspark, java = facts["pyspark"], facts["java"]
+    if pyspark is None:
+        return Finding("note", "pyspark is not installed; only HorovodRunner needs it (pip install 'hora[spark]')")
+    if java is None:
+        return Finding(
+            "problem",
+            f"pyspark {pyspark} is installed, but Java was not found",
+            "install a Java 17 or 21 runtime, or point JAVA_HOME to one; only HorovodRunner needs it",
+        )
+    return Finding("ok", f"pyspark {pyspark} with {java}")
+
+
+def agreement(facts: Mapping[str, Facts]) -> list[Finding]:
+    """Whether the hosts have the same versions."""
+    found = []
+    for key, name, install in (
+        ("python", "Python", "use the same Python minor version everywhere: functions travel as bytecode"),
+        ("torch", "PyTorch", "install the same version everywhere: pip install torch=={}"),
+        ("hora", "Hora", "install the same version everywhere: pip install hora=={}"),
+    ):
+        values = {host: _comparable(key, each[key]) for host, each in facts.items()}
+        if len(set(values.values())) == 1:
+            continue
+        listed = ", ".join(f"{each[key]} on {host}" for host, each in facts.items())
+        newest = max((each[key] for each in facts.values() if each[key]), key=_numbers, default="")
+        found.append(Finding("problem", f"{name} differs between hosts: {listed}", install.format(newest)))
+    if not found:
+        found.append(Finding("ok", "Python, PyTorch and Hora agree on all hosts"))
+    return found + _clocks(facts)
+
+
+def _clocks(facts: Mapping[str, Facts]) -> list[Finding]:
+    """Only gross differences: what we know includes the time an answer travelled."""
+    return [
+        Finding(
+            "note",
+            f"the clock of {host} differs from ours by {each['clock_ahead_s']:+.0f} s: times in logs and "
+            "timelines cannot be compared (use NTP)",
+        )
+        for host, each in facts.items()
+        if abs(each["clock_ahead_s"]) > _CLOCK_SLACK_S
+    ]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split("+")[0].split(".") if part.isdigit()]
+
+
+def _comparable(key: str, value: str | None) -> str | None:
+    if value is None:
+        return None
+    return ".".join(value.split(".")[:2]) if key == "python" else value.split("+")[0]
+
+
+def reach_findings(reached: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
+    """`reached[a][b]` is why host a cannot open a connection to host b, or None if it can."""
+    broken = [
+        Finding(
+            "problem",
+            f"{source} cannot connect to a port of {target}: {problem}",
+            f"open the firewall of {target} for TCP from {source}, or choose another network with --network-interfaces",
+        )
+        for source, row in reached.items()
+        for target, problem in row.items()
+        if problem is not None
+    ]
+    return broken or [Finding("ok", "every host can open connections to every other")]
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """The last line of the report."""
+    count = sum(finding.level == "problem" for finding in findings)
+    if count == 0:
+        return "All is well."
+    return f"{count} problem{'s' if count > 1 else ''} found."
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.0f} MiB"

@@ -1,0 +1,159 @@
+"""What one host has: facts, no judgement. Runs as `python -m hora.cli.doctor.probe` on the host, by ssh or here.
+
+It prints one JSON line of facts, which name a port where it listens; then it reads one JSON line, a list of
+`[address, port]`, and prints a second one, which of these it could connect to (null, or the error). Standard
+library only at the top: a broken torch must be a fact, not a crash.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+__all__ = ["MARK", "facts"]
+
+MARK = "== hora doctor =="  # a login shell may print something before us
+_CONNECT_LIMIT_S = 5.0
+_TOOL_LIMIT_S = 30.0
+
+
+def facts() -> dict[str, Any]:
+    """Everything about this host that a finding may need."""
+    from hora.horovod.check_build import probe_build
+    from hora.horovod.foreign import foreign_horovod
+
+    return {
+        "hostname": socket.gethostname(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "hora": _distribution("hora"),
+        "torch": _distribution("torch"),
+        "pyspark": _distribution("pyspark"),
+        "foreign_horovod": foreign_horovod(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memfd": _memfd_problem(),
+        "memory_bytes": _memory_bytes(),
+        "shm_bytes": _free_bytes("/dev/shm"),
+        "tmp_bytes": _free_bytes("/tmp"),
+        "open_files": _open_files(),
+        "gpus": _gpus(),
+        "java": _java(),
+        "build": probe_build(),
+    }
+
+
+def _distribution(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memfd_problem() -> str | None:
+    """None when shared memory really works: reserve some, map it, write and read it."""
+    import mmap
+
+    try:
+        descriptor = os.memfd_create("hora-doctor", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, 1 << 20)
+            with mmap.mmap(descriptor, 1 << 20) as memory:
+                memory[:4] = b"hora"
+                return None if memory[:4] == b"hora" else "what was written did not come back"
+        finally:
+            os.close(descriptor)
+    except (OSError, AttributeError) as error:
+        return str(error)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _free_bytes(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _open_files() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _tool(argv: list[str]) -> str | None:
+    """The output of a program, or None when it is missing or fails."""
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=_TOOL_LIMIT_S, text=True, errors="replace", check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _gpus() -> list[str]:
+    listed = _tool(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    return listed.splitlines() if listed else []
+
+
+def _java() -> str | None:
+    home = os.environ.get("JAVA_HOME")
+    java = os.path.join(home, "bin", "java") if home else "java"
+    text = _tool([java, "-version"])
+    return text.splitlines()[0] if text else None
+
+
+def _serve(server: socket.socket) -> None:
+    """Accept and close: who asks only wants to know that we can be reached."""
+    while True:
+        try:
+            server.accept()[0].close()
+        except OSError:  # closed: we are done
+            return
+
+
+def _reach(address: str, port: int) -> str | None:
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_LIMIT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def main() -> None:
+    listen_address = sys.argv[1]
+    with socket.socket() as server:
+        server.bind((listen_address, 0))
+        server.listen()
+        threading.Thread(target=_serve, args=(server,), name="hora-doctor-accept", daemon=True).start()
+        known = facts() | {"port": server.getsockname()[1]}
+        print(MARK + json.dumps(known | {"clock_s": time.time()}), flush=True)
+        line = sys.stdin.readline()
+        if line:
+            answers = [_reach(address, port) for address, port in json.loads(line)]
+            print(MARK + json.dumps(answers), flush=True)
+            sys.stdin.readline()  # until everybody has tried, which the doctor tells by hanging up
+
+
+if __name__ == "__main__":
+    main()

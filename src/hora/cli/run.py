@@ -1,0 +1,105 @@
+"""The commands `horovodrun` and `hora run`: flags in, exit status out.
+
+Both run the same job; they differ in how they end. `horovodrun` fails as Horovod's does, with a traceback and
+status 1; `hora run` prints what went wrong and exits with the first failing rank's own status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from hora.errors import JobFailedError
+from hora.launch import flags
+from hora.launch.options import Options, knobs
+
+__all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run"]
+
+
+class HorovodArgs:
+    """The launch options as a plain object: every flag's dest is an attribute, None until it is set."""
+
+    def __init__(self) -> None:
+        for name in knobs():
+            setattr(self, name, None)
+        self.command: list[str] = []
+
+
+def parse_args(argv: Sequence[str] | None = None, *, prog: str = "horovodrun") -> argparse.Namespace:
+    """Reads a command line (this process's own by default). ValueError for values that cannot be meant."""
+    return flags.parse(
+        sys.argv[1:] if argv is None else argv,
+        os.environ,
+        prog=prog,
+        on_version=_version if prog == "horovodrun" else _own_version,
+        on_check_build=_check_build,
+    )
+
+
+def run(args: object) -> None:
+    """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe."""
+    from hora.launch.start import start
+
+    options = Options.from_args(args, os.environ)
+    _set_up_log(options)
+    start(options, os.environ)
+
+
+def horovodrun() -> int:
+    """The console script. A failed job is an uncaught error, so that it shows a traceback and status 1."""
+    return _status("horovodrun", sys.argv[1:], traceback=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`hora run`."""
+    return _status("hora run", argv, traceback=False)
+
+
+def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
+    try:
+        run(parse_args(argv, prog=prog))
+    except ValueError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    except JobFailedError as error:
+        if traceback:
+            raise
+        print(f"{prog}: {error}", file=sys.stderr)
+        return error.exit_code or 1
+    except (RuntimeError, OSError) as error:  # hosts out of reach, a start that took too long, a full disk
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # the job has been ended on the way here
+        return 130
+    return 0
+
+
+def _set_up_log(options: Options) -> None:
+    """Show the launcher's own messages, and whose they are, from the asked level on (warnings, unless asked)."""
+    import logging
+
+    when = "%(asctime)s " if options.log_level is not None and options.log_with_timestamp is not False else ""
+    logging.basicConfig(format=f"{when}hora %(levelname)s: %(message)s")
+    if options.log_level is not None:
+        level = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(options.log_level, options.log_level)
+        logging.getLogger("hora").setLevel(level)
+
+
+def _version() -> str:
+    from hora.version import horovod_version
+
+    return horovod_version()
+
+
+def _own_version() -> str:
+    from hora.version import version
+
+    return version()
+
+
+def _check_build() -> str:
+    from hora.horovod.check_build import check_build
+
+    return check_build()

@@ -1,0 +1,160 @@
+"""The command `hora workers`: the worker functions for a shell, on a session that stays.
+
+hora workers launch -n 2 --cpu 1 --memory 2 --code 'print("hello")'
+hora workers list
+hora workers await [ID …]
+hora workers logs ID
+hora workers stop [ID …]
+hora workers end
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from hora.workers import api, daemon
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(list(argv))
+    try:
+        status: int = options.act(options)
+    except ValueError as error:
+        print(f"hora workers: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hora workers", description="Workers that outlive this command.")
+    parser.add_argument("--json", action="store_true", help="print the worker dicts instead of a table")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    launch = _action(actions, "launch", _launch, "start workers")
+    launch.add_argument("-n", type=int, default=1, help="how many (default: 1)")
+    launch.add_argument("--cpu", type=float, default=1.0, help="cores for each (default: 1)")
+    launch.add_argument("--memory", type=float, default=2.0, help="GiB for each (default: 2)")
+    launch.add_argument("--gpus", type=int, default=0, help="GPUs for each (default: 0)")
+    what = launch.add_mutually_exclusive_group(required=True)
+    what.add_argument("--code", default="", help="Python text; lines that begin with ! are shell commands")
+    what.add_argument("--script", default="", help="a Python file")
+    launch.add_argument(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable for them; repeatable",
+    )
+    launch.add_argument("--all-or-nothing", action="store_true", help="start none unless all fit")
+    launch.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="with --all-or-nothing: how long to wait for room"
+    )
+    launch.add_argument("--name", default="", help="a name to recognise them by")
+    launch.add_argument("--log-dir", default="", help="also write each worker's output to a file there")
+    _action(actions, "list", _list, "all workers of this folder's session")
+    wait = _action(actions, "await", _await, "wait until workers have ended, or run", ids=True)
+    wait.add_argument("--running", action="store_true", help="wait only until they run")
+    wait.add_argument("--timeout", type=float, default=60.0, help="seconds; 0 waits for ever (default: 60)")
+    _action(actions, "logs", _logs, "the end of a worker's output", ids=True)
+    _action(actions, "stop", _stop, "end workers; without ids, all of them", ids=True)
+    _action(actions, "end", _end, "end the session and all its workers")
+    return parser
+
+
+def _action(actions: Any, name: str, act: Any, summary: str, *, ids: bool = False) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=summary, description=summary)
+    parser.set_defaults(act=act)
+    if ids:
+        parser.add_argument("ids", nargs="*", metavar="ID")
+    return parser
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not name or not found:
+        raise argparse.ArgumentTypeError(f"it must be NAME=VALUE, but it is {text!r}")
+    return name, value
+
+
+def _show(options: argparse.Namespace, workers: list[dict[str, Any]]) -> None:
+    if options.json:
+        print(json.dumps(workers, indent=2))
+        return
+    for worker in workers:
+        identity = worker.get("id", worker.get("engineId", "?"))
+        columns = [identity, worker.get("status", "refused"), worker.get("ip_address", "-"), worker.get("name", "")]
+        note = worker.get("message") or ""
+        if worker.get("exit_code"):
+            note = f"exit code {worker['exit_code']} {note}"
+        print(f"{columns[0]:16}  {columns[1]:10}  {columns[2]:14}  {columns[3]:12}  {note}".rstrip())
+
+
+def _launch(options: argparse.Namespace) -> int:
+    daemon.start(os.getcwd())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the table says who was refused
+        workers = api.launch_workers(
+            options.n,
+            options.cpu,
+            options.memory,
+            nvidia_gpu=options.gpus,
+            script=options.script,
+            code=options.code,
+            env=dict(options.env),
+            name=options.name,
+            all_or_nothing=options.all_or_nothing,
+            wait_seconds=options.wait,
+            log_dir=options.log_dir,
+        )
+    _show(options, workers)
+    return 0 if all("id" in worker for worker in workers) else 1
+
+
+def _list(options: argparse.Namespace) -> int:
+    _show(options, api.list_workers() if daemon.find(os.getcwd()) else [])
+    return 0
+
+
+def _require_session() -> None:
+    if daemon.find(os.getcwd()) is None:
+        raise ValueError(f"no workers were launched in {os.getcwd()}; use `hora workers launch`")
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    _require_session()
+    return options.ids or [worker["id"] for worker in api.list_workers()]
+
+
+def _await(options: argparse.Namespace) -> int:
+    result = api.await_workers(_chosen(options), not options.running, options.timeout)
+    _show(options, [*result["workers"], *result["failures"]])
+    return 1 if result["failures"] else 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    for worker in _chosen(options):
+        sys.stdout.write(api.worker_output(worker))
+    return 0
+
+
+def _stop(options: argparse.Namespace) -> int:
+    _require_session()
+    responses = api.stop_workers(*options.ids) or []
+    unknown = [response.id for response in responses if not response.ok]
+    if unknown:
+        raise ValueError(f"no such workers: {', '.join(unknown)}; see `hora workers list`")
+    print(f"stopped {len(responses)}")
+    return 0
+
+
+def _end(options: argparse.Namespace) -> int:
+    print("ended" if daemon.end(os.getcwd()) else "there was no session")
+    return 0

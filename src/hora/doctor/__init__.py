@@ -1,8 +1,0 @@
-"""`hora doctor`: what is wrong with this machine or these hosts, and what to do about it.
-
-Reading order: `probe` (runs on each host and reports facts), `findings` (pure: facts to words), `command`.
-"""
-
-from hora.doctor.command import main
-
-__all__ = ["main"]

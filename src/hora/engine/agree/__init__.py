@@ -1,0 +1,1 @@
+"""Agreement: how the members of a process set learn which operations are ready on all of them."""

@@ -1,0 +1,222 @@
+"""The neighbours: the other ranks of this world, how they were met, and what can be shared with whom.
+
+Set up once per runtime, in three steps that all ranks take together: exchange first facts at the meeting place, prove by
+attaching to one another's memory who shares a host, connect to rank 0's mesh. Afterwards it hands out shared memory and
+what transports need. Nothing here knows of requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hora.config import EngineConfig
+from hora.engine.hub import Mesh, MeshEvents, same_host_groups
+from hora.engine.meeting import Gathering, host_fingerprint, local_address, open_gathering
+from hora.engine.shm import futex
+from hora.engine.shm.segment import Segment
+from hora.engine.transport.factory import Neighbourhood
+from hora.errors import HorovodInternalError
+from hora.world import World
+
+__all__ = ["Neighbours", "check_ranks", "check_ranks_at_init"]
+
+log = logging.getLogger("hora")
+
+_PROBE_LIMIT_S = 10.0
+# Where ranks must agree on a setting, rank 0's is used by all.
+_COMMON_SETTINGS = ("fusion_threshold_bytes", "disable_group_fusion", "transport")
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank tells the others when they meet."""
+
+    rank: int
+    mesh_name: str
+    fingerprint: str
+    pid: int
+    hostname: str
+    process_sets: list[list[int]]
+    secret: str
+    settings: dict[str, Any]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Facts:
+        return cls(**json.loads(data))
+
+
+class Neighbours:
+    """The ranks of a world of several. `epoch` tells one initialisation of this world from another."""
+
+    def __init__(self, world: World, config: EngineConfig, epoch: str, events: MeshEvents) -> None:
+        self.hosts: list[list[int]] = []  # ranks that proved to share memory
+        self._world = world
+        self._config = config
+        self._epoch = epoch
+        self._peers: list[_Facts] = []
+        self._num_segments: dict[str, int] = {}
+        self._gathering: Gathering = open_gathering(world, limit_s=config.init_timeout_s)
+        self.mesh = Mesh(world.rank, world.size, events)
+
+    # Meeting.
+
+    def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
+        """Find the others and connect to them; returns the process sets that all of them asked for."""
+        world = self._world
+        secret = secrets.token_hex(32) if world.rank == 0 else ""
+        settings = {name: getattr(self._config, name) for name in _COMMON_SETTINGS}
+        mine = _Facts(
+            world.rank,
+            self.mesh.name,
+            host_fingerprint(),
+            os.getpid(),
+            world.hostname,
+            process_sets,
+            secret,
+            settings,
+        )
+        self._peers = [_Facts.decode(data) for data in self.gather("facts", mine.encode())]
+        self._check_agreement_on_sets()
+        self.mesh.start(bytes.fromhex(self._peers[0].secret))
+        self.hosts = self._prove_hosts()
+        with self.peers_may_go():
+            self._join_mesh()
+        return self._peers[0].process_sets
+
+    def gather(self, what: str, value: bytes) -> list[bytes]:
+        """Everybody's value, in rank order (collective)."""
+        world, limit_s = self._world, self._config.init_timeout_s
+        key = f"{self._epoch}/{what}"
+        return self._gathering.allgather(key, value, rank=world.rank, size=world.size, limit_s=limit_s)
+
+    @contextlib.contextmanager
+    def peers_may_go(self) -> Iterator[None]:
+        """What a peer's sudden end does to its connections is a lost rank, not a problem of this one."""
+        try:
+            yield
+        except OSError as error:
+            raise HorovodInternalError(f"rank {self._world.rank} could not meet the others: {error}") from error
+
+    def describe(self, rank: int) -> str:
+        """A rank in words, for messages."""
+        peer = self._peers[rank]
+        return f"rank {rank} (process {peer.pid} on {peer.hostname})"
+
+    def setting(self, name: str) -> Any:
+        """A setting that all ranks share: rank 0's."""
+        return self._peers[0].settings[name]
+
+    def _check_agreement_on_sets(self) -> None:
+        expected = self._peers[0].process_sets
+        for peer in self._peers:
+            if peer.process_sets != expected:
+                raise ValueError(
+                    "Horovod initialization failed: the ranks disagree on their process sets: rank 0 has "
+                    f"{expected}, rank {peer.rank} has {peer.process_sets}"
+                )
+        # Only now, and before anything else: all ranks refuse the same sets at the same point.
+        for ranks in expected:
+            check_ranks_at_init(ranks, self._world.size)
+
+    def _prove_hosts(self) -> list[list[int]]:
+        """Groups of ranks that really share memory: every other rank fetched the first one's."""
+        rank = self._world.rank
+        (group,) = [g for g in same_host_groups([p.fingerprint for p in self._peers]) if rank in g]
+        leader = group[0]
+        proven = leader == rank
+        if proven:
+            self.mesh.offer("probe", 1, len(group) - 1)
+        else:
+            try:
+                self.mesh.fetch(self._peers[leader].mesh_name, "probe", limit_s=_PROBE_LIMIT_S).close()
+                proven = True
+            except OSError as error:
+                log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
+        answers = self.gather("hosts", json.dumps([leader if proven else rank]).encode())
+        return same_host_groups([json.loads(answer)[0] for answer in answers])
+
+    def _join_mesh(self) -> None:
+        mesh, world, limit_s = self.mesh, self._world, self._config.init_timeout_s
+        where: list[Any] = ["", 0]
+        if len(self.hosts) > 1:
+            address = self._address()
+            mine = [address, mesh.listen_tcp(address) if world.rank == 0 else 0]
+            where = json.loads(self.gather("hub", json.dumps(mine).encode())[0])
+        if world.rank == 0:
+            mesh.wait_for_all(limit_s=limit_s)
+        elif world.rank in self.hosts[0]:
+            mesh.join_hub(self._peers[0].mesh_name, limit_s=limit_s)
+        else:
+            mesh.join_hub((str(where[0]), int(where[1])), limit_s=limit_s)
+
+    def _address(self) -> str:
+        return local_address(self._world.meeting.address, self._config.interface)
+
+    # Sharing.
+
+    def share_memory(self, ranks: Sequence[int]) -> bool:
+        """Whether all these ranks can map the same memory, and may."""
+        allowed = self.setting("transport") != "gloo" and futex.supported()
+        return allowed and any(set(ranks) <= set(host) for host in self.hosts)
+
+    def share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
+        """The same new memory for all these ranks, which are on one host (collective)."""
+        number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
+        name = f"{key}/{number}"
+        if ranks[0] == self._world.rank:
+            return self.mesh.offer(name, num_bytes, len(ranks) - 1)
+        return self.mesh.fetch(self._peers[ranks[0]].mesh_name, name, limit_s=self._config.init_timeout_s)
+
+    def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
+        """Like `share`; None on all of them where there is too little memory."""
+        try:
+            segment = self.share(key, ranks, num_bytes)
+        except MemoryError as error:
+            log.warning("%s; going on without sharing it", error)
+            self._num_segments[key] -= 1
+            segment = self.share(key, ranks, 1)  # the others wait for a segment: its size tells them
+        return segment if segment.num_bytes >= num_bytes else None
+
+    def neighbourhood(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Neighbourhood:
+        """What a transport of these ranks needs to know. `label` names their set for good."""
+        shared = self.setting("transport") != "gloo" and futex.supported()
+        prefix, limit_s = f"{self._epoch}/{label}/{device}", self._config.init_timeout_s
+        return Neighbourhood(
+            ranks=ranks,
+            member=list(ranks).index(self._world.rank),
+            hosts=self.hosts if shared else [[rank] for rank in ranks],
+            share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
+            store=lambda name: self._gathering.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
+            address=self._address(),
+            guard=guard,
+        )
+
+
+def check_ranks_at_init(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """`check_ranks`, with the words of a failed initialisation."""
+    try:
+        return check_ranks(ranks, size)
+    except ValueError as error:
+        raise ValueError(f"Horovod initialization failed: {error}") from None
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a process set, sorted. ValueError for what is no set of ranks of this world."""
+    values = sorted(ranks)
+    if not values:
+        raise ValueError("a process set needs at least one rank")
+    if len(set(values)) != len(values):
+        raise ValueError(f"a process set must not name a rank twice: {values}")
+    if values[0] < 0 or values[-1] >= size:
+        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
+    return tuple(values)

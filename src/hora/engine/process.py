@@ -1,0 +1,159 @@
+"""The one runtime of this process: started by `init`, found by `current`, ended by `shutdown` or at exit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hora import logs
+from hora.config import EngineConfig
+from hora.engine.malloc import keep_freed_memory
+from hora.engine.meeting import control_client, open_gathering
+from hora.engine.runtime import Runtime
+from hora.errors import HorovodInternalError
+from hora.net.client import ControlClient
+from hora.world import World
+
+__all__ = ["control_connection", "current", "init", "is_initialized", "restart", "shutdown"]
+
+log = logging.getLogger("hora")
+
+_lock = threading.RLock()
+_runtime: Runtime | None = None
+_starting: Runtime | None = None
+_inherited: Runtime | None = None  # of the parent, in a forked child
+_num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
+_registered_exit = False
+_last_place: World | None = None
+_watched: list[ControlClient] = []  # connections over which we hear of lost ranks
+# A newcomer waits for the others' next commit. How long anybody may wait is the launcher's decision.
+_LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
+
+
+def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: World | None = None) -> None:
+    """Start the runtime unless it runs. `process_sets`: lists of ranks, or "dynamic"."""
+    global _runtime, _registered_exit
+    with _lock:
+        if _runtime is not None and _runtime.pid == os.getpid():
+            return
+        place = World.from_env() if world is None else world
+        config = EngineConfig.from_env()
+        sets: list[tuple[int, ...]] = []
+        if isinstance(process_sets, str):
+            if process_sets.lower() != "dynamic":
+                raise ValueError(
+                    f'process_sets must be a list of process sets or "dynamic", but it is {process_sets!r}'
+                )
+            config = replace(config, dynamic_process_sets=True)
+        else:
+            sets = [tuple(sorted(ranks)) for ranks in process_sets or ()]
+        elastic = place.elastic and place.meeting.kind == "hora"
+        if elastic and place.generation < 0:
+            place = _next_place(place, config)
+        while _runtime is None or _runtime.pid != os.getpid():
+            try:
+                _runtime = _start(place, config, sets)
+            except HorovodInternalError as error:
+                if not elastic:
+                    raise
+                # A rank has died while the ranks met: the launcher announces yet another generation.
+                log.warning("the ranks of generation %d did not meet: %s", place.generation, error)
+                place = _next_place(place, config)
+        if not _registered_exit:
+            _registered_exit = True
+            atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Stop the runtime on all ranks; harmless when none runs."""
+    global _runtime
+    with _lock:
+        runtime, _runtime = _runtime, None
+    if runtime is not None:
+        runtime.shutdown()
+
+
+def restart() -> None:
+    """Leave the world and enter the next generation of it; without an elastic launcher, the same world again."""
+    place = _place()
+    shutdown()
+    if place.elastic and place.meeting.kind == "hora":
+        place = _next_place(place, EngineConfig.from_env())
+    init(world=place)
+
+
+def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) -> Runtime:
+    global _last_place, _starting
+    _last_place = place
+    logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
+    if config.keep_freed_memory:
+        keep_freed_memory()
+    if place.elastic:
+        open_gathering(place, limit_s=config.init_timeout_s)  # a world of one may grow
+    epoch = _num_starts.get(place.generation, 0)
+    _num_starts[place.generation] = epoch + 1
+    client = control_client(place)
+    if client is not None and client not in _watched:
+        _watched.append(client)
+        client.on_notice(_on_notice)
+    _starting = runtime = Runtime(place, config, epoch)
+    try:
+        runtime.start(sets)
+    finally:
+        _starting = None
+    return runtime
+
+
+def _next_place(place: World, config: EngineConfig) -> World:
+    """This worker's place in the next generation. A worker for which there is none ends here."""
+    open_gathering(place, limit_s=config.init_timeout_s)
+    client = control_client(place)
+    assert client is not None
+    renewed = client.next_world(place, timeout_s=_LAUNCHER_DECIDES_S)
+    if renewed is None:
+        log.info("this worker has no place in the new world and ends")
+        raise SystemExit(0)
+    renewed.export()
+    return renewed
+
+
+def _on_notice(notice: dict[str, Any]) -> None:
+    """A rank's process has died, or its host is out of reach: the ranks' own connections may take longer to tell."""
+    for runtime in (_runtime, _starting):
+        if notice["notice"] == "lost" and runtime is not None and runtime.world.generation == notice.get("generation"):
+            runtime.lost(int(notice["rank"]), str(notice["how"]))
+
+
+def control_connection() -> ControlClient | None:
+    """The connection to the launcher, when a Hora launcher runs this process and the runtime has met it."""
+    return control_client(_place())
+
+
+def _place() -> World:
+    return _runtime.world if _runtime is not None else _last_place or World.from_env()
+
+
+def is_initialized() -> bool:
+    return _runtime is not None and _runtime.pid == os.getpid()
+
+
+def current() -> Runtime:
+    """The running runtime."""
+    runtime = _runtime
+    if runtime is None:
+        raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
+    return runtime
+
+
+def _forget_in_child() -> None:
+    """A forked child has no runtime: the parent's is used by the parent. It is kept from being destroyed here."""
+    global _runtime, _lock, _inherited
+    _inherited, _runtime, _lock = _runtime, None, threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,126 @@
+"""`--check-build`: what works on this machine, each entry really tried, in a child process.
+
+The child (`python -m hora.horovod.check_build`) runs one collective through each back end and prints why one does not work;
+the launcher, which only formats that, never imports torch. Also used by `hora doctor`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+
+__all__ = ["check_build", "format_build", "probe_build"]
+
+_LIMIT_S = 120.0
+_NO_MPI = "there is no MPI in Hora; a script started by mpirun finds its rank by itself"
+_SECTIONS = {
+    "Available Frameworks": ("TensorFlow", "PyTorch", "MXNet"),
+    "Available Controllers": ("MPI", "Gloo"),
+    "Available Tensor Operations": ("NCCL", "DDL", "CCL", "MPI", "Gloo"),
+}
+_NEVER = {
+    "TensorFlow": "Hora has a PyTorch front only",
+    "MXNet": "Hora has a PyTorch front only",
+    "MPI": _NO_MPI,
+    "DDL": "IBM's DDL is no longer available",
+    "CCL": "oneCCL is not supported",
+}
+
+
+def check_build() -> str:
+    """The text that `horovodrun --check-build` prints."""
+    from hora.version import horovod_version
+
+    return format_build(horovod_version(), probe_build())
+
+
+def format_build(version: str, problems: Mapping[str, str]) -> str:
+    """One line an entry, ticked unless `problems` has it."""
+    parts = [f"Horovod v{version}:"]
+    for title, names in _SECTIONS.items():
+        lines = [f"    [{' ' if name in problems else 'X'}] {name}" for name in names]
+        parts.append("\n".join([f"{title}:", *lines]))
+    return "\n\n".join(parts)
+
+
+def probe_build() -> dict[str, str]:
+    """Why each entry that does not work does not, found out by a child process."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "HORA_"))}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "hora.horovod.check_build"],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _NEVER | dict.fromkeys(_TRIALS, f"the trial did not end within {_LIMIT_S:.0f} s")
+    try:
+        answer = json.loads(child.stdout.splitlines()[-1])
+        return _NEVER | {str(name): str(problem) for name, problem in answer.items()}
+    except (IndexError, ValueError, AttributeError):
+        last = (child.stderr.strip().splitlines() or ["no output"])[-1]
+        return _NEVER | dict.fromkeys(_TRIALS, f"the trial ended with status {child.returncode}: {last}")
+
+
+def _try_pytorch() -> None:
+    import torch
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    try:
+        result = hvd.allreduce(torch.ones(3), op=hvd.Sum)
+        if result.tolist() != [hvd.size()] * 3:
+            raise RuntimeError(f"an allreduce of ones gave {result.tolist()}")
+    finally:
+        hvd.shutdown()
+
+
+def _try_backend(name: str, device: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("no GPU is visible here")
+    if not dist.is_available() or not dist.is_backend_available(name):
+        raise RuntimeError(f"this torch ({torch.__version__}) was built without {name}")
+    dist.init_process_group(name, store=HashStore(), rank=0, world_size=1)
+    try:
+        ones = torch.ones(3, device=device)
+        dist.all_reduce(ones)
+        if ones.tolist() != [1.0] * 3:
+            raise RuntimeError(f"an allreduce of ones gave {ones.tolist()}")
+    finally:
+        dist.destroy_process_group()
+
+
+_TRIALS: dict[str, Callable[[], None]] = {
+    "PyTorch": _try_pytorch,
+    "Gloo": lambda: _try_backend("gloo", "cpu"),
+    "NCCL": lambda: _try_backend("nccl", "cuda"),
+}
+
+
+def _main() -> None:
+    problems: dict[str, str] = {}
+    for name, trial in _TRIALS.items():
+        try:
+            trial()
+        except Exception as error:  # whatever goes wrong in there is the answer
+            problems[name] = traceback.format_exception_only(error)[-1].strip()
+            if "--traceback" in sys.argv:
+                traceback.print_exc()
+    print(json.dumps(problems), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

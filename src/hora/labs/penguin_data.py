@@ -1,0 +1,162 @@
+"""The penguin lab's data: which columns, which steps, and the arrays that come out.
+
+The steps are carried out by `penguins_pandas` or by `penguins_spark`; this module only says what they have in
+common, chooses between them and turns the result into arrays. It knows nothing about training. Called by the
+demo and the examples.
+
+The steps, in both:
+1. read every column as text, under the lab's names; 2. drop rows in which anything is missing;
+3. index island and species by frequency, ties by name; 4. flipper / 10, mass / 100; 5. split 70/30;
+6. oversample the training rows.
+
+The split orders rows by a hash of (seed, the row's own text), so it needs no row number, is the same in every
+engine, and puts identical birds on the same side. Only training rows are multiplied: no copy of a test bird
+is ever trained on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["COLUMNS", "FEATURES", "LABEL", "Penguins", "Preparation", "Rows", "load_penguins", "package_csv"]
+
+FEATURES = ("Island", "CulmenLength", "CulmenDepth", "FlipperLength", "BodyMass")
+LABEL = "Species"
+COLUMNS = (*FEATURES, LABEL)
+NUMBERS = FEATURES[1:]
+DIVISORS = {"FlipperLength": 10.0, "BodyMass": 100.0}
+MISSING = ("", "NA", "NaN", "nan", "null", "None")
+NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+
+# What the palmerpenguins package calls the lab's columns.
+_PACKAGE_NAMES = {
+    "island": "Island",
+    "bill_length_mm": "CulmenLength",
+    "bill_depth_mm": "CulmenDepth",
+    "flipper_length_mm": "FlipperLength",
+    "body_mass_g": "BodyMass",
+    "species": "Species",
+}
+# Some copies of the lab's CSV hold codes instead of names.
+_SPECIES_CODES = {"0": "Adelie", "1": "Gentoo", "2": "Chinstrap"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What may be chosen: the seed of the split, its size, and how often training rows are repeated."""
+
+    seed: int = 0
+    train_fraction: float = 0.7
+    copies: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.train_fraction < 1.0:
+            raise ValueError(f"train_fraction must lie between 0 and 1, but it is {self.train_fraction}")
+        if self.copies < 1:
+            raise ValueError(f"copies must be at least 1 (1 = no oversampling), but it is {self.copies}")
+
+    def num_train(self, num_rows: int) -> int:
+        """How many distinct rows are for training."""
+        count = int(num_rows * self.train_fraction)
+        if not 0 < count < num_rows:
+            raise ValueError(
+                f"{num_rows} complete rows cannot be split {self.train_fraction:.0%} / rest; give more rows"
+            )
+        return count
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Observations as arrays: float32 features (one column per name in FEATURES) and int64 labels."""
+
+    features: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Penguins:
+    """Training and test rows, and the names behind the island and species numbers."""
+
+    train: Rows
+    test: Rows
+    islands: tuple[str, ...]
+    species: tuple[str, ...]
+    prepared_by: str
+
+
+def package_csv() -> Path:
+    """The CSV inside the installed `palmerpenguins` package (found without importing it)."""
+    spec = importlib.util.find_spec("palmerpenguins")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / "data" / "penguins.csv"
+        if path.exists():
+            return path
+    raise ValueError(
+        "no penguin data: pip install 'hora[examples]' (it brings palmerpenguins), or give a CSV with "
+        f"the columns {', '.join(COLUMNS)}"
+    )
+
+
+def load_penguins(
+    csv: str | Path | None = None,
+    *,
+    spark: SparkSession | None = None,
+    preparation: Preparation | None = None,
+) -> Penguins:
+    """Read and prepare the penguins: with Spark DataFrames when a session is given, else with pandas."""
+    steps = preparation or Preparation()
+    if spark is not None:
+        from hora.labs import penguin_spark
+
+        return penguin_spark.load(spark, csv, steps)
+    from hora.labs import penguin_pandas
+
+    return penguin_pandas.load(csv, steps)
+
+
+def lab_names(header: Iterable[str], source: str) -> dict[str, str]:
+    """Which column of a file is which column of the lab: {file's name: lab's name}."""
+    found = {name: _PACKAGE_NAMES.get(name.strip().lower(), name.strip()) for name in header}
+    chosen = {name: lab for name, lab in found.items() if lab in COLUMNS}
+    missing = [lab for lab in COLUMNS if lab not in chosen.values()]
+    if missing:
+        raise ValueError(
+            f"{source} has no column {', '.join(missing)}; it needs {', '.join(COLUMNS)} and has {', '.join(found)}"
+        )
+    return chosen
+
+
+def by_frequency(counts: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """Names, the most frequent first, ties in alphabetical order: a name's place is its index."""
+    return tuple(name for name, _ in sorted(counts, key=lambda item: (-item[1], item[0])))
+
+
+def species_names(values: Sequence[str]) -> tuple[str, ...]:
+    """The species behind a column's values: codes become names, names stay."""
+    if all(value in _SPECIES_CODES for value in values):
+        return tuple(_SPECIES_CODES[value] for value in values)
+    return tuple(values)
+
+
+def not_a_number(column: str, value: str) -> ValueError:
+    """The error both engines raise for text in a number column."""
+    return ValueError(
+        f"column {column} holds {value!r}, which is not a number; correct the row or leave the value empty"
+    )
+
+
+def rows_of(frame: Any) -> Rows:
+    """The arrays of a pandas frame with the lab's columns."""
+    return Rows(frame[list(FEATURES)].to_numpy(dtype=np.float32), frame[LABEL].to_numpy(dtype=np.int64))

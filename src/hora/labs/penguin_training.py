@@ -1,0 +1,86 @@
+"""The penguin lab's training.
+
+One function, the same alone and on many ranks. Run by the demo, directly and by HorovodRunner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import TensorDataset
+
+import hora.torch as hvd
+from hora.labs.penguin_data import DIVISORS, FEATURES, Penguins, Rows
+from hora.workflow import (
+    Feature,
+    History,
+    Recipe,
+    Schedule,
+    accuracy,
+    fit,
+    make_loaders,
+    save,
+    seed_everything,
+)
+from hora.workflow.architectures import MLP
+
+__all__ = ["Run", "features_of", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training run gives back: numbers and arrays only, so that it travels anywhere."""
+
+    history: History
+    num_ranks: int
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def accuracy(self) -> float:
+        """On the test rows, after the last epoch."""
+        return self.history.last("valid_accuracy")
+
+
+def train(
+    data: Penguins,
+    *,
+    epochs: int = 50,
+    batch_size: int = 20,
+    learning_rate: float = 0.002,
+    seed: int = 0,
+    model_path: str | None = None,
+    progress: bool = True,
+) -> Run:
+    """Train the 5-10-10-3 network on this rank's share of the rows; rank 0 saves it."""
+    hvd.init()
+    torch.set_num_threads(1)  # 50 neurons: more threads would only wait for one another
+    seed_everything(seed)
+    model = MLP([len(FEATURES), 10, 10, len(data.species)])
+    history = fit(
+        model,
+        make_loaders(_dataset(data.train), _dataset(data.test), batch_size=batch_size, seed=seed),
+        torch.optim.Adam(model.parameters(), lr=learning_rate),
+        torch.nn.functional.cross_entropy,
+        epochs=epochs,
+        metrics={"accuracy": accuracy},
+        recipe=Recipe(schedule=Schedule(decay="cosine")),  # scaled with the number of ranks, then down to 0
+        progress=progress,
+    )
+    if model_path is not None and hvd.rank() == 0:
+        notes = {"epochs": epochs, "ranks": hvd.size(), "test accuracy": history.last("valid_accuracy")}
+        save(model_path, model, classes=data.species, features=features_of(data), notes=notes)
+    return Run(history=history, num_ranks=hvd.size(), weights=model.state_dict())
+
+
+def features_of(data: Penguins) -> tuple[Feature, ...]:
+    """How an observation in millimetres and grams becomes the network's input."""
+    island, *numbers = FEATURES
+    return (
+        Feature(name=island, categories=data.islands),
+        *(Feature(name=name, divisor=DIVISORS.get(name, 1.0)) for name in numbers),
+    )
+
+
+def _dataset(rows: Rows) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(rows.features), torch.from_numpy(rows.labels))

@@ -1,0 +1,199 @@
+"""`hora demo penguins`.
+
+From raw data to a prediction, alone and distributed, with a figure, a model and a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from hora.labs.penguin_data import Penguins
+    from hora.labs.penguin_training import Run
+    from hora.workflow import ModelFile
+
+__all__ = ["NEW_PENGUIN", "main"]
+
+NEW_PENGUIN = {
+    "Island": "Biscoe",
+    "CulmenLength": 50.4,
+    "CulmenDepth": 15.3,
+    "FlipperLength": 224,
+    "BodyMass": 5550,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="hora demo penguins", description=__doc__)
+    parser.add_argument("--csv", help="your own penguins; default: those of the palmerpenguins package")
+    parser.add_argument("--out", default="out/penguins", help="folder of the results (default: out/penguins)")
+    parser.add_argument("--np", type=int, default=2, help="ranks of the distributed run (default: 2)")
+    parser.add_argument("--epochs", type=int, default=50, help="default: 50")
+    parser.add_argument("--no-spark", action="store_true", help="prepare with pandas, train on local processes")
+    options = parser.parse_args(argv)
+    if options.np < 1 or options.epochs < 1:
+        parser.error(f"--np and --epochs must be at least 1, but they are {options.np} and {options.epochs}")
+    began = time.perf_counter()
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _spark(options.np, wanted=not options.no_spark) as spark:
+        data = _prepare(options.csv, spark)
+        runs = _train(data, spark, options.np, options.epochs, folder)
+    _show(data, runs, folder)
+    print(f"\nThe lab took {time.perf_counter() - began:.0f} s.")
+    return 0
+
+
+@contextmanager
+def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
+    """A local Spark with a slot per rank; None where Spark or Java is missing."""
+    if not wanted or shutil.which("java") is None:
+        yield _say(None, "Spark: not used" if not wanted else "Spark: no Java here, so pandas prepares the data")
+        return
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError:
+        yield _say(None, "Spark: pyspark is not installed, so pandas prepares the data")
+        return
+    print("Spark: starting a local session …", flush=True)
+    builder = SparkSession.builder.master(f"local[{num_slots}]").appName("hora demo penguins")
+    settings = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.shuffle.partitions": str(num_slots),
+        # a few hundred rows: compiling queries well would take longer than running them
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.adaptive.enabled": "false",
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+    }
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    session.sparkContext.pythonExec = sys.executable  # not whichever python3 comes first in PATH
+    try:
+        yield session
+    finally:
+        session.stop()
+
+
+def _prepare(csv: str | None, spark: SparkSession | None) -> Penguins:
+    import numpy as np
+
+    from hora.labs.penguin_data import load_penguins
+
+    _step("1. Prepare the data")
+    data = load_penguins(csv, spark=spark)
+    print(f"{data.prepared_by}: {len(data.train)} training rows (oversampled), {len(data.test)} test rows")
+    print(f"species {', '.join(data.species)}; islands {', '.join(data.islands)}")
+    if spark is not None:
+        other = load_penguins(csv)
+        same = all(
+            np.array_equal(left.features, right.features) and np.array_equal(left.labels, right.labels)
+            for left, right in ((data.train, other.train), (data.test, other.test))
+        )
+        print(f"pandas, as a check: {'the same rows in the same order' if same else 'OTHER ROWS'}")
+    return data
+
+
+def _train(data: Penguins, spark: SparkSession | None, np: int, epochs: int, folder: Path) -> dict[str, Run]:
+    import torch
+
+    import hora.torch as hvd
+    from hora.labs.penguin_training import train
+    from sparkdl import HorovodRunner
+
+    model_path = str((folder / "model").resolve())
+    _step("2. Train alone")
+    alone = train(data, epochs=epochs)
+    _step("3. The same function under HorovodRunner(np=-1)")
+    single = HorovodRunner(np=-1).run(train, data=data, epochs=epochs)
+    hvd.shutdown()
+    same = all(torch.equal(tensor, single.weights[name]) for name, tensor in alone.weights.items())
+    print(f"weights after {epochs} epochs: {'identical to those of step 2' if same else 'OTHER THAN IN STEP 2'}")
+    num = np if spark is not None else -np
+    _step(f"4. Distributed: HorovodRunner(np={num}), {'Spark tasks' if spark is not None else 'processes'}")
+    runner = HorovodRunner(np=num, driver_log_verbosity="all")
+    together = runner.run(train, data=data, epochs=epochs, model_path=model_path)
+    return {"one process": alone, "HorovodRunner, 1 rank": single, f"HorovodRunner, {np} ranks": together}
+
+
+def _show(data: Penguins, runs: Mapping[str, Run], folder: Path) -> None:
+    import matplotlib
+
+    from hora.labs.penguin_data import FEATURES
+    from hora.labs.penguin_figure import draw
+    from hora.workflow import load, plot_weights
+
+    _step("5. Look at it")
+    matplotlib.use("Agg")  # files only: a server has no screen
+    model = load(folder / "model")
+    rows = [(name, f"{run.history.seconds:.1f} s", f"{run.accuracy:.1%}") for name, run in runs.items()]
+    for name, seconds, accuracy in rows:
+        print(f"{name:<24} {seconds:>8}   {accuracy} of the test birds")
+    print(_weights_text(model))
+    draw(runs, data, model, NEW_PENGUIN).savefig(folder / "penguins.png", dpi=160)
+    weights = plot_weights(model.model, feature_names=FEATURES, class_names=model.classes)
+    weights.savefig(folder / "weights.png", dpi=130)
+    _step("6. A new penguin")
+    prediction = model.predict(NEW_PENGUIN)
+    print(", ".join(f"{name} {value}" for name, value in NEW_PENGUIN.items()))
+    print(f"prediction: {prediction}")
+    _write_report(data, rows, model, folder)
+    for what, file in (
+        ("figure", "penguins.png"),
+        ("weights", "weights.png"),
+        ("model", "model"),
+        ("report", "report.html"),
+    ):
+        print(f"{what:<8} {(folder / file).resolve()}")
+
+
+def _weights_text(model: ModelFile) -> str:
+    lines = []
+    for name, tensor in model.model.state_dict().items():
+        values = str([[round(value, 2) for value in row] for row in tensor.reshape(len(tensor), -1).tolist()][:2])
+        lines.append(f"{name:<16} {tuple(tensor.shape)!s:<9} {values} …")
+    return "\n".join(lines)
+
+
+def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: ModelFile, folder: Path) -> None:
+    from hora.labs.report import Report
+
+    report = Report("Which penguin is it?")
+    report.text(
+        f"Prepared by {data.prepared_by}: incomplete rows dropped, island indexed, flipper / 10, mass / 100, "
+        f"split 70/30, training rows oversampled: {len(data.train)} rows to learn from, "
+        f"{len(data.test)} to be tested on."
+    )
+    report.table(("run", "training time", "test accuracy"), rows)
+    report.picture(folder / "penguins.png", "loss, accuracy, time and decision regions of all runs")
+    report.heading("Weights and biases")
+    report.picture(folder / "weights.png", "the weights of every layer")
+    report.code(_weights_text(model))
+    report.heading("A new penguin")
+    report.table(list(NEW_PENGUIN), [list(NEW_PENGUIN.values())])
+    probabilities = model.predict(NEW_PENGUIN).probabilities
+    report.table(("species", "probability"), [(name, f"{value:.2%}") for name, value in probabilities.items()])
+    report.write(folder / "report.html")
+
+
+def _step(title: str) -> None:
+    print(f"\n{title}", flush=True)
+
+
+def _say(value: Any, text: str) -> Any:
+    print(text, flush=True)
+    return value

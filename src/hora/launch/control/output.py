@@ -1,0 +1,218 @@
+"""The workers' output: whole lines with a prefix that tells the rank, on the console and in files.
+
+Bytes go in as they arrive; lines come out as soon as they are complete (`\\n`, `\\r` or both end one), byte
+for byte what the worker wrote. Memory is bounded whatever a worker prints. Keeps the end of each worker's
+output for error reports. Called by the controller, from any thread.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import logging
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from hora.launch.control.log_file import LogFile
+from hora.launch.job import OutputOptions
+
+__all__ = ["Output"]
+
+MAX_LINE_BYTES = 256 * 1024  # a longer line leaves in pieces
+_TAIL_BYTES = 16 * 1024
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+_log = logging.getLogger("hora.launch")
+
+
+class Output:
+    """Takes what the workers print. `ranks`: each worker's number in the prefixes and directory names."""
+
+    def __init__(self, options: OutputOptions, ranks: Mapping[int, int]) -> None:
+        self._options = options
+        self._ranks = dict(ranks)
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[int, str], _Lines] = {}
+        self._tails: dict[int, bytearray] = {}
+        self._consoles = {
+            "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
+            "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
+        }
+        self._files: dict[tuple[int, str], LogFile] = {}  # by rank
+        self._width = len(str(max(self._ranks.values(), default=0)))
+        self._open_files()
+
+    def _open_files(self) -> None:
+        if self._options.directory is None:
+            return
+        for rank in sorted(self._ranks.values()):
+            place = Path(self._options.directory) / f"rank.{rank:0{self._width}d}"
+            for stream in ("stdout", "stderr"):
+                if (rank, stream) not in self._files:
+                    self._files[rank, stream] = _open_file(place / stream)
+
+    def set_ranks(self, ranks: Mapping[int, int]) -> None:
+        """These workers have other numbers from now on."""
+        with self._lock:
+            self._ranks |= ranks
+            self._open_files()
+
+    def feed(self, worker: int, stream: str, data: bytes) -> None:
+        """Some bytes of a worker's stdout or stderr."""
+        with self._lock:
+            self._keep(worker, data)
+            key = worker, stream
+            if key not in self._streams:
+                self._streams[key] = _Lines(lambda: self._prefix(worker, stream))
+            self._write(key, self._streams[key].feed(data))
+
+    def end(self, worker: int) -> None:
+        """The worker is gone: its last line is as complete as it will ever be."""
+        with self._lock:
+            for stream in ("stdout", "stderr"):
+                if (worker, stream) in self._streams:
+                    self._write((worker, stream), self._streams[worker, stream].end())
+
+    def say(self, text: str, *, stream: str = "stdout") -> None:
+        """A line of the launcher's own, or one that a worker wants shown as it is."""
+        with self._lock:
+            self._consoles[stream].write(text.encode(errors="replace") + b"\n")
+
+    def tail(self, worker: int) -> str:
+        """The end of what the worker printed."""
+        with self._lock:
+            kept = bytes(self._tails.get(worker, b""))
+        if len(kept) >= _TAIL_BYTES:
+            kept = kept[-_TAIL_BYTES:].partition(b"\n")[2]
+        return kept.decode(errors="replace")
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+
+    def _prefix(self, worker: int, stream: str) -> bytes:
+        if not self._options.prefix:
+            return b""
+        when = time.asctime() if self._options.timestamp else ""
+        return f"{when}[{self._ranks.get(worker, worker)}]<{stream}>:".encode()
+
+    def _keep(self, worker: int, data: bytes) -> None:
+        tail = self._tails.setdefault(worker, bytearray())
+        tail += data[-_TAIL_BYTES:]
+        if len(tail) > 2 * _TAIL_BYTES:
+            del tail[:-_TAIL_BYTES]
+
+    def _write(self, key: tuple[int, str], data: bytes) -> None:
+        if not data:
+            return
+        if self._options.console:
+            self._consoles[key[1]].write(data, key, self._prefix(*key))
+        file = self._files.get((self._ranks.get(key[0], key[0]), key[1]))
+        if file is not None:
+            file.write(data)
+
+
+class _Lines:
+    """Puts a prefix in front of each line of one stream."""
+
+    def __init__(self, prefix: Callable[[], bytes]) -> None:
+        self._prefix = prefix
+        self._partial = b""
+        self._inside = False  # part of the current line is out already
+        self._after_return = False  # the last byte out was \r: a \n now belongs to it
+
+    def feed(self, data: bytes) -> bytes:
+        head = b""
+        if self._after_return and data.startswith(b"\n"):
+            head, data = b"\n", data[1:]
+        self._after_return = self._after_return and not data and not head
+        data = self._partial + data
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not cut and len(data) < MAX_LINE_BYTES:
+            self._partial = data
+            return head
+        if not cut:
+            cut = len(data)
+        whole, self._partial = data[:cut], data[cut:]
+        return head + self._dress(whole)
+
+    def _dress(self, whole: bytes) -> bytes:
+        prefix = self._prefix()
+        ended = whole.endswith((b"\n", b"\r"))
+        last = len(whole) - (2 if whole.endswith(b"\r\n") else 1) if ended else len(whole)
+        body, end = whole[:last], whole[last:]
+        many = b"\r" in body  # plain newlines, the usual case, are replaced much faster
+        body = _LINE_END.sub(lambda m: m[0] + prefix, body) if many else body.replace(b"\n", b"\n" + prefix)
+        start = b"" if self._inside else prefix
+        self._inside = not ended
+        self._after_return = end == b"\r"
+        return start + body + end
+
+    def end(self) -> bytes:
+        last, self._partial = self._partial, b""
+        if last or self._inside:
+            return self._dress(last + b"\n")
+        return b""
+
+
+def _open_file(path: Path) -> LogFile:
+    try:
+        return LogFile(path)
+    except OSError as error:
+        raise OSError(f"cannot write {path} (--output-filename): {error.strerror}") from None
+
+
+class _Console:
+    """A stream for people. A line that is not finished yet is closed before somebody else's begins, and its rest
+    begins with its prefix again."""
+
+    def __init__(self, stream: IO[Any] | None) -> None:
+        # None: a process that was started without a console.
+        self._stream: IO[Any] = stream if stream is not None else io.BytesIO()
+        self._binary = _is_binary(self._stream)
+        self._decoders: dict[object, codecs.IncrementalDecoder] = {}
+        self._unfinished: object = None
+        self._interrupted: set[object] = set()
+        self._broken = stream is None
+
+    def write(self, data: bytes, key: object = None, prefix: bytes = b"") -> None:
+        if key in self._interrupted:
+            self._interrupted.discard(key)
+            data = prefix + data
+        if self._unfinished not in (None, key):
+            self._interrupted.add(self._unfinished)
+            data = b"\n" + data
+        self._unfinished = None if data.endswith((b"\n", b"\r")) else key
+        if self._broken:
+            return
+        try:
+            if self._binary:
+                self._stream.write(data)
+            else:
+                self._write_text(data, key)
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # a closed pipe or stream; a training does not end for that
+            self._broken = True
+            _log.warning("the workers' output cannot be shown any more: %s", error)
+
+    def _write_text(self, data: bytes, key: object) -> None:
+        buffer = getattr(self._stream, "buffer", None)
+        if isinstance(buffer, (io.RawIOBase, io.BufferedIOBase)):
+            self._stream.flush()
+            buffer.write(data)
+            return
+        if key not in self._decoders:
+            self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stream.write(self._decoders[key].decode(data))
+
+
+def _is_binary(stream: IO[Any]) -> bool:
+    if isinstance(stream, (io.RawIOBase, io.BufferedIOBase)):
+        return True
+    return "b" in str(getattr(stream, "mode", ""))

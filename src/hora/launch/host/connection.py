@@ -1,0 +1,266 @@
+"""One host of a job, seen from the launcher: the other end of a supervisor's pipes.
+
+Starts the supervisor (with whatever command reaches the host: Python itself, or ssh and Python), sends it
+orders, and reports its frames as `LaunchEvents`. Local and ssh launchers are made of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from hora.launch.host import supervisor
+from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+
+__all__ = ["Host", "local_supervisor_command", "wait_or_kill"]
+
+_TAIL_BYTES = 4096
+_PIPE_BYTES = 1024 * 1024
+_READ_BYTES = 256 * 1024
+# After SIGKILL everything is a matter of milliseconds, even on a busy machine.
+_CLOSE_SLACK_S = 15.0
+
+
+_RUN_SUPERVISOR = """
+import sys
+sys.path.append(sys.argv.pop(1))
+from hora.launch.host.supervisor import main
+sys.exit(main())
+"""
+
+
+def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...]:
+    """How to start a supervisor on this machine: isolated and without site-packages, because that is fast."""
+    source = str(Path(supervisor.__file__).resolve().parents[3])
+    return (executable, "-I", "-S", "-c", _RUN_SUPERVISOR, source)
+
+
+class Child(Protocol):
+    """A process that can be waited for: `subprocess.Popen`, or something like it."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def wait_or_kill(process: Child, limit_s: float) -> int:
+    """The exit status of a process that is about to end; one that has not ended in time is killed."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait(_CLOSE_SLACK_S)
+
+
+class SupervisorProcess(Child, Protocol):
+    """What a host needs of its supervisor's process."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+
+class Host:
+    """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
+
+    `heartbeat_s`: how often to send a sign of life, which a supervisor beyond a network waits for.
+    `process`: a supervisor that runs already; `command` is not used then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        events: LaunchEvents,
+        *,
+        inherit_env: bool = False,
+        env: Mapping[str, str] | None = None,
+        heartbeat_s: float | None = None,
+        process: SupervisorProcess | None = None,
+    ) -> None:
+        self.name = name
+        self._events, self._inherit_env, self._heartbeat_s = events, inherit_env, heartbeat_s
+        # Its own session: Ctrl-C in a terminal reaches the launcher only, which ends the workers in order.
+        self._process: SupervisorProcess = process or subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+            env=None if env is None else dict(env),
+        )
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._has_nursery = False
+        self._over_now = threading.Event()
+        self._ended: str | None = None  # why nothing can be started here any more
+        self._complaints = b""
+        with contextlib.suppress(OSError):  # a small pipe works too, with more turns
+            fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._reader = threading.Thread(target=self._read, name=f"hora-host {name}", daemon=True)
+        self._reader.start()
+        # Its own thread: the reader may be held up by a slow console, which is no reason to take us for dead.
+        self._heart = threading.Thread(target=self._beat, name=f"hora-heartbeat {name}", daemon=True)
+        if heartbeat_s is not None:
+            self._heart.start()
+
+    @property
+    def _stdout(self) -> int:
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the supervisor is gone, or out of reach. It is as good as gone when its guardian is, although it may
+        still report how its workers end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0)
+            return True
+        return self._ended is not None
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        orders = bytearray()
+        # One worker alone is not worth a nursery, but an elastic job's newcomer may come from the one there is.
+        self._has_nursery = self._has_nursery or len(workers) > 1
+        for spec in workers:
+            order = {
+                "op": "start",
+                "worker": spec.worker,
+                "argv": list(spec.argv),
+                "env": dict(spec.env),
+                "inherit_env": self._inherit_env,
+                "cwd": spec.cwd,
+                "secret": spec.secret.hex(),
+                "preload": spec.preload if self._has_nursery else None,
+            }
+            orders += json.dumps(order).encode() + b"\n"
+        with self._lock:
+            ended = self._ended
+            if ended is None:
+                self._running |= {spec.worker for spec in workers}
+        if ended is None:
+            self._order(bytes(orders))
+        else:
+            for spec in workers:
+                self._events.exited(WorkerExit(worker=spec.worker, code=255, reason=ended))
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        with self._lock:
+            chosen = sorted(self._running.intersection(workers))
+        if chosen:
+            self._command(op="terminate", workers=chosen, grace_s=grace_s)
+
+    def clear_up(self, worker: int, *, grace_s: float) -> None:
+        """End what a worker that has ended has left running. Does not wait."""
+        self._command(op="terminate", workers=[worker], grace_s=grace_s)
+
+    def finish(self, *, grace_s: float) -> None:
+        """End every worker and descendant that is left, and the supervisor. Does not wait. May be said
+        again."""
+        self._command(op="finish", grace_s=grace_s)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with
+        it."""
+        wait_or_kill(self._process, timeout_s)
+        self._reader.join(_CLOSE_SLACK_S)
+        if self._heartbeat_s is not None:
+            self._heart.join(_CLOSE_SLACK_S)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # unsent orders for a dead supervisor
+                    pipe.close()
+
+    def _beat(self) -> None:
+        while not self._over_now.wait(self._heartbeat_s):
+            self._command(op="alive")
+
+    def _command(self, **order: object) -> None:
+        self._order(json.dumps(order).encode() + b"\n")
+
+    def _order(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        # When the supervisor is gone the reader knows, and reports all its workers as ended.
+        with contextlib.suppress(BrokenPipeError, ValueError), self._lock:
+            view = memoryview(data)
+            while view:
+                view = view[self._process.stdin.write(view) or 0 :]
+
+    # ---- in the reader's thread ---------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        buffer, marked = bytearray(), False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            selector.register(self._process.stderr.fileno(), selectors.EVENT_READ)
+            while self._stdout in selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, _READ_BYTES)
+                    if not data:
+                        selector.unregister(key.fd)
+                    elif key.fd != self._stdout:
+                        self._complaints = (self._complaints + data)[-_TAIL_BYTES:]
+                    else:
+                        buffer += data
+                        marked = marked or _skip_mark(buffer)
+                        if marked:
+                            self._take_frames(buffer)
+            for key in list(selector.get_map().values()):
+                os.set_blocking(key.fd, False)
+                with contextlib.suppress(BlockingIOError):
+                    self._complaints = (self._complaints + os.read(key.fd, _TAIL_BYTES))[-_TAIL_BYTES:]
+        self._over(marked)
+
+    def _take_frames(self, buffer: bytearray) -> None:
+        size = supervisor.FRAME.size
+        while len(buffer) >= size:
+            kind, worker, length = supervisor.FRAME.unpack_from(buffer)
+            if len(buffer) < size + length:
+                return
+            body = bytes(buffer[size : size + length])
+            del buffer[: size + length]
+            if kind == supervisor.STARTED:
+                self._events.started(worker)
+            elif kind == supervisor.EXITED:
+                self._report(WorkerExit(worker=worker, **json.loads(body)))
+            else:
+                self._events.output(worker, "stdout" if kind == supervisor.STDOUT else "stderr", body)
+
+    def _report(self, ended: WorkerExit) -> None:
+        with self._lock:
+            self._running.discard(ended.worker)
+        self._events.exited(ended)
+
+    def _over(self, marked: bool) -> None:
+        self._over_now.set()
+        code = self._process.wait()
+        complaints = self._complaints.decode(errors="replace").strip()
+        happened = "ended unexpectedly" if marked else "did not start"
+        why = f"the supervisor on host {self.name} {happened} (exit status {code})"
+        why += f": {complaints}" if complaints else ""
+        with self._lock:
+            self._ended = why
+            orphans, self._running = sorted(self._running), set()
+        for worker in orphans:
+            self._events.exited(WorkerExit(worker=worker, code=255, reason=why))
+
+
+def _skip_mark(buffer: bytearray) -> bool:
+    """Drop what a login shell printed before the supervisor's mark; False until the mark has come."""
+    _, mark, rest = buffer.partition(supervisor.MARK)
+    if mark:
+        buffer[:] = rest
+        return True
+    del buffer[: -len(supervisor.MARK)]
+    return False

@@ -1,0 +1,390 @@
+"""The supervisor: the process on each host that starts a job's workers there and sees to it that none
+outlives it.
+
+Started by the launcher (directly, or through ssh) with its standard input as life line: JSON lines come in,
+frames go out on standard output, and the end of input means that the launcher is gone. It runs as two
+processes:
+
+    guardian     inherits whatever the supervisor leaves behind, should somebody kill that, and ends it
+    supervisor   starts workers in their own sessions, forwards their output, ends them and their descendants
+
+Both are subreapers, so double-forked grandchildren stay in sight; workers die with the supervisor
+(PDEATHSIG); the supervisor takes the guardian's death for an order to end. It also holds the job's secret
+in a memfd, which workers read through /proc. It must start fast and imports accordingly.
+
+Where a network lies between, the launcher sends {"op": "alive"} now and then, and the supervisor's only
+argument says after how many seconds of silence it takes the launcher for gone.
+
+Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "secret", "preload"}, {"op": "terminate",
+"workers", "grace_s"}, {"op": "finish", "grace_s"}. Frames: kind, worker, length, body; kinds are the
+constants below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import struct
+import sys
+import time
+from typing import Any
+
+from hora.launch.host.guardian import guard
+from hora.launch.host.processes import (
+    Processes,
+    adopt_orphans,
+    die_with_parent,
+    environment_value,
+    exit_code,
+    send_signal,
+)
+from hora.launch.host.spawn import Execute, Spawned, spawn
+from hora.launch.host.zygote_client import Brood
+
+MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
+FRAME = struct.Struct(">cii")
+STARTED, STDOUT, STDERR, EXITED = b"s", b"o", b"e", b"x"
+
+_READ_BYTES = 64 * 1024
+_BACKLOG_BYTES = 1024 * 1024  # of unsent output, above which workers' pipes are left unread
+_FLUSH_LIMIT_S = 2.0
+_SWEEP_S = 0.02
+_DEFAULT_GRACE_S = 5.0
+
+
+class _Supervisor:
+    """Started -> running -> (input ended, finish, SIGTERM, guardian or launcher dead) -> ending -> out."""
+
+    def __init__(self, launcher_pid: int, guardian_pid: int, silence_limit_s: float | None, execute: Execute) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._pids: dict[int, int] = {}  # worker -> pid of its first process, while that runs
+        self._pipes: dict[int, tuple[int, bytes]] = {}  # descriptor -> worker, kind
+        self._killing: dict[int, float] = {}  # worker -> when SIGTERM turns into SIGKILL
+        self._ending: float | None = None  # when everything left gets SIGKILL
+        self._input = bytearray()
+        self._output = bytearray()
+        self._told_to_end = False
+        self._paused = False  # the launcher is slow, workers' pipes are left unread
+        self._deaf = False  # nobody listens to us any more
+        self._secrets: dict[str, str] = {}  # secret -> path
+        self._brood: Brood | None = None
+        self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
+        self._strays: dict[int, int] = {}  # pid -> status
+        self._guardian_pid, self._become_worker = guardian_pid, execute
+        self._silence_limit_s, self._heard = silence_limit_s, time.monotonic()
+        self._watch(launcher_pid)
+
+    def _watch(self, launcher_pid: int) -> None:
+        self._wake_in, wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        os.set_blocking(0, False)
+        os.set_blocking(1, False)
+        self._selector.register(0, selectors.EVENT_READ, self._read_commands)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
+        # The end of input tells that the launcher is gone, unless a process that it forked holds on to the
+        # pipe: so watch the launcher itself too.
+        with contextlib.suppress(OSError, AttributeError):
+            launcher = os.pidfd_open(launcher_pid)
+            self._selector.register(launcher, selectors.EVENT_READ, lambda: self._launcher_died(launcher))
+
+    def _on_signal(self, *_: object) -> None:
+        self._told_to_end = True  # a handler may run anywhere, even half-way through a start: only take note
+
+    def run(self) -> None:
+        self._send_raw(MARK)
+        # A subreaper without children has no descendants.
+        while self._ending is None or self._reap():
+            self._turn()
+        for worker in self._asked:
+            self._exited(worker, 128 + signal.SIGTERM, "")
+        self._drain_pipes()
+        limit = time.monotonic() + _FLUSH_LIMIT_S
+        while self._output and not self._deaf and time.monotonic() < limit:
+            self._turn()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(_SWEEP_S if self._ending is not None else self._wait_s()):
+            if key.fd in self._pipes:
+                self._forward(key.fd)
+            elif key.fd == 1:
+                self._flush()
+            else:
+                key.data()
+        if self._told_to_end or os.getppid() != self._guardian_pid:
+            self._told_to_end = False
+            self._end(_DEFAULT_GRACE_S)
+        if self._silence_limit_s is not None and time.monotonic() > self._heard + self._silence_limit_s:
+            self._end(_DEFAULT_GRACE_S)
+        self._reap()
+        self._kill_overdue()
+
+    def _wait_s(self) -> float | None:
+        times = list(self._killing.values())
+        if self._silence_limit_s is not None:
+            times.append(self._heard + self._silence_limit_s)
+        return max(min(times) - time.monotonic(), _SWEEP_S) if times else None
+
+    def _drain_wake(self) -> None:
+        os.read(self._wake_in, 4096)
+
+    def _launcher_died(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        self._end(_DEFAULT_GRACE_S)
+
+    # ---- commands -----------------------------------------------------------------------------------------
+
+    def _read_commands(self) -> None:
+        data = os.read(0, _READ_BYTES)
+        if not data:
+            self._selector.unregister(0)
+            self._end(_DEFAULT_GRACE_S)
+            return
+        self._heard = time.monotonic()
+        self._input += data
+        *lines, rest = self._input.split(b"\n")
+        self._input = bytearray(rest)
+        for line in lines:
+            command = json.loads(line)
+            if command["op"] == "start":
+                self._start(command)
+            elif command["op"] == "terminate":
+                self._terminate(command["workers"], command["grace_s"])
+            elif command["op"] == "finish":
+                self._end(command["grace_s"])
+
+    def _secret_file(self, secret: str) -> str:
+        if secret not in self._secrets:
+            descriptor = os.memfd_create("hora-secret", os.MFD_CLOEXEC)
+            os.write(descriptor, bytes.fromhex(secret))
+            self._secrets[secret] = f"/proc/{os.getpid()}/fd/{descriptor}"
+        return self._secrets[secret]
+
+    def _start(self, command: dict[str, Any]) -> None:
+        worker = command["worker"]
+        if self._ending is not None:
+            self._exited(worker, 128 + signal.SIGTERM, "the job was ending already")
+            return
+        env = dict(os.environ) if command["inherit_env"] else {}
+        env |= command["env"] | {"HORA_SECRET_FILE": self._secret_file(command["secret"])}
+        # N ranks that each start a thread per core would fight for the cores.
+        env.setdefault("OMP_NUM_THREADS", _fair_share(env))
+        if command["preload"] is None or not self._ask_nursery(command, env):
+            self._execute(command, env)
+
+    def _execute(self, command: dict[str, Any], env: dict[str, str]) -> None:
+        try:
+            spawned = spawn(command["argv"], env, command["cwd"], execute=self._become_worker)
+        except OSError as error:
+            self._exited(command["worker"], 127, str(error))
+        else:
+            self._adopt(command["worker"], spawned)
+
+    def _adopt(self, worker: int, spawned: Spawned) -> None:
+        self._pids[worker] = spawned.pid
+        for read_end, kind in ((spawned.stdout, STDOUT), (spawned.stderr, STDERR)):
+            self._listen_to(read_end, worker, kind)
+        self._send(STARTED, worker, str(spawned.pid).encode())
+
+    # ---- workers from the nursery -------------------------------------------------------------------------
+
+    def _ask_nursery(self, command: dict[str, Any], env: dict[str, str]) -> bool:
+        """Have the nursery fork this worker. False if it has to be executed instead."""
+        executable, modules, worker = command["argv"][0], command["preload"], command["worker"]
+        if self._brood is None:
+            try:
+                # Not this worker's number: nothing that descends from the nursery shall be taken for its own.
+                shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
+                self._brood = Brood(executable, modules, shared, command["cwd"])
+            except OSError:  # executing the worker fails for the same reason, and reports it
+                return False
+            self._selector.register(self._brood, selectors.EVENT_READ, self._take_in)
+            for read_end, kind in ((self._brood.nursery.stdout, STDOUT), (self._brood.nursery.stderr, STDERR)):
+                self._listen_to(read_end, worker, kind)
+        if not self._brood.suits(executable, modules, env):
+            return False
+        self._asked[worker] = (command, env)
+        self._brood.ask(worker, env, command["cwd"])
+        return True
+
+    def _take_in(self) -> None:
+        assert self._brood is not None
+        try:
+            for worker, spawned in self._brood.born():
+                if worker in self._asked:
+                    del self._asked[worker]
+                    self._adopt(worker, spawned)
+                    if spawned.pid in self._strays:
+                        self._ended(worker, self._strays.pop(spawned.pid))
+                else:  # it was terminated before it was born
+                    send_signal(spawned.pid, signal.SIGKILL)
+                    os.close(spawned.stdout)
+                    os.close(spawned.stderr)
+        except EOFError:
+            self._selector.unregister(self._brood)
+            self._brood.close()
+            self._brood = None
+            asked, self._asked = self._asked, {}
+            for worker, (command, env) in asked.items():
+                if self._ending is None:
+                    self._execute(command, env)
+                else:
+                    self._exited(worker, 128 + signal.SIGTERM, "")
+
+    # ---- output -------------------------------------------------------------------------------------------
+
+    def _listen_to(self, descriptor: int, worker: int, kind: bytes) -> None:
+        self._pipes[descriptor] = (worker, kind)
+        if not self._paused:
+            self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def _forward(self, descriptor: int) -> bool:
+        """Forward what is there; False at the end of the pipe or when it is empty."""
+        worker, kind = self._pipes[descriptor]
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._send(kind, worker, data)
+            return True
+        if not self._paused:
+            self._selector.unregister(descriptor)
+        del self._pipes[descriptor]
+        os.close(descriptor)
+        return False
+
+    def _drain_pipes(self, worker: int | None = None) -> None:
+        for descriptor, (owner, _) in list(self._pipes.items()):
+            # A pipe holds 64 KiB by default; somebody who goes on writing must not keep us here.
+            for _ in range(32):
+                if (worker is None or owner == worker) and not self._forward(descriptor):
+                    break
+
+    def _send(self, kind: bytes, worker: int, body: bytes) -> None:
+        self._send_raw(FRAME.pack(kind, worker, len(body)) + body)
+
+    def _send_raw(self, data: bytes) -> None:
+        if not self._deaf:
+            self._output += data
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._output:
+                sent = os.write(1, self._output[:_READ_BYTES])
+                del self._output[:sent]
+        except BlockingIOError:
+            pass  # the launcher is slow: the selector tells when it takes more
+        except OSError:
+            self._deaf = True
+            self._output.clear()
+            self._end(_DEFAULT_GRACE_S)
+        watched = self._selector.get_map()
+        if bool(self._output) != (1 in watched):
+            if self._output:
+                self._selector.register(1, selectors.EVENT_WRITE)
+            else:
+                self._selector.unregister(1)
+        if self._paused != (len(self._output) >= _BACKLOG_BYTES):
+            self._paused = not self._paused
+            for descriptor in self._pipes:
+                if self._paused:
+                    self._selector.unregister(descriptor)
+                else:
+                    self._selector.register(descriptor, selectors.EVENT_READ)
+
+    # ---- endings ------------------------------------------------------------------------------------------
+
+    def _reap(self) -> bool:
+        """Take note of ended children; True while there are any left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            worker = next((worker for worker, first in self._pids.items() if first == pid), None)
+            if worker is not None:
+                self._ended(worker, status)
+            elif self._asked:
+                self._strays[pid] = status  # perhaps a worker whose birth we have not heard of yet
+
+    def _ended(self, worker: int, status: int) -> None:
+        self._drain_pipes(worker)
+        self._exited(worker, exit_code(status), "")
+
+    def _exited(self, worker: int, code: int, reason: str) -> None:
+        self._pids.pop(worker, None)
+        self._send(EXITED, worker, json.dumps({"code": code, "reason": reason}).encode())
+
+    def _family(self, worker: int, processes: Processes) -> list[int]:
+        """The worker's processes, and orphans of its that became ours."""
+        first = self._pids.get(worker)
+        roots = [] if first is None else [first]
+        for child in processes.children(os.getpid()):
+            if child not in self._pids.values() and environment_value(child, "HORA_WORKER") == str(worker):
+                roots.append(child)
+        return roots + [pid for root in roots for pid in processes.descendants(root)]
+
+    def _terminate(self, workers: list[int], grace_s: float) -> None:
+        processes = Processes()
+        for worker in workers:
+            if self._asked.pop(worker, None) is not None:
+                self._exited(worker, 128 + signal.SIGTERM, "")
+            processes.terminate(self._family(worker, processes))
+            self._killing.setdefault(worker, time.monotonic() + grace_s)
+
+    def _end(self, grace_s: float) -> None:
+        limit = time.monotonic() + grace_s
+        if self._ending is None:
+            processes = Processes()
+            processes.terminate(processes.descendants(os.getpid()))
+        self._ending = limit if self._ending is None else min(self._ending, limit)
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        overdue = [worker for worker, limit in self._killing.items() if now >= limit]
+        if not overdue and (self._ending is None or now < self._ending):
+            return
+        processes = Processes()
+        for worker in overdue:
+            family = self._family(worker, processes)
+            processes.kill(family)
+            if not family:
+                del self._killing[worker]
+        if self._ending is not None and now >= self._ending:
+            processes.kill(processes.descendants(os.getpid()))
+
+
+def _fair_share(env: dict[str, str]) -> str:
+    """This host's cores, divided among its ranks."""
+    return str(max(len(os.sched_getaffinity(0)) // int(env.get("HOROVOD_LOCAL_SIZE", "1")), 1))
+
+
+def main() -> int:
+    """`python -m hora.launch.host.supervisor [seconds of the launcher's silence after which to end]`"""
+    return supervise(float(sys.argv[1]) if len(sys.argv) > 1 else None)
+
+
+def supervise(silence_limit_s: float | None = None, *, execute: Execute = os.execvpe) -> int:
+    """Be guardian and supervisor, to the end. The launcher is this process's parent."""
+    launcher_pid, guardian_pid = os.getppid(), os.getpid()
+    adopt_orphans()
+    pid = os.fork()
+    if pid:
+        return guard(pid)
+    if die_with_parent(guardian_pid, signal.SIGTERM):
+        adopt_orphans()
+        _Supervisor(launcher_pid, guardian_pid, silence_limit_s, execute).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

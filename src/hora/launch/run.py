@@ -1,0 +1,104 @@
+"""`run`: call a function on every rank of a job and get the values back. Users know it as `horovod.run` or
+`hora.run`.
+
+It checks the arguments, turns them into `Options` and hands over to the launch path. `HorovodRunner`, its
+sister for Spark clusters, is in `horovod_runner`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from hora.launch.options import Options
+from hora.launch.pickling import pickle_call
+from hora.launch.start import start
+
+__all__ = ["run"]
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[int, int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call `func(*args, **kwargs)` on `num_proc` ranks and return their values in rank order.
+
+    The function travels by cloudpickle: closures and lambdas are fine. A failing rank ends the job; the
+    RuntimeError (`hora.errors.JobFailedError`) names it, shows its traceback and has its exception as the
+    cause. The other arguments are those of `horovodrun`. `np`, `min_np`, `max_np` and `network_interface`
+    are deprecated names.
+    """
+    if not callable(func):
+        raise ValueError(f"func must be callable, but it is {func!r}")
+    num_proc = _renamed("np", np, "num_proc", num_proc)
+    if isinstance(num_proc, bool) or not isinstance(num_proc, int):
+        raise ValueError(f"num_proc must be an integer, but it is {num_proc!r}")
+    options = Options(
+        num_proc=num_proc,
+        min_num_proc=_renamed("min_np", min_np, "min_num_proc", min_num_proc),
+        max_num_proc=_renamed("max_np", max_np, "max_num_proc", max_num_proc),
+        slots=slots,
+        reset_limit=reset_limit,
+        cooldown_range=cooldown_range,
+        hosts=hosts,
+        hostfile=hostfile,
+        host_discovery_script=host_discovery_script,
+        start_timeout=start_timeout,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        disable_cache=disable_cache,
+        output_filename=output_filename,
+        verbose=bool(verbose) if verbose is not None else None,
+        use_gloo=use_gloo,
+        use_mpi=use_mpi,
+        mpi_args=mpi_args,
+        nics=_interfaces(network_interface, network_interfaces),
+    )
+    function = pickle_call(func, args, kwargs)
+    result = start(options, os.environ, function=function, executable=executable)
+    return [cloudpickle.loads(value) for value in result.results if value is not None]
+
+
+def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
+    if old_value is None:
+        return new_value
+    warnings.warn(f"{old} is deprecated, say {new}", DeprecationWarning, stacklevel=3)
+    return old_value
+
+
+def _interfaces(commas: str | None, names: Sequence[str] | None) -> frozenset[str] | None:
+    if isinstance(names, str):  # letters are no names
+        names = names.split(",")
+    if commas is not None:
+        warnings.warn("network_interface is deprecated, say network_interfaces=[…]", DeprecationWarning, stacklevel=3)
+        names = [*commas.split(","), *(names or ())]
+    return frozenset(name.strip() for name in names) if names else None

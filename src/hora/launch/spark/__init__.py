@@ -1,0 +1,1 @@
+"""Jobs whose ranks are the tasks of a Spark stage."""

@@ -1,0 +1,185 @@
+"""Elastic jobs on Spark: every attempt of a Spark task is a host with one slot, and Spark brings new ones.
+
+A worker that fails fails its task; Spark starts the task again (`spark.task.maxFailures` times at most), perhaps on
+another executor, and the new attempt is a new host to the elastic controller. Executors that are lost and found work the
+same way. The stage is an ordinary one: a barrier stage would end all tasks with the first. Called by
+`horovod.spark.run_elastic`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.control.elastic import run_elastic_job
+from hora.launch.control.elastic_policy import Limits
+from hora.launch.control.elastic_spec import ElasticSpec
+from hora.launch.hosts import HostInfo
+from hora.launch.job import Job, JobResult, LaunchEvents, Slot, WorkerExit, WorkerSpec
+from hora.launch.spark.launcher import SparkJob, SparkLauncher, driver_addresses
+from hora.launch.spark.placement import Placement, TaskPlace
+from hora.launch.spark.stage import SparkStage
+from hora.launch.spark.tasks import SparkTasks
+from hora.net.server import Peer
+from hora.net.wire import Header
+
+__all__ = ["run_elastic_on_spark"]
+
+Changed = Callable[[Sequence[HostInfo]], None]
+
+
+def run_elastic_on_spark(context: Any, wanted: SparkJob, limits: Limits) -> JobResult:
+    """Run the job on up to `max_num_proc` tasks of this SparkContext's cluster, on no fewer than `min_num_proc`."""
+    bind_address, address = driver_addresses(context)
+    num_tasks = limits.max_num_proc or limits.num_proc
+    with contextlib.ExitStack() as stack:
+        tasks = _Attempts(num_tasks, bind_address=bind_address)
+        stack.callback(tasks.close)
+        keep_output = not context.master.startswith("local")
+        body = tasks.body(address, stream_output=wanted.stream_output, keep_output=keep_output)
+        stage = SparkStage(context, num_tasks, body, group=wanted.group, barrier=False)
+        stack.callback(stage.cancel)
+        stage.start()
+        hosts = _meet(tasks, stage, wanted, limits)
+        launcher = _ElasticLauncher(tasks, stage, wanted, bind_address=bind_address, address=address)
+        job = Job(
+            slots=_slots(hosts),
+            function=wanted.function,
+            env={**wanted.env, "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * limits.elastic_timeout_s + 60))},
+            output=wanted.output,
+            start_timeout_s=wanted.start_timeout_s,
+            verbose=wanted.verbose,
+        )
+        spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(tasks))
+        result = run_elastic_job(job, spec, launcher)
+        return replace(result, results=tuple(value for value in result.results if value is not None))
+
+
+class _Attempts(SparkTasks):
+    """Tasks that come, go and come again. `changed` is called with each new list of hosts."""
+
+    def __init__(self, num_tasks: int, *, bind_address: str) -> None:
+        self._numbers = itertools.count()
+        self.changed: Changed | None = None
+        super().__init__(num_tasks, bind_address=bind_address)
+
+    def hosts(self) -> list[HostInfo]:
+        with self._arrived:
+            return [HostInfo(place.host, 1) for place in self._places.values()]
+
+    def place_of(self, host: str) -> TaskPlace | None:
+        with self._arrived:
+            return next((place for place in self._places.values() if place.host == host), None)
+
+    def tell(self) -> None:
+        if self.changed is not None:
+            self.changed(self.hosts())
+
+    # ---- in the listener's thread -------------------------------------------------------------------------
+
+    def closed(self, peer: Peer) -> None:
+        if self._peers.get(peer.worker) is not peer:
+            return
+        with self._arrived:
+            del self._peers[peer.worker]
+            del self._places[peer.worker]
+        self.on_message(peer.worker, {"kind": "gone"}, b"")
+        self.tell()
+
+    def _register(self, peer: Peer, header: Header) -> None:
+        # One host for each attempt: the controller may bar the last one, but never its successor.
+        name = f"{header['host']}-task{header['task']}-{next(self._numbers)}"
+        with self._arrived:
+            self._places.pop(int(header["task"]), None)
+        super()._register(peer, header | {"host": name})
+        self.tell()
+
+
+class _Discovery:
+    """The tasks, as the elastic controller asks for hosts: in the way of a discovery script."""
+
+    def __init__(self, tasks: _Attempts) -> None:
+        self._tasks = tasks
+
+    def watch(self, known: Sequence[HostInfo], changed: Changed) -> None:
+        self._tasks.changed = changed
+        self._tasks.tell()
+
+    def close(self) -> None:
+        self._tasks.changed = None
+
+
+class _ElasticLauncher(SparkLauncher):
+    """Starts each worker in the task that its slot's host stands for, and has tasks whose worker failed fail."""
+
+    _tasks: _Attempts
+
+    def __init__(
+        self, tasks: _Attempts, stage: SparkStage, wanted: SparkJob, *, bind_address: str, address: str
+    ) -> None:
+        super().__init__(tasks, stage, (), wanted, bind_address=bind_address, address=address)
+        self._closing = False
+
+    def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
+        self._events = events
+        self._tasks.on_message = self._message
+        for worker in workers:
+            place = self._tasks.place_of(worker.slot.hostname)
+            if place is None:
+                reason = f"the Spark task on {worker.slot.hostname} has ended"
+                events.exited(WorkerExit(worker=worker.worker, code=137, reason=reason))
+                continue
+            with self._lock:
+                self._running[place.task] = worker.worker
+            placement = Placement(slot=worker.slot, task=place.task, own_gpus=place.gpus, visible_gpus=place.gpus)
+            self._tasks.send(place.task, *self._order(worker, placement))
+            if place.task not in self._tasks.connected():
+                self._message(place.task, {"kind": "gone"}, b"")
+
+    def close(self) -> None:
+        self._closing = True
+        super().close()
+
+    def _exited(self, task: int, ended: WorkerExit) -> None:
+        super()._exited(task, ended)
+        if ended.code and not self._closing:
+            self._tasks.send(task, {"kind": "fail", "code": ended.code})
+
+
+def _meet(tasks: _Attempts, stage: SparkStage, wanted: SparkJob, limits: Limits) -> list[HostInfo]:
+    """The hosts to begin with: `num_proc` of them, or after the start timeout at least `min_num_proc`."""
+    deadline = time.monotonic() + wanted.start_timeout_s
+    while True:
+        if tasks.wait(0.25) is not None or tasks.num_arrived() >= limits.num_proc:
+            return tasks.hosts()
+        if stage.ended.is_set():
+            raise JobFailedError(f"Spark job has failed before its processes started: {stage.failure_text()}")
+        if time.monotonic() > deadline:
+            if tasks.num_arrived() >= limits.min_num_proc:
+                return tasks.hosts()
+            raise StartTimeoutError(
+                f"Timed out waiting for Spark tasks to start. {tasks.num_arrived()} of {limits.num_proc} had "
+                f"started after {wanted.start_timeout_s:g} s, and the job needs {limits.min_num_proc}. Check that "
+                "the cluster has free task slots and that executors can reach the driver, or raise start_timeout "
+                "(HOROVOD_SPARK_START_TIMEOUT)."
+            )
+
+
+def _slots(hosts: Sequence[HostInfo]) -> tuple[Slot, ...]:
+    return tuple(
+        Slot(
+            hostname=host.hostname,
+            rank=rank,
+            size=len(hosts),
+            local_rank=0,
+            local_size=1,
+            cross_rank=rank,
+            cross_size=len(hosts),
+        )
+        for rank, host in enumerate(hosts)
+    )

@@ -1,0 +1,129 @@
+"""One Spark job that holds `num_tasks` task slots at the same time, run from a thread of the driver.
+
+The stage is a barrier stage, so Spark starts all tasks together or none. Spark's own `barrier()` and
+`allGather()` are not used: each of them costs a whole second, and the tasks meet through their
+authenticated connections anyway. This module knows nothing about ranks; `spark.py` gives it the body of a
+task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hora.launch.spark.slots import allocates_dynamically
+
+__all__ = ["SparkStage"]
+
+_CANCEL_LIMIT_S = 30.0
+_numbers = itertools.count()
+
+
+class SparkStage:
+    """A running Spark job. `error` is why it failed, once `ended` is set; None if it succeeded."""
+
+    def __init__(
+        self, context: Any, num_tasks: int, body: Callable[[int], None], *, group: str, barrier: bool = True
+    ) -> None:
+        self._context = context
+        # Spark refuses barrier stages where executors come and go. Ordinary tasks do there: the start timeout covers
+        # slots that never come.
+        self._barrier = barrier and not allocates_dynamically(context)
+        self._num_tasks = num_tasks
+        self._body = body
+        self._cancelled = False
+        self.group = f"{group}.{next(_numbers)}"
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self._thread = _thread_for(self._run, name=self.group)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Have Spark kill the tasks that still run and take back their slots; wait until it has."""
+        if not self.ended.is_set():
+            self._cancelled = True
+            self._context.cancelJobGroup(self.group)
+        if not self.ended.wait(_CANCEL_LIMIT_S):
+            raise TimeoutError(
+                f"Spark did not end the job group {self.group} within {_CANCEL_LIMIT_S:g} s of cancelling it"
+            )
+        self._thread.join(_CANCEL_LIMIT_S)
+
+    def is_waiting(self) -> bool:
+        """Whether no task of the stage runs yet, because the slots are taken by other jobs."""
+        tracker = self._context.statusTracker()
+        for job in tracker.getJobIdsForGroup(self.group):
+            info = tracker.getJobInfo(job)
+            stages = [tracker.getStageInfo(stage) for stage in info.stageIds] if info else []
+            if any(stage is not None and stage.numActiveTasks for stage in stages):
+                return False
+        return not self.ended.is_set()
+
+    def failure_text(self) -> str:
+        """Spark's reason for the failure in a few lines, without its Java stack."""
+        text = str(self.error)
+        found = re.search(r"Job aborted.*?(?=\n\s+at |\nDriver stacktrace|\Z)", text, re.DOTALL)
+        hint = ""
+        if "No module named 'hora'" in text:
+            hint = (
+                "\nInstall hora on every node, for the Python that runs Spark's workers: it is "
+                f"{self._context.pythonExec!r}, and PYSPARK_PYTHON chooses another (here runs {sys.executable})."
+            )
+        return (found.group(0) if found else text)[:4000].strip() + hint
+
+    def _run(self) -> None:
+        try:
+            self._context.setJobGroup(self.group, f"Hora: {self._num_tasks} processes", interruptOnCancel=True)
+            rdd = self._context.parallelize(range(self._num_tasks), self._num_tasks)
+            stage = rdd.barrier() if self._barrier else rdd
+            tasks = stage.mapPartitions(_TaskBody(self._body))
+            with _own_workers(self._context):
+                tasks._jrdd  # noqa: B018 - computed once, and with it the kind of Python worker
+            tasks.collect()
+        except BaseException as error:  # whatever it is belongs to the thread that waits for the job
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+class _TaskBody:
+    """What Spark runs in a partition: the body, with the partition's number."""
+
+    def __init__(self, body: Callable[[int], None]) -> None:
+        self._body = body
+
+    def __call__(self, partition: Iterable[int]) -> Iterator[None]:
+        for index in partition:
+            self._body(index)
+        return iter(())
+
+
+@contextlib.contextmanager
+def _own_workers(context: Any) -> Iterator[None]:
+    """Have Spark run what is defined within this in Python workers of their own.
+
+    Spark keeps a set of Python workers for each environment that they ask for. No UDF shall run in ours,
+    because ranks are forked from them (`spark_warm`), and a rank shall not inherit what a UDF did.
+    """
+    environment = context.environment
+    context.environment = {**environment, "HORA_SPARK_WORKER": "1"}
+    try:
+        yield
+    finally:
+        context.environment = environment
+
+
+def _thread_for(target: Callable[[], None], *, name: str) -> threading.Thread:
+    from pyspark import InheritableThread
+
+    # Inherits the caller's local properties (such as its scheduler pool), which a plain thread would lose.
+    thread = InheritableThread(target=target)
+    thread.name, thread.daemon = name, True
+    return thread

@@ -1,0 +1,185 @@
+"""What runs inside a Spark task: it starts the process of one rank, looks after it and ends it.
+
+The task itself only looks after its rank. It does not run the user's function, because Spark reuses its Python
+workers: what a training does to modules, threads, devices and the environment must not reach the next job.
+It starts its process through the local launcher, so that killing the task (or its executor, or the driver)
+ends the process as well. Spark calls `SparkTask`; the driver's end of the connection is `spark_tasks`.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hora.launch.host.local import LocalLauncher
+from hora.launch.job import Slot, WorkerExit, WorkerSpec
+from hora.launch.spark.warm import WarmLauncher, prepare
+from hora.net.wire import Connection, Header
+
+__all__ = ["SparkTask", "host_hash", "mask_secret"]
+
+_CONNECT_LIMIT_S = 60.0
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparkTask:
+    """A task's whole knowledge, carried in the closure that Spark ships: where the driver listens, and the
+    secret.
+
+    `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
+    failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
+    """
+
+    address: str
+    port: int
+    job: str
+    secret: bytes = field(repr=False)
+    stream_output: bool
+    keep_output: bool
+
+    def __call__(self, task: int) -> None:
+        try:
+            connection = Connection.connect(
+                self.address, self.port, secret=self.secret, job=self.job, timeout_s=_CONNECT_LIMIT_S
+            )
+        except OSError as error:
+            raise RuntimeError(
+                f"task {task} on {socket.gethostname()} cannot reach the driver at "
+                f"{self.address}:{self.port} ({error}); "
+                "set spark.driver.host to an address of the driver that executors can reach"
+            ) from error
+        try:
+            _Supervisor(connection, self).serve(task)
+        finally:
+            connection.close()
+
+
+class _Supervisor:
+    """Obeys the driver until it says leave or is gone. Implements LaunchEvents for the local launcher."""
+
+    def __init__(self, connection: Connection, task: SparkTask) -> None:
+        self._connection, self._task = connection, task
+        self._launcher: LocalLauncher | None = None
+        self._sending = threading.Lock()
+        self._tails: dict[str, collections.deque[bytes]] = {}
+
+    def serve(self, task: int) -> None:
+        self._send({"kind": "here", "task": task, "host": host_hash(), "gpus": _gpu_addresses()})
+        try:
+            while True:
+                header, payload = self._connection.receive()
+                if header["kind"] == "start":
+                    self._start(self._worker(header, payload))
+                elif header["kind"] == "terminate" and self._launcher is not None:
+                    self._launcher.terminate([header["worker"]], grace_s=header["grace_s"])
+                elif header["kind"] == "fail":
+                    raise RuntimeError(f"the rank of task {task} ended with exit code {header['code']}")
+                elif header["kind"] == "leave":
+                    return
+        except (EOFError, OSError):
+            return  # the driver is gone or has given up: nobody is left to tell, only the process to end
+        finally:
+            if self._launcher is not None:
+                self._launcher.close()
+
+    def _start(self, worker: WorkerSpec) -> None:
+        if self._launcher is None:
+            may_fork = worker.preload is not None and worker.argv[0] == sys.executable
+            warm = may_fork and prepare(worker.preload or (), worker.env)
+            self._launcher = WarmLauncher() if warm else LocalLauncher()
+        self._launcher.start([worker], self)
+
+    def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
+        secret = mask_secret(self._task.secret, bytes.fromhex(header["nonce"]), bytes.fromhex(header["secret"]))
+        executable = header["executable"]
+        inherited = dict(os.environ)
+        if not executable:
+            # Files that Spark shipped (addPyFile, --py-files) are on this interpreter's path, not in its
+            # environment.
+            inherited["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        return WorkerSpec(
+            worker=header["worker"],
+            slot=Slot(**header["slot"]),
+            argv=(executable or sys.executable, *header["arguments"]),
+            env=inherited | json.loads(payload),
+            secret=secret,
+            grace_s=header["grace_s"],
+            preload=None if header["preload"] is None else tuple(header["preload"]),
+        )
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        if self._task.keep_output:
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+        if self._task.stream_output:
+            self._send({"kind": "output", "worker": worker, "stream": stream}, data)
+            return
+        tail = self._tails.setdefault(stream, collections.deque())
+        tail.append(data)
+        while sum(map(len, tail)) - len(tail[0]) > _TAIL_BYTES:
+            tail.popleft()
+
+    def started(self, worker: int) -> None:
+        self._send({"kind": "started", "worker": worker})
+
+    def exited(self, ended: WorkerExit) -> None:
+        if ended.code:
+            for stream, tail in self._tails.items():
+                self._send({"kind": "output", "worker": ended.worker, "stream": stream}, b"".join(tail))
+        self._tails.clear()
+        self._send({"kind": "exited", **vars(ended)})
+
+    def _send(self, header: Mapping[str, Any], payload: bytes = b"") -> None:
+        try:
+            with self._sending:
+                self._connection.send(dict(header), payload)
+        except OSError:
+            # The driver is gone. `serve` sees the same and ends; the launcher's threads must live to reap
+            # the process.
+            return
+
+
+def mask_secret(stage_secret: bytes, nonce: bytes, secret: bytes) -> bytes:
+    """A worker's secret, hidden from whoever listens on the network; applied twice it is itself again.
+
+    The connection authenticates what it carries but does not encrypt it. The stage's secret came inside
+    Spark's task.
+    """
+    pad = b"".join(
+        hmac.digest(stage_secret, b"worker secret" + nonce + block.to_bytes(4, "big"), "sha256")
+        for block in range(-(-len(secret) // 32))
+    )
+    return bytes(a ^ b for a, b in zip(secret, pad, strict=False))
+
+
+def host_hash() -> str:
+    """A name for the place whose processes can share memory: the host, its namespaces and, on YARN, the
+    container.
+    """
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)]
+    facts = [socket.gethostname(), *spaces, os.environ.get("CONTAINER_ID", "")]
+    return f"{socket.gethostname()}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}"
+
+
+def _has_namespace(kind: str) -> bool:
+    return Path(f"/proc/self/ns/{kind}").is_symlink()
+
+
+def _gpu_addresses() -> list[str]:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None, "a Spark task without its context"
+    resources = context.resources() or {}
+    return [str(address) for address in resources["gpu"].addresses] if "gpu" in resources else []

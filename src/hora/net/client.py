@@ -1,0 +1,322 @@
+"""A worker's line to the launcher: the client of the job's rendezvous. No torch, no pickle.
+
+The engine meets its peers through it (`allgather`, `set`, `get`, …), the worker entry point fetches its
+function and sends home results and errors, elastic training asks for its next world. One reader thread per
+client takes answers and notices off the wire; any number of threads may call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hora.errors import AuthenticationError, HorovodInternalError
+from hora.net.wire import Connection, Header
+from hora.world import Meeting, World
+
+__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "read_secret"]
+
+# Under these keys a worker finds its function, and where the caller's modules are.
+FUNCTION_KEY = "hora/function"
+PATH_KEY = "hora/path"
+
+# The server keeps the time limit of a request and says what was missing; only a dead server overstays this.
+_SLACK_S = 10.0
+_QUICK_S = 60.0
+# An error's words travel in a message's header, which has room for these and little else.
+_MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
+
+Notice = dict[str, Any]
+
+
+def read_secret(path: str) -> bytes:
+    """The job's secret, from the descriptor that the worker's supervisor holds."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise AuthenticationError(
+            f"cannot read the job's secret from HORA_SECRET_FILE={path} ({error.strerror}): the supervisor "
+            "that holds it has ended, or this process runs as another user or in another container"
+        ) from error
+
+
+def _fitted(text: str, limit_bytes: int) -> str:
+    """The text if it is that short on the wire, else both its ends: where a traceback begins, and what was raised."""
+    fitted, half = text, limit_bytes // 2
+    while len(json.dumps(fitted)) > limit_bytes:
+        fitted = f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
+        half = half * 3 // 4
+    return fitted
+
+
+class _Request:
+    """A question under way."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.header: Header = {}
+        self.payload = b""
+
+
+class ControlClient:
+    """An authenticated connection to the rendezvous. Thread-safe."""
+
+    def __init__(self, connection: Connection, meeting: Meeting, name: str) -> None:
+        self._connection, self._meeting, self._name = connection, meeting, name
+        self._send_lock = threading.Lock()
+        self._state_lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._requests: dict[int, _Request] = {}
+        self._listeners: list[Callable[[Notice], None]] = []
+        self._notices: list[Notice] = []
+        self._why_closed: str | None = None
+        self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def connect(cls, meeting: Meeting, *, name: str, timeout_s: float, worker: int = -1) -> ControlClient:
+        """Connect to the rendezvous of this meeting.
+
+        `name` appears in messages. `worker`: this connection speaks for that worker; if it ends without
+        `close`, the worker counts as lost.
+        """
+        deadline, left_s = time.monotonic() + timeout_s, timeout_s
+        while True:
+            client = cls(cls._open(meeting, left_s), meeting, name)
+            try:
+                client._ask({"op": "hello", "name": name, "worker": worker}, limit_s=left_s)
+                return client
+            except ConnectionError:
+                # A crowd of strangers can push a peer out whose proof has not been read yet: come again.
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise
+
+    @staticmethod
+    def _open(meeting: Meeting, timeout_s: float) -> Connection:
+        secret = read_secret(meeting.secret_file)
+        try:
+            return Connection.connect(
+                meeting.address, meeting.port, secret=secret, job=meeting.job, timeout_s=timeout_s
+            )
+        except AuthenticationError as error:
+            raise AuthenticationError(f"{meeting.endpoint}, the rendezvous of job {meeting.job}: {error}") from None
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"Timed out waiting for the rendezvous of job {meeting.job} at {meeting.endpoint} ({error}). "
+                f"Timeout after {timeout_s:g} seconds."
+            ) from None
+        except OSError as error:
+            raise ConnectionError(
+                f"cannot reach the rendezvous of job {meeting.job} at {meeting.endpoint}: {error}. "
+                "Has the launcher ended, or does a firewall block this port?"
+            ) from error
+
+    # ---- meeting the other ranks --------------------------------------------------------------------------
+
+    def allgather(self, key: str, value: bytes, *, rank: int, size: int, timeout_s: float) -> list[bytes]:
+        """Everybody's value, by rank. A key may be used again once everybody has its answer.
+
+        TimeoutError names the missing ranks; HorovodInternalError tells that one of them is lost.
+        """
+        header, payload = self._ask(
+            {"op": "gather", "key": key, "rank": rank, "size": size, "timeout_s": timeout_s},
+            value,
+            waiting_for=f"all-gather {key!r}",
+            limit_s=timeout_s,
+        )
+        values, start = [], 0
+        for length in header["lengths"]:
+            values.append(payload[start : start + length])
+            start += length
+        return values
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask({"op": "set", "key": key}, value)
+
+    def get(self, key: str, *, timeout_s: float) -> bytes:
+        """The value of the key, as soon as somebody has set it."""
+        request = {"op": "get", "key": key, "timeout_s": timeout_s}
+        return self._ask(request, waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter (absent: 0) and return its new value."""
+        return int(self._ask({"op": "add", "key": key, "amount": amount})[1])
+
+    def delete(self, key: str) -> bool:
+        """Whether the key existed."""
+        return self._ask({"op": "delete", "key": key})[1] == b"1"
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return self._ask({"op": "check", "keys": list(keys)})[1] == b"1"
+
+    # ---- reporting home -----------------------------------------------------------------------------------
+
+    def send_result(self, result: bytes) -> None:
+        """Hand in this worker's result; returns when the launcher has it."""
+        self._ask({"op": "returned"}, result, limit_s=max(_QUICK_S, len(result) / 1e6))
+
+    def send_error(
+        self, *, type_name: str, message: str, traceback: str, consequence: bool, pickled: bytes = b""
+    ) -> None:
+        """Hand in this worker's exception. `consequence`: it only says that another rank was lost."""
+        header = {
+            "op": "raised",
+            "type": type_name[:200],
+            "message": _fitted(message, _MESSAGE_BYTES),
+            "traceback": _fitted(traceback, _TRACEBACK_BYTES),
+        }
+        limit_s = max(_QUICK_S, len(pickled) / 1e6)
+        self._ask(header | {"consequence": consequence}, pickled, limit_s=limit_s)
+
+    def say(self, text: str) -> None:
+        """Show a line where the job was started. Does not wait."""
+        self._send({"op": "said"}, text.encode(errors="replace"))
+
+    # ---- worlds that change -------------------------------------------------------------------------------
+
+    def next_world(self, world: World, *, timeout_s: float) -> World | None:
+        """This worker's place in the first generation after `world`; None if there is none for it any
+        more."""
+        request = {"op": "next_world", "generation": world.generation, "timeout_s": timeout_s}
+        header, _ = self._ask(request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s)
+        if header.get("error") == "removed":
+            return None
+        env = {str(key): str(value) for key, value in header["world"].items()}
+        renewed = World.from_env(env | {"HORA_SECRET_FILE": self._meeting.secret_file})
+        return replace(renewed, meeting=self._meeting, hostname=world.hostname, worker=world.worker)
+
+    def on_notice(self, listener: Callable[[Notice], None]) -> None:
+        """Call the listener with every notice, past and future ones, in the reader's thread: be quick.
+
+        `{"notice": "lost", "rank": r, "generation": g, "how": text}`: a rank's process died. `{"notice": "closed",
+        "why": text}`: the connection ended, the last notice of all. The launcher may send others.
+        """
+        with self._state_lock:
+            self._listeners.append(listener)
+            past = list(self._notices)
+        for notice in past:
+            listener(notice)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self._why_closed is not None
+
+    def close(self) -> None:
+        """Say good-bye and disconnect. Idempotent."""
+        if self._why_closed is None:
+            # The launcher may have gone first; then there is nobody to take leave of.
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                self._ask({"op": "bye"}, limit_s=5.0)
+        self._connection.shutdown()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout=5.0)
+
+    # ---- the wire -----------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        header: Header,
+        payload: bytes = b"",
+        *,
+        waiting_for: str = "the launcher",
+        limit_s: float = _QUICK_S,
+    ) -> tuple[Header, bytes]:
+        number, request = next(self._ids), _Request()
+        with self._state_lock:
+            self._requests[number] = request
+        try:
+            self._send(header | {"id": number}, payload)
+            if not request.done.wait(limit_s + _SLACK_S):
+                raise TimeoutError(
+                    f"{self._name}: no answer from the launcher at {self._meeting.endpoint} while waiting "
+                    f"for {waiting_for}. Timeout after {limit_s + _SLACK_S:g} seconds."
+                )
+        finally:
+            with self._state_lock:
+                self._requests.pop(number, None)
+        self._raise_for(request.header, waiting_for, limit_s)
+        return request.header, request.payload
+
+    def _raise_for(self, header: Header, waiting_for: str, limit_s: float) -> None:
+        match header.get("error"):
+            case "timeout":
+                raise TimeoutError(
+                    f"{self._name}: Timed out waiting for {waiting_for}: {header['message']}. "
+                    f"Timeout after {limit_s:g} seconds."
+                )
+            case "lost":
+                raise HorovodInternalError(f"{self._name}, waiting for {waiting_for}: {header['message']}")
+            case "refused":
+                raise HorovodInternalError(f"{self._name}: {header['message']}")
+            case "mismatch":
+                raise HorovodInternalError(f"{self._name}: {header['message']}")
+            case "closed":
+                raise ConnectionError(
+                    f"{self._name}: the connection to the launcher at {self._meeting.endpoint} has ended "
+                    f"({header['message']})"
+                )
+
+    def _send(self, header: Header, payload: bytes = b"") -> None:
+        try:
+            with self._send_lock:
+                if self._why_closed is None:
+                    self._connection.send(header, payload)
+        except OSError as error:
+            # The reader learns of it too, and answers everybody who waits.
+            self._connection.shutdown()
+            if self._why_closed is None:
+                self._why_closed = str(error)
+        if self._why_closed is not None:
+            self._raise_for({"error": "closed", "message": self._why_closed}, "", 0.0)
+
+    def _read(self) -> None:
+        why = "closed by this process"
+        try:
+            while True:
+                header, payload = self._connection.receive()
+                if header.get("notice") == "ping":
+                    self._send({"op": "pong"})
+                elif "notice" in header:
+                    self._tell(header)
+                else:
+                    self._settle(header, payload)
+        except EOFError as error:
+            why = str(error)
+        except (OSError, AuthenticationError) as error:
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            self._end(why)
+
+    def _settle(self, header: Header, payload: bytes) -> None:
+        with self._state_lock:
+            request = self._requests.get(header["re"])
+        if request is not None:  # None: it gave up waiting in the meantime
+            request.header, request.payload = header, payload
+            request.done.set()
+
+    def _tell(self, notice: Notice) -> None:
+        with self._state_lock:
+            self._notices.append(notice)
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(notice)
+
+    def _end(self, why: str) -> None:
+        self._connection.close()
+        with self._state_lock:
+            self._why_closed = self._why_closed or why
+            waiting = list(self._requests.values())
+        for request in waiting:
+            request.header = {"error": "closed", "message": self._why_closed}
+            request.done.set()
+        self._tell({"notice": "closed", "why": why, "at": time.time()})

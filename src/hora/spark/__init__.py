@@ -1,0 +1,1 @@
+"""The Spark surface: HorovodRunner, `horovod.spark.run`, and the estimator."""

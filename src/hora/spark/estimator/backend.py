@@ -1,0 +1,57 @@
+"""Where an estimator's training function runs: a backend calls it on every process and returns every rank's value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Backend", "SparkBackend"]
+
+
+class Backend:
+    """What an estimator needs of whoever runs its training. Users may bring their own."""
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every process; values in rank order."""
+        raise NotImplementedError
+
+    def num_processes(self) -> int:
+        """How many processes `run` uses."""
+        raise NotImplementedError
+
+
+class SparkBackend(Backend):
+    """The tasks of the active Spark cluster, through `horovod.spark.run`; further arguments are that function's."""
+
+    def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        self._num_proc = num_proc
+        self._env = dict(env or {})
+        self._kwargs = kwargs
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        from hora.spark.run import run
+
+        variables = self._env | dict(env or {})
+        return run(fn, args=args, kwargs=kwargs or {}, num_proc=self.num_processes(), env=variables, **self._kwargs)
+
+    def num_processes(self) -> int:
+        if self._num_proc is not None:
+            return self._num_proc
+        from hora.launch.spark.session import active_context
+
+        context = active_context()
+        if context is None:
+            raise RuntimeError("Could not find an active SparkContext: create a SparkSession first, or give num_proc.")
+        return int(context.defaultParallelism)

@@ -1,0 +1,226 @@
+"""A DataFrame becomes a dataset: Parquet in the store, with what the ranks must know about its columns.
+
+Every value of a column has the same number of elements, none is missing; that is checked here, once, so that the ranks
+need not. Runs on the driver, called by the estimator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hora.spark.estimator.store import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["Column", "Dataset", "InUse", "describe", "materialise", "open_dataset"]
+
+_FACTS = "_hora_dataset.json"  # Spark and Arrow pass over names with an underscore in front
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as it was: `kind` is scalar, array or vector; `size` is the number of elements in each row."""
+
+    name: str
+    kind: str
+    type: str  # Spark's name of the type; of an array's elements where it is one
+    size: int
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What lies at the store's train and validation paths of `index`."""
+
+    index: int | None
+    train_rows: int
+    val_rows: int
+    columns: Mapping[str, Column]
+
+
+def describe(frame: DataFrame, names: Sequence[str]) -> dict[str, Column]:
+    """The columns of a DataFrame, their sizes still unknown (0). ValueError for one that tensors cannot hold."""
+    from pyspark.ml.linalg import VectorUDT
+    from pyspark.sql import types
+
+    found = {}
+    for name in names:
+        if name not in frame.columns:
+            raise ValueError(f"there is no column {name!r}; the DataFrame has {', '.join(frame.columns)}")
+        kind, of = "scalar", frame.schema[name].dataType
+        if isinstance(of, VectorUDT):
+            kind, of = "vector", types.DoubleType()
+        elif isinstance(of, types.ArrayType):
+            kind, of = "array", of.elementType
+        if not isinstance(of, types.NumericType | types.BooleanType):
+            raise ValueError(
+                f"column {name!r} has type {frame.schema[name].dataType.simpleString()}; "
+                "numbers, booleans, arrays of them and vectors can be trained on"
+            )
+        found[name] = Column(name=name, kind=kind, type=of.simpleString(), size=1 if kind == "scalar" else 0)
+    return found
+
+
+def materialise(
+    frame: DataFrame,
+    columns: Mapping[str, Column],
+    store: Store,
+    index: int | None,
+    *,
+    validation: float | str | None,
+    num_partitions: int,
+    seed: int | None,
+) -> Dataset:
+    """Write the columns to the store. ValueError for rows that differ in shape, missing values, an empty part."""
+    from pyspark.sql import functions as sql
+
+    split = "__hora_split"
+    chosen = frame.select(*(_plain(frame, column).alias(name) for name, column in columns.items()), *_split(validation))
+    if validation is not None and not isinstance(validation, str):
+        chosen = chosen.withColumn(split, sql.rand(seed) < float(validation))
+    chosen.persist()
+    try:
+        _write(
+            chosen.where(~sql.col(split)) if validation else chosen,
+            columns,
+            store.get_train_data_path(index),
+            num_partitions,
+        )
+        if validation:
+            _write(chosen.where(split), columns, store.get_val_data_path(index), num_partitions)
+    finally:
+        chosen.unpersist()
+    return open_dataset(frame.sparkSession, store, index, columns=columns, with_validation=bool(validation))
+
+
+def open_dataset(
+    spark: Any,
+    store: Store,
+    index: int | None,
+    *,
+    columns: Mapping[str, Column] | None = None,
+    with_validation: bool,
+) -> Dataset:
+    """The dataset that lies in the store; measured the first time, remembered next to the data."""
+    path = store.get_train_data_path(index)
+    if not store.is_parquet_dataset(path):
+        raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
+    facts = f"{path}/{_FACTS}"
+    if columns is None and store.exists(facts):
+        found = json.loads(store.read(facts))
+        if not with_validation or found["val_rows"]:
+            columns = {name: Column(**column) for name, column in found["columns"].items()}
+            val_rows = found["val_rows"] if with_validation else 0
+            return Dataset(index=index, train_rows=found["train_rows"], val_rows=val_rows, columns=columns)
+    frame = spark.read.parquet(path)
+    dataset = Dataset(
+        index=index,
+        columns=_measured(frame, columns or describe(frame, frame.columns), path),
+        train_rows=_count(store, path),
+        val_rows=_count(store, store.get_val_data_path(index)) if with_validation else 0,
+    )
+    for rows, part in ((dataset.train_rows, path), (dataset.val_rows, store.get_val_data_path(index))):
+        if not rows and (part == path or with_validation):
+            raise ValueError(f"there are no rows at {part}")
+    store.write_text(facts, json.dumps(asdict(dataset)))
+    return dataset
+
+
+def _plain(frame: DataFrame, column: Column) -> Any:
+    """The column as Parquet readers want it: vectors as arrays, decimals as doubles."""
+    from pyspark.ml.functions import vector_to_array
+
+    value = frame[f"`{column.name}`"]
+    if column.kind == "vector":
+        return vector_to_array(value)
+    if column.type.startswith("decimal"):
+        return value.cast("double" if column.kind == "scalar" else "array<double>")
+    return value
+
+
+def _split(validation: float | str | None) -> list[Any]:
+    from pyspark.sql import functions as sql
+
+    if not isinstance(validation, str):
+        return []
+    return [sql.coalesce(sql.col(f"`{validation}`").cast("double") > 0, sql.lit(False)).alias("__hora_split")]
+
+
+def _write(frame: DataFrame, columns: Mapping[str, Column], path: str, num_partitions: int) -> None:
+    rows = frame.select(*(f"`{name}`" for name in columns))
+    rows.repartition(num_partitions).write.mode("overwrite").parquet(path)
+
+
+def _count(store: Store, path: str) -> int:
+    if not store.is_parquet_dataset(path):
+        raise ValueError(f"there is no Parquet dataset at {path}")
+    return sum(fragment.metadata.num_rows for fragment in store.get_parquet_dataset(path).fragments)
+
+
+def _measured(frame: DataFrame, columns: Mapping[str, Column], path: str) -> dict[str, Column]:
+    """The columns with their sizes."""
+    from pyspark.sql import functions as sql
+
+    wanted = []
+    for name, column in columns.items():
+        size = sql.lit(1) if column.kind == "scalar" else sql.size(f"`{name}`")
+        wanted += [sql.min(size).alias(f"min {name}"), sql.max(size).alias(f"max {name}")]
+        wanted.append(sql.count(sql.when(sql.col(f"`{name}`").isNull(), 1)).alias(f"null {name}"))
+    facts = frame.agg(*wanted).collect()[0]
+    for name in columns:
+        if facts[f"null {name}"]:
+            raise ValueError(f"column {name!r} has {facts[f'null {name}']} missing values in {path}; fill or drop them")
+        if facts[f"min {name}"] != facts[f"max {name}"]:
+            raise ValueError(
+                f"the rows of column {name!r} differ in shape: they have between {facts[f'min {name}']} and "
+                f"{facts[f'max {name}']} elements; all must have the same number"
+            )
+    return {
+        name: Column(name=name, kind=column.kind, type=column.type, size=int(facts[f"max {name}"] or 0))
+        for name, column in columns.items()
+    }
+
+
+@dataclass
+class _Entry:
+    key: object
+    users: int = 0
+    making: threading.Lock = field(default_factory=threading.Lock)
+    dataset: Dataset | None = None
+
+
+class InUse:
+    """Which indices of which stores trainings of this driver use now.
+
+    A new dataset gets the smallest index that is not in use; one that is in use already is not written again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[str, dict[int, _Entry]] = {}
+
+    @contextlib.contextmanager
+    def borrow(self, store: Store, key: object, make: Callable[[int], Dataset]) -> Iterator[Dataset]:
+        with self._lock:
+            entries = self._entries.setdefault(store.prefix_path, {})
+            index = next((index for index, entry in entries.items() if entry.key == key), None)
+            if index is None:
+                index = next(index for index in range(len(entries) + 1) if index not in entries)
+                entries[index] = _Entry(key)
+            entry = entries[index]
+            entry.users += 1
+        try:
+            with entry.making:
+                if entry.dataset is None:
+                    entry.dataset = make(index)
+            yield entry.dataset
+        finally:
+            with self._lock:
+                entry.users -= 1
+                if not entry.users:
+                    del entries[index]

@@ -1,0 +1,188 @@
+"""An estimator's parameters: one table, from which the constructor's keywords, `setX` and `getX` come, and the checks.
+
+`Param` objects of pyspark.ml are made from it as well, so that `fit(df, {estimator.epochs: 3})` and pipelines work.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import multiprocessing
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hora.spark.estimator.dataset import Column
+
+__all__ = ["ESTIMATOR", "check_columns", "check_values", "signature_of", "with_params"]
+
+if TYPE_CHECKING:
+    from pyspark.ml.param import Params
+
+C = TypeVar("C", bound=type)
+
+ESTIMATOR: dict[str, tuple[Any, str]] = {
+    "num_proc": (None, "processes; the default parallelism of Spark unless given"),
+    "backend": (None, "who runs the training function; SparkBackend(num_proc) unless given"),
+    "store": (None, "where data, checkpoints and logs go"),
+    "model": (None, "the torch.nn.Module, or a TorchScript module"),
+    "optimizer": (None, "a torch optimizer of the model's parameters"),
+    "loss": (None, "a function (output, label) -> tensor, or a list with one for each label"),
+    "loss_constructors": (None, "functions that make the losses on the ranks"),
+    "metrics": ([], "groups of functions (output, label) -> tensor"),
+    "loss_weights": (None, "weights of the labels' losses; equal unless given"),
+    "sample_weight_col": (None, "the column with the rows' weights"),
+    "gradient_compression": (None, "for DistributedOptimizer"),
+    "feature_cols": (None, "columns for the model's forward, in order; all but the labels unless given"),
+    "label_cols": (None, "columns to learn"),
+    "continuous_cols": (None, "for data modules that distinguish them"),
+    "categorical_cols": (None, "for data modules that distinguish them"),
+    "input_shapes": (None, "a shape for each feature, such as [-1, 2]"),
+    "label_shapes": (None, "a shape for each label"),
+    "validation": (None, "part of the rows, or the name of a column that is true for validation rows"),
+    "callbacks": ([], "accepted, without meaning for torch"),
+    "batch_size": (32, "rows of a training batch"),
+    "val_batch_size": (None, "rows of a validation batch; batch_size unless given"),
+    "epochs": (1, "epochs of the run, those before a resume included"),
+    "verbose": (1, "0: silent, 1: a line an epoch, 2: more"),
+    "random_seed": (None, "for shuffling, the random split and torch"),
+    "shuffle": (True, "random order of the training rows"),
+    "shuffle_buffer_size": (None, "deprecated, without effect"),
+    "partitions_per_process": (10, "Parquet files for each process"),
+    "run_id": (None, "name of the run; pytorch_<seconds> unless given. With a checkpoint of it the training goes on"),
+    "train_minibatch_fn": (None, "replaces the step on one batch"),
+    "train_steps_per_epoch": (None, "every row once unless given"),
+    "validation_steps_per_epoch": (None, "every row once unless given"),
+    "transformation_fn": (None, "a function on pandas DataFrames of rows, applied while reading"),
+    "transformation_edit_fields": (None, "(name, dtype, shape, nullable) of the columns it changes"),
+    "transformation_removed_fields": (None, "names of the columns it removes"),
+    "train_reader_num_workers": (2, "threads that read training rows"),
+    "val_reader_num_workers": (2, "threads that read validation rows"),
+    "reader_pool_type": ("thread", "thread, process or dummy (no reading ahead)"),
+    "inmemory_cache_all": (False, "keep a rank's rows in memory"),
+    "compress_sparse_cols": (False, "accepted: Parquet stores runs of zeros in little space anyway"),
+    "use_gpu": (True, "train on GPUs where there are any"),
+    "mp_start_method": (None, "accepted: no processes are started for reading"),
+    "backward_passes_per_step": (1, "batches whose gradients are added up before a step"),
+    "data_module": (None, "the class that feeds the training"),
+}
+
+# Horovod's accessors that are not made of the parameter's name.
+_OTHER_NAMES = {
+    "shuffle_buffer_size": "ShufflingBufferSize",
+    "train_reader_num_workers": "TrainReaderNumWorker",
+    "val_reader_num_workers": "ValReaderNumWorker",
+    "inmemory_cache_all": "InMemoryCacheAll",
+}
+
+
+def signature_of(table: Mapping[str, tuple[Any, str]]) -> inspect.Signature:
+    """A constructor's signature: every parameter of the table as a keyword."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature([inspect.Parameter(name, kind, default=value) for name, (value, _) in table.items()])
+
+
+def with_params(table: Mapping[str, tuple[Any, str]], other_names: Mapping[str, str] | None = None) -> Callable[[C], C]:
+    """Give a class the parameters of `table`, each with its setter and getter."""
+
+    from pyspark.ml.param import Param, Params  # ranks have the table without
+
+    def decorate(cls: C) -> C:
+        for name, (_, doc) in table.items():
+            setattr(cls, name, Param(Params._dummy(), name, doc))
+            getter, setter = _accessors(name)
+            regular = "".join(part.capitalize() for part in name.split("_"))
+            for camel in {regular, {**_OTHER_NAMES, **(other_names or {})}.get(name, regular)}:
+                setattr(cls, f"get{camel}", getter)
+                setattr(cls, f"set{camel}", setter)
+        return cls
+
+    return decorate
+
+
+def _accessors(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def get(self: Params) -> Any:
+        return self.getOrDefault(name)
+
+    def set_(self: Params, value: Any) -> Params:
+        if name == "shuffle_buffer_size" and value is not None:
+            warnings.warn(
+                "shuffle_buffer_size is deprecated: use shuffle=True or False", DeprecationWarning, stacklevel=2
+            )
+        return self._set(**{name: value})
+
+    get.__doc__ = f"The parameter `{name}`."
+    set_.__doc__ = f"Set the parameter `{name}`; returns this object."
+    return get, set_
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """ValueError for parameters that make no sense, whatever the data are."""
+    if values["model"] is None:
+        raise ValueError("Model parameter is required: TorchEstimator(model=…)")
+    if values["optimizer"] is None:
+        raise ValueError(
+            "Optimizer parameter is required: TorchEstimator(optimizer=…), made from the model's parameters"
+        )
+    if values["store"] is None:
+        raise ValueError("Store parameter is required: TorchEstimator(store=Store.create('/shared/folder'))")
+    if values["num_proc"] is not None and values["backend"] is not None:
+        raise ValueError("give num_proc or backend, not both: a backend knows its number of processes")
+    if bool(values["loss"]) == bool(values["loss_constructors"]):
+        which = "both are" if values["loss"] else "none of them is"
+        raise ValueError(f"one of loss and loss_constructors must be given, but {which}")
+    if not values["label_cols"]:
+        raise ValueError("label_cols must name at least one column")
+    for name in ("partitions_per_process", "backward_passes_per_step", "batch_size", "epochs"):
+        if not isinstance(values[name], int) or values[name] <= 0:
+            raise ValueError(f"{name} must be an integer of at least 1, but it is {values[name]!r}")
+    if values["verbose"] not in (0, 1, 2):
+        raise ValueError(f"verbose must be 0, 1 or 2, but it is {values['verbose']!r}")
+    if values["reader_pool_type"] not in ("thread", "process", "dummy"):
+        raise ValueError(f"reader_pool_type must be thread, process or dummy, but it is {values['reader_pool_type']!r}")
+    methods = multiprocessing.get_all_start_methods()
+    if values["mp_start_method"] not in (None, *methods):
+        raise ValueError(
+            f"mp_start_method must be one of {', '.join(methods)}, but it is {values['mp_start_method']!r}"
+        )
+    _check_validation(values["validation"])
+    _check_lengths(values)
+
+
+def _check_validation(validation: Any) -> None:
+    if validation is None or isinstance(validation, str):
+        return
+    if isinstance(validation, bool) or not isinstance(validation, int | float):
+        raise ValueError(f"validation must be a part between 0 and 1 or a column's name, but it is {validation!r}")
+    if not 0 <= validation < 1:
+        raise ValueError(f"validation must be at least 0 and less than 1, but it is {validation}")
+
+
+def _check_lengths(values: Mapping[str, Any]) -> None:
+    labels = values["label_cols"]
+    losses = values["loss"] or values["loss_constructors"]
+    for name, found, allowed in (
+        ("loss_weights", values["loss_weights"], {len(labels)}),
+        ("label_shapes", values["label_shapes"], {len(labels)}),
+        ("losses", losses if isinstance(losses, list | tuple) else None, {1, len(labels)}),
+    ):
+        if found and len(found) not in allowed:
+            raise ValueError(f"there are {len(found)} {name}, but {len(labels)} label columns: {', '.join(labels)}")
+    for group in values["metrics"]:
+        if isinstance(group, list | tuple) and len(group) not in (1, len(labels)):
+            raise ValueError(f"a group of metrics has 1 function or one for each label, but here are {len(group)}")
+
+
+def check_columns(values: Mapping[str, Any], features: Sequence[str], columns: Mapping[str, Column]) -> None:
+    """ValueError where shapes do not fit the columns."""
+    shapes = values["input_shapes"]
+    if not shapes or values["transformation_fn"]:  # which may change every shape
+        return
+    if len(shapes) != len(features):
+        raise ValueError(f"there are {len(shapes)} input_shapes, but {len(features)} features: {', '.join(features)}")
+    for name, shape in zip(features, shapes, strict=True):
+        elements = math.prod(int(extent) for extent in shape if int(extent) != -1)
+        if name in columns and columns[name].size != elements:
+            raise ValueError(
+                f"input shape {list(shape)} of {name!r} does not fit its {columns[name].size} elements a row"
+            )

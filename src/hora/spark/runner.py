@@ -1,0 +1,155 @@
+"""`HorovodRunner`: run a training function on the processes of a Spark cluster, or on some of this machine.
+
+It checks what the user asked for and hands over to the launch path; no process is started and no socket
+opened here. Users import it as `sparkdl.HorovodRunner`; `hora.launch.run.run` is the launcher-neutral sister.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from hora.errors import BadCallError
+from hora.launch.job import JobResult, OutputOptions
+from hora.launch.options import Options
+from hora.launch.pickling import pickle_call
+from hora.launch.spark.environment import elastic_timeout_s, forwarded_variables, start_timeout_s
+from hora.launch.spark.launcher import SparkJob, run_on_spark
+from hora.launch.spark.session import context_or_new
+from hora.launch.spark.slots import require_slots
+from hora.launch.start import start
+from hora.world import World
+
+__all__ = ["HorovodRunner"]
+
+_VERBOSITIES = ("log_callback_only", "all")
+
+
+class HorovodRunner:
+    """Runs a function on `np` Horovod processes and returns rank 0's value.
+
+    `np > 0`: that many tasks of one Spark stage. `np < 0`: `-np` processes on this machine, without Spark;
+    `-1` calls the function right here. `np = 0` (deprecated): one process for each task slot of the
+    cluster. A function that uses `hvd.elastic.run` goes on when Spark loses an executor.
+    `driver_log_verbosity`: `"all"` shows every line the processes print, `"log_callback_only"`
+    what they send with `log_to_driver`.
+    """
+
+    # No annotations on these two: callers inspect the signatures.
+    def __init__(self, *, np, driver_log_verbosity="log_callback_only"):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        if isinstance(np, bool) or not hasattr(np, "__index__"):
+            raise ValueError(f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}")
+        if driver_log_verbosity not in _VERBOSITIES:
+            raise ValueError(
+                f"driver_log_verbosity must be 'log_callback_only' or 'all', but it is {driver_log_verbosity!r}"
+            )
+        self.num_processor = operator.index(np)  # numpy's integers too
+        self._driver_log_verbosity = driver_log_verbosity
+
+    def run(self, main, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
+        """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle can
+        carry).
+        """
+        _check_call(main, kwargs)
+        if self.num_processor == -1:
+            return main(**kwargs)
+        if self.num_processor < 0:
+            return _run_local(main, kwargs, -self.num_processor)
+        if self.num_processor == 0:
+            warnings.warn(
+                "np=0 is deprecated: it takes every task slot of the cluster; say np=<number of processes>",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        return _run_on_spark(main, kwargs, self.num_processor, stream_output=self._driver_log_verbosity == "all")
+
+
+def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int) -> Any:
+    """On this machine. What the processes print goes where this process prints: a cell, a terminal."""
+    options = Options(num_proc=num_proc)
+    result = start(options, os.environ, function=_pickled(main, kwargs))
+    return _value_of_rank_0(result)
+
+
+def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool) -> Any:
+    plain = pickle_call(main, kwargs=kwargs)
+    elastic = is_elastic(plain)
+    context = context_or_new()
+    num_slots = require_slots(context, num_proc)
+    job = SparkJob(
+        function=plain if elastic else _pickled(main, kwargs),
+        num_proc=num_proc or num_slots,
+        group="HorovodRunner",
+        env=forwarded_variables(),
+        output=OutputOptions(console=stream_output),
+        stream_output=stream_output,
+        start_timeout_s=start_timeout_s(),
+        wait_for_slots=True,
+    )
+    return _value_of_rank_0(_run_elastic(context, job) if elastic else run_on_spark(context, job))
+
+
+def _run_elastic(context: Any, job: SparkJob) -> JobResult:
+    """With as many tasks as were asked for, on those that live while Spark replaces the others."""
+    from hora.launch.control.elastic_policy import Limits
+    from hora.launch.spark.elastic import run_elastic_on_spark
+
+    timeout_s = elastic_timeout_s()
+    limits = Limits(
+        num_proc=job.num_proc,
+        min_num_proc=1,
+        max_num_proc=job.num_proc,
+        elastic_timeout_s=timeout_s,
+        stuck_s=max(timeout_s / 2, 1.0),
+    )
+    return run_elastic_on_spark(context, job, limits)
+
+
+def is_elastic(function: bytes) -> bool:
+    """Whether a pickled function drives an elastic loop itself: it names `hvd.elastic` and one of its states."""
+    return b"elastic" in function and b"State" in function
+
+
+class _OnlyRank0Answers:
+    """Calls the function and keeps the other ranks' values, which nobody wants, from travelling."""
+
+    def __init__(self, main: Callable[..., Any]) -> None:
+        self._main = main
+
+    def __call__(self, **kwargs: Any) -> Any:
+        value = self._main(**kwargs)
+        return value if World.from_env().rank == 0 else None
+
+
+def _pickled(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> bytes:
+    return pickle_call(_OnlyRank0Answers(main), kwargs=kwargs)
+
+
+def _value_of_rank_0(result: JobResult) -> Any:
+    value = result.results[0]
+    assert value is not None, "a function's job without a result"
+    return cloudpickle.loads(value)
+
+
+def _check_call(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """BadCallError if `main(**kwargs)` cannot be called: better here than on every rank."""
+    if not callable(main):
+        raise BadCallError(f"main must be a function, but it is {main!r}")
+    try:
+        signature = inspect.signature(main)
+    except (TypeError, ValueError):  # a builtin without a signature: the call itself will tell
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        name = getattr(main, "__name__", repr(main))
+        given = ", ".join(kwargs) or "no keywords"
+        raise BadCallError(
+            f"{name}{signature} cannot be called with {given}: {error}; pass what it takes to run()"
+        ) from None

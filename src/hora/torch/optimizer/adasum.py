@@ -1,0 +1,91 @@
+"""The Adasum optimizer: each parameter is stepped locally, and the changes are combined by Adasum, not the gradients.
+
+Chosen by `DistributedOptimizer(op=Adasum)` with more than one rank. When a parameter's gradient is complete the base
+optimizer steps that parameter alone; its change is reduced while backward goes on; `step` applies the reduced changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hora import engine
+from hora.engine.request import Kind, ReduceOp
+from hora.torch.optimizer.base import _DistributedOptimizer
+
+__all__ = ["DeltaOptimizer"]
+
+
+class DeltaOptimizer(_DistributedOptimizer):
+    """Mixed in before the user's optimizer class, like the class it extends."""
+
+    _deltas: dict[torch.Tensor, tuple[int, Any]]
+
+    def _register_hooks(self) -> None:
+        self._deltas = {}
+        super()._register_hooks()
+        for parameter in self._hooked:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._deltas = {}
+        self._reducer = self
+        self._adaptation.possible = False
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Step `parameter` alone and start reducing its change; the parameter itself is put back."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+        with torch.no_grad():
+            start = parameter.clone()
+            groups = self.param_groups
+            self.param_groups = [{**group, "params": [parameter]}]
+            try:
+                self._base_step()
+            finally:
+                self.param_groups = groups
+            delta = (parameter - start).contiguous()
+            parameter.copy_(start)
+        wire, context = self._recipe.compression.compress(delta)
+        handle = engine.current().submit(
+            Kind.ALLREDUCE, [wire], outputs=[wire], name=self._parameter_names[parameter], op=ReduceOp.ADASUM
+        )
+        self._deltas[parameter] = (handle, context)
+
+    def finish(self) -> None:
+        """Wait for the reduced changes and apply them."""
+        deltas, self._deltas = self._deltas, {}
+        runtime = engine.current()
+        with torch.no_grad():
+            for parameter, (handle, context) in deltas.items():
+                reduced = runtime.synchronize(handle)
+                parameter.add_(self._recipe.compression.decompress(reduced[0], context))
+
+    def note_missing(self) -> None:
+        """Nothing to adapt: changes travel one by one."""
+
+    def synchronize(self) -> None:
+        """Nothing to do: the changes are reduced by `step`."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        raise AssertionError("skipping synchronization is not supported when using the Adasum optimizer")
+        yield
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate the closure, wait for everybody's changes and apply them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().synchronize()
+        self._synchronized = False
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]

@@ -1,0 +1,399 @@
+"""`DistributedOptimizer`: any torch optimizer, with its gradients reduced over the ranks while backward runs.
+
+This file holds Horovod's behaviour: budgets of backward passes, `synchronize`, `skip_synchronize`, `zero_grad`'s guard,
+closures. How gradients travel is a `Reducer`'s business: the first step goes through `reduction.EachAlone`, later ones
+through `buckets.Buckets` once the ranks have agreed on an order. `sharded.py` extends this class, `delta_optimizer.py`
+is the Adasum one.
+
+States of a parameter within a step: budget N --hook--> … --hook--> 0, handed to the reducer --synchronize--> budget N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hora import engine
+from hora.engine.request import Kind, ReduceOp
+from hora.torch.compression import Compression, Compressor
+from hora.torch.optimizer.order import Adaptation, in_common_order
+from hora.torch.optimizer.parameters import parameter_groups, parameter_names, unnamed
+from hora.torch.optimizer.per_parameter import EachAlone, Recipe, Reducer
+from hora.torch.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedOptimizer", "bare_copy", "optimizers_of"]
+
+_live: weakref.WeakSet[_DistributedOptimizer] = weakref.WeakSet()
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """Mixed in before the user's optimizer class, so that `super()` is that class."""
+
+    # Defaults for an object that was made by copying (`copy.deepcopy`): a copy is a local optimizer.
+    _active = False
+    _synchronized = False
+    _should_synchronize = True
+    _base_class: type
+    _clipped = False  # clip_grad_norm_ has reduced already
+
+    def _distribute(
+        self,
+        recipe: Recipe,
+        *,
+        names: dict[torch.Tensor, str],
+        groups: Sequence[Sequence[torch.Tensor]],
+        backward_passes_per_step: int,
+    ) -> None:
+        self._recipe = recipe
+        self._groups = groups
+        self._parameter_names = names
+        self._requires_update: set[torch.Tensor] = set()
+        self._hooked: list[torch.Tensor] = []
+        self._frozen: list[torch.Tensor] = []
+        # Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
+        self._budgets: dict[int, int] = {}
+        self._handed_over: set[int] = set()
+        self._arrivals: list[torch.Tensor] = []
+        self._last_arrivals: list[torch.Tensor] = []
+        self._backward_seen = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.backward_passes_per_step = backward_passes_per_step
+        self.op = recipe.op
+        self.gradient_predivide_factor = recipe.gradient_predivide_factor
+        self.process_set = recipe.process_set
+        self._runtime: Any = engine.current()
+        self._active = _takes_part(recipe.process_set)
+        if self._active:
+            self._register_hooks()
+            _live.add(self)
+
+    # --- hooks -------------------------------------------------------------------------------------------------------
+
+    def _register_hooks(self) -> None:
+        fresh = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter not in self._requires_update
+        ]
+        # Weak, so that a dropped optimizer does not go on reducing through hooks that its parameters keep alive.
+        myself = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            optimizer = myself()
+            if optimizer is not None:
+                optimizer._gradient_accumulated(parameter)
+
+        for parameter in fresh:
+            self._requires_update.add(parameter)
+            self._hooked.append(parameter)
+            self._budgets[id(parameter)] = self.backward_passes_per_step
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        everything = [p for group in self.param_groups for p in group["params"]]
+        self._frozen = [p for p in everything if p not in self._requires_update]
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Forget reductions and agreements, as after a change of the world or of the parameters."""
+        self._runtime = engine.current()
+        self._reducer: Reducer = EachAlone(self._recipe, self._parameter_names, self._hooked, self._groups)
+        self._adaptation = Adaptation(self._recipe, self._parameter_names, self._hooked, grouped=bool(self._groups))
+        self._reset_budgets()
+
+    def _reset_budgets(self) -> None:
+        self._handed_over.clear()
+        self._arrivals.clear()
+        self._backward_seen = False
+        self._budgets = dict.fromkeys(self._budgets, self.backward_passes_per_step)
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.Tensor, int]:
+        """How many backward passes each parameter's gradient still waits for."""
+        return {parameter: self._budgets[id(parameter)] for parameter in self._hooked}
+
+    @property
+    def _handles(self) -> dict[torch.Tensor, Reducer]:
+        """The parameters whose reduction has begun."""
+        return {parameter: self._reducer for parameter in self._hooked if id(parameter) in self._handed_over}
+
+    def _gradient_accumulated(self, parameter: torch.Tensor) -> None:
+        key = id(parameter)
+        budget = self._budgets[key] - 1
+        if budget < 0:
+            raise AssertionError(
+                f"the gradient of {self._parameter_names[parameter]} was computed more than backward_passes_per_step times "
+                f"before a call to step(); increase backward_passes_per_step (now {self.backward_passes_per_step}) to "
+                "accumulate gradients locally"
+            )
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError("gradients that require a gradient themselves (create_graph=True) cannot be reduced")
+        if not self._backward_seen:
+            self._backward_seen = True
+            if engine.current() is not self._runtime:
+                self._start_over()
+                self._backward_seen = True
+        self._budgets[key] = budget
+        if budget == 0:
+            self._handed_over.add(key)
+            self._arrivals.append(parameter)
+            self._reducer.ready(parameter)
+
+    # --- the steps of a user's loop ----------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Reduce whatever has not been reduced yet and wait; afterwards `.grad` holds the reduced gradients."""
+        self._synchronized = True
+        if not self._active:
+            return
+        if engine.current() is not self._runtime:
+            self._start_over()
+        reducer, handed_over = self._reducer, self._handed_over
+        try:
+            if len(handed_over) < len(self._hooked):
+                reducer.note_missing()
+                for parameter in self._hooked:
+                    if id(parameter) not in handed_over:
+                        reducer.ready(parameter)
+            reducer.finish()
+            self._last_arrivals = list(self._arrivals)
+            self._reducer = self._adaptation.next_reducer(reducer, self._arrivals)
+        finally:
+            self._reset_budgets()
+        self._take_in_thawed()
+
+    def _thawed(self) -> list[torch.Tensor]:
+        """Parameters that were frozen when hooks were registered and have been set to require gradients since."""
+        return [p for p in self._frozen if p.requires_grad]
+
+    def _take_in_thawed(self) -> None:
+        """Reduce the gradients of thawed parameters, this time without hooks, from the next step on with them."""
+        thawed = self._thawed() if self._frozen else []
+        if thawed:
+            late = EachAlone(self._recipe, self._parameter_names, thawed)
+            for parameter in thawed:
+                late.ready(parameter)
+            late.finish()
+            self._register_hooks()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step()` inside does not reduce: for use after an explicit `synchronize()`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronise (unless skipped), then the base optimizer's step."""
+        synchronize = self._should_synchronize and not self._clipped
+        self._clipped = False
+        if synchronize and self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "This can cause training slowdown. You may want to consider using the optimizer.skip_synchronize() "
+                "context if you use optimizer.synchronize() in your code.",
+                stacklevel=2,
+            )
+        if closure is None:
+            if synchronize and self._active:
+                self.synchronize()
+            self._synchronized = False
+            return self._base_step()
+        if synchronize and self._active:
+            closure = self._synchronising(closure)
+        self._synchronized = False
+        try:
+            return self._base_step(closure)
+        finally:
+            self._synchronized = False
+
+    # Optimizer.__init__ wraps `step` to run step hooks and the profiler's range; the base class's step has them already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _base_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return super().step() if closure is None else super().step(closure)
+
+    def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        average_loss = isinstance(self, torch.optim.LBFGS)
+
+        def synchronised() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize()
+            # A line search decides by the loss: different values would send the ranks different ways.
+            return self._averaged(loss) if average_loss else loss
+
+        return synchronised
+
+    def _averaged(self, loss: Any) -> Any:
+        rt = engine.current()
+        tensor = torch.as_tensor(loss).detach().clone()
+        handle = rt.submit(
+            Kind.ALLREDUCE,
+            [tensor],
+            outputs=[tensor],
+            name="loss",
+            op=ReduceOp.AVERAGE,
+            process_set_id=self.process_set.process_set_id,
+        )
+        rt.synchronize(handle)
+        return tensor
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The base one, guarded against gradients whose reduction is under way."""
+        if self._backward_seen_since_step():
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(*args, **kwargs)
+
+    def _backward_seen_since_step(self) -> bool:
+        return self._active and self._backward_seen
+
+    def _prepare_to_clip(self) -> None:
+        """Reduce now; the next `step` will neither reduce again nor warn."""
+        if self._active and not self._synchronized:
+            self.synchronize()
+        self._clipped = True
+
+    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> Any:
+        """None: gradients are whole on every rank. A sharded optimizer gives (norm, covered parameters, scale function)."""
+        return None
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce on every `passes`-th backward from now on."""
+        if passes <= 0:
+            raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
+        self.backward_passes_per_step = passes
+        if self._active:
+            self._reset_budgets()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """The base one; reductions under way are forgotten."""
+        self._synchronized = False
+        # Between steps there is nothing to forget, and what the ranks agreed on must stay: often one rank alone loads a
+        # checkpoint, and broadcast_optimizer_state brings the others up to it.
+        changed = engine.is_initialized() and engine.current() is not self._runtime
+        if self._active and (self._backward_seen or changed):
+            self._start_over()
+        super().load_state_dict(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The base one; the new parameters are reduced too."""
+        super().add_param_group(param_group)
+        if not hasattr(self, "_parameter_names"):
+            return
+        group_index = len(self.param_groups) - 1
+        for index, parameter in enumerate(self.param_groups[-1]["params"]):
+            self._parameter_names.setdefault(parameter, unnamed(group_index, index))
+        if self._active:
+            self._register_hooks()
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """The distributed optimizers that reduce any of these parameters' gradients."""
+    wanted = set(parameters)
+    return [optimizer for optimizer in _live if not wanted.isdisjoint(optimizer._requires_update)]
+
+
+def _takes_part(process_set: ProcessSet) -> bool:
+    runtime = engine.current()
+    if process_set.included() is False:
+        return False
+    return (process_set.size() or 1) > 1 or runtime.world.elastic
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] | Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    sharded: bool = False,
+) -> Any:
+    """The same optimizer (hyper-parameters, groups and state kept), with gradients reduced over `process_set`.
+
+    `sharded=True` divides optimizer work and state over the ranks, and on one host keeps parameters once in shared memory.
+    """
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
+    op = int(op)
+    if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
+        raise ValueError(
+            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, only with "
+            "Average"
+        )
+    if gradient_predivide_factor != 1.0 and torch.version.hip is not None:
+        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+    if num_groups != 0:
+        warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
+    names = parameter_names(optimizer, named_parameters)
+    hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    grouped = parameter_groups(groups, hooked)
+    # In an elastic world newcomers make their optimizers while the others train: nobody would answer.
+    if isinstance(groups, int) and _takes_part(process_set) and not engine.current().world.elastic:
+        grouped = parameter_groups(groups, in_common_order(hooked, names, process_set))
+    recipe = Recipe(
+        process_set=process_set,
+        op=op,
+        compression=compression,
+        gradient_predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+    )
+    result = _of_class(optimizer, _kind_of_optimizer(recipe, optimizer, grouped, sharded=sharded))
+    result._distribute(recipe, names=names, groups=grouped, backward_passes_per_step=backward_passes_per_step)
+    return result
+
+
+def _kind_of_optimizer(
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[torch.Tensor]],
+    *,
+    sharded: bool,
+) -> type:
+    if sharded:
+        from hora.torch.sharded.optimizer import ShardedOptimizer, check_shardable
+
+        check_shardable(recipe, optimizer, groups)
+        return ShardedOptimizer
+    if recipe.op == ReduceOp.ADASUM:
+        if recipe.process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet")
+        if engine.current().world.size > 1:
+            from hora.torch.optimizer.adasum import DeltaOptimizer
+
+            return DeltaOptimizer
+    return _DistributedOptimizer
+
+
+def _of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
+    """A new object of a class made for it, sharing groups and state with `optimizer`, whatever its constructor needs."""
+    base = type(optimizer)
+    names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}
+    return bare_copy(optimizer, type(base.__name__, (mixin, base), names))
+
+
+def bare_copy(optimizer: torch.optim.Optimizer, wanted: type) -> Any:
+    """An object of class `wanted` with the attributes of `optimizer`, made without a constructor."""
+    result: Any = object.__new__(wanted)
+    # A scheduler that was made first has put its own `step` into the old object; that one belongs to it.
+    result.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    return result

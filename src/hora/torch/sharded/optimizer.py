@@ -1,0 +1,303 @@
+"""`DistributedOptimizer(..., sharded=True)`: every rank steps a slice of the parameters with a slice of the state.
+
+On one host parameters and optimizer state lie once in shared memory; across hosts and on GPUs gradients are reduce-scattered
+and parameters all-gathered. Only for optimizers that treat every element by itself. The first step reduces as always,
+then the members agree on a layout (`shards.Shards`) in the order in which gradients arrived.
+
+Between backward and `synchronize()` a parameter's `.grad` is None: gradients are whole only after an explicit
+`synchronize()`, which costs what the unsharded reduction costs; `step()` and `hora.torch.clip_grad_norm_` do without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hora import engine
+from hora.engine.malloc import give_back_freed_memory
+from hora.engine.request import ReduceOp
+from hora.torch.compression import NoneCompressor
+from hora.torch.optimizer.base import _DistributedOptimizer, bare_copy
+from hora.torch.optimizer.bucket_plan import plan_buckets
+from hora.torch.optimizer.error_feedback import ErrorFeedback, wire_dtype
+from hora.torch.optimizer.order import agree_on_order
+from hora.torch.optimizer.per_parameter import Recipe
+from hora.torch.optimizer.shared_memory import SharedMemory
+from hora.torch.sharded.shards import Shards
+from hora.torch.sharded.state import ShardState, kinds_of
+
+__all__ = ["ELEMENTWISE", "ShardedOptimizer", "check_shardable"]
+
+# Each compared with its unsharded self in the tests.
+ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+
+def check_shardable(recipe: Recipe, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+    """ValueError for what cannot be sharded."""
+    kind = type(optimizer)
+    if kind.__name__ not in ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
+        raise ValueError(
+            f"sharded=True needs an optimizer that treats every element by itself, and {kind.__module__}.{kind.__name__} "
+            f"is not known to; use one of torch.optim's {', '.join(ELEMENTWISE)}, or sharded=False"
+        )
+    if recipe.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"sharded=True reduces with Average or Sum, but op is {ReduceOp(recipe.op).name}")
+    if isinstance(recipe.compression, ErrorFeedback) or not (
+        recipe.compression is NoneCompressor or wire_dtype(recipe.compression) is not None
+    ):
+        raise ValueError("sharded=True supports Compression.none, fp16 and bf16; use one of them, or sharded=False")
+    if groups:
+        raise ValueError("sharded=True arranges gradients by itself; leave groups and num_groups out")
+
+
+class ShardedOptimizer(_DistributedOptimizer):
+    """Mixed in before the user's optimizer class, like the class it extends."""
+
+    _shards: Shards | None = None
+    _shard_state: ShardState
+    _inner: Any = None
+    _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
+    _reduced = ""  # since the last step: "" not yet, "slices", or "whole" (in .grad)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters and state are divided already, which happens in the first step."""
+        return self._shards is not None
+
+    # --- reduction ------------------------------------------------------------------------------------------------
+
+    def _start_over(self) -> None:
+        if self._shards is not None:
+            self._unshard()
+        super()._start_over()
+        self._adaptation.possible = False
+        self._reduced = ""
+
+    def _reduce_slices(self) -> None:
+        """Hand over what has not arrived by itself, and wait until this rank has its slices."""
+        shards = self._shards
+        assert shards is not None
+        try:
+            if len(self._handed_over) < len(self._hooked):
+                for parameter in self._hooked:
+                    if id(parameter) not in self._handed_over:
+                        shards.ready(parameter)
+            shards.finish()
+            self._reduced = "slices"
+        finally:
+            self._reset_budgets()
+
+    def synchronize(self) -> None:
+        """As in the unsharded optimizer: afterwards `.grad` holds the whole reduced gradients, on every rank."""
+        if self._active and engine.current() is not self._runtime:
+            self._start_over()
+        if self._shards is None:
+            super().synchronize()
+        else:
+            self._synchronized = True
+            if self._reduced == "whole" and not self._backward_seen:
+                return
+            self._reduce_slices()
+            self._shards.materialise()
+            self._take_in_thawed()
+        self._reduced = "whole"
+
+    def _prepare_to_clip(self) -> None:
+        if self._shards is None or self._reduced:
+            super()._prepare_to_clip()
+        else:
+            self._reduce_slices()
+            self._clipped = True
+
+    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> Any:
+        shards = self._shards
+        if shards is None or self._reduced != "slices":
+            return None
+        if not self._requires_update <= set(parameters):  # only some are to be clipped: do it the plain way
+            shards.materialise()
+            self._reduced = "whole"
+            return None
+
+        def scale(factor: torch.Tensor) -> None:
+            for piece in shards.pieces:
+                assert piece.parameter.grad is not None
+                piece.parameter.grad.mul_(factor.to(piece.parameter.grad.device))
+
+        return shards.gradient_norm(norm_type), self._requires_update, scale
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce (unless that has been done), step this rank's slice, and make it everybody's."""
+        if not self._active:
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if engine.current() is not self._runtime:
+            self._start_over()
+        self._reduce_for_step()
+        self._synchronized = self._clipped = False
+        is_first = self._shards is None
+        if is_first and not self._shard():
+            self._reduced = ""
+            self._base_step()  # somebody has joined: this step as if unsharded, and another attempt in the next
+            return loss
+        assert self._shards is not None
+        if self._reduced == "whole":
+            self._shards.take_whole()
+        self._reduced = ""
+        self._inner_step()
+        if is_first:
+            give_back_freed_memory()  # private parameters, state and whole gradients
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _reduce_for_step(self) -> None:
+        if self._should_synchronize and self._synchronized and not self._clipped:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "The gradients are not reduced again.",
+                stacklevel=3,
+            )
+        if self._should_synchronize and self._frozen and self._thawed():
+            self.synchronize()
+        if self._reduced:
+            # Gradients were reduced before this call: others may still be looking at the parameters.
+            if self._shards is not None:
+                self._shards.meet()
+        elif not self._should_synchronize:
+            raise AssertionError("a sharded optimizer cannot step without synchronize(): no rank has whole gradients")
+        elif self._shards is None:
+            super().synchronize()
+            self._reduced = "whole"
+        else:
+            self._reduce_slices()
+
+    def _inner_step(self) -> None:
+        shards, inner = self._shards, self._inner
+        assert shards is not None
+        for mine, origin in zip(inner.param_groups, self._inner_origin, strict=True):
+            members = mine["params"]
+            mine.update(self.param_groups[origin])  # what schedulers and users have changed
+            mine["params"] = members
+        inner.step()
+        self._shard_state.adopt(inner)
+        shards.publish()
+
+    # --- from whole to sharded and back ---------------------------------------------------------------------------
+
+    def _shard(self) -> bool:
+        """Agree on a layout and move parameters and state into it (collective). False when not every member took part."""
+        hooked = self._hooked
+        for parameter in hooked:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                name = self._parameter_names[parameter]
+                raise ValueError(
+                    f"sharded=True does not support sparse gradients, and {name} has one; use sharded=False"
+                )
+        order = agree_on_order(self._recipe, self._parameter_names, hooked, self._last_arrivals, set())
+        if order is None or not hooked:
+            return False
+        kinds = kinds_of(self, hooked)
+        size = self._recipe.process_set.size() or 1
+        specs = plan_buckets(
+            order.parameters,
+            self._parameter_names,
+            wire_dtype=wire_dtype(self._recipe.compression),
+            group_of=kinds.of.__getitem__,
+            granularity=64 * size,
+            label=order.label,
+        )
+        state = ShardState(self, specs, kinds)
+        memory = None
+        if all(p.device.type == "cpu" for p in hooked):
+            set_id = self._recipe.process_set.process_set_id
+            num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
+            memory = SharedMemory.allocate(self._runtime, set_id, num_bytes)
+        shards = Shards(self._runtime, self._recipe, specs, kinds.of.__getitem__, memory)
+        inner = bare_copy(self, self._base_class)
+        inner.state = defaultdict(dict)
+        inner.param_groups = shards.inner_groups([self.param_groups[group] for group in kinds.groups])
+        state.divide(shards, inner, memory)
+        self._shards, self._shard_state, self._inner, self._reducer = shards, state, inner, shards
+        self._inner_origin = kinds.groups
+        return True
+
+    def _trial(self, groups: list[dict[str, Any]]) -> Any:
+        """A plain optimizer like the user's, with these groups, without hooks or state."""
+        trial = bare_copy(self, self._base_class)
+        trial.param_groups, trial.state = groups, defaultdict(dict)
+        trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = {}, {}
+        return trial
+
+    def _unshard(self) -> None:
+        """Private whole parameters and state again."""
+        shards = self._shards
+        assert shards is not None
+        if self._runtime is engine.current() or shards.shared:
+            self._shard_state.unite()
+        else:
+            warnings.warn(
+                "the world changed and took its slices of the optimizer state along; load a state that was saved",
+                stacklevel=3,
+            )
+        self._leave_shards()
+
+    def leave_world(self) -> None:
+        """The world is gone and the slices of other ranks with it: private whole parameters again, to be loaded anew."""
+        if self._shards is not None:
+            self._leave_shards()
+
+    def _leave_shards(self) -> None:
+        shards = self._shards
+        assert shards is not None
+        for parameter, view in shards.values():
+            parameter.data = view.clone(memory_format=torch.preserve_format)
+        shards.release()
+        self._shards = self._inner = None
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The whole state, as an unsharded optimizer has it.
+
+        Where state lies in shared memory any rank may call alone, between its steps; otherwise all ranks must call.
+        """
+        if self._shards is not None:
+            self._shard_state.present()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a whole state, saved by any number of ranks or by a plain optimizer; on all ranks."""
+        if self._shards is None or self._runtime is not engine.current():
+            self._reduced = ""
+            super().load_state_dict(*args, **kwargs)
+            return
+        self._synchronized = False
+        self._reset_budgets()
+        torch.optim.Optimizer.load_state_dict(self, *args, **kwargs)
+        if self._shard_state.fits():
+            self._shard_state.load()
+        else:  # other counts of steps, or other entries: arrange everything anew in the next step
+            self._leave_shards()
+            super()._start_over()
+            self._adaptation.possible = False

@@ -1,0 +1,250 @@
+"""The optimizer state of a sharded optimizer: divided among the ranks, and whole again for whoever asks.
+
+State tensors that have the shape of their parameter are divided like it; in shared memory they lie once, and every rank
+sees all of them as `optimizer.state[parameter]`. Everything else ("step" and other scalars) is the same for all elements of a
+group and every rank keeps its own. Called by `sharded.ShardedOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hora.engine.request import Kind
+from hora.torch.optimizer.bucket_plan import BucketSpec
+from hora.torch.optimizer.buckets import view_like
+from hora.torch.optimizer.shared_memory import SharedMemory
+from hora.torch.sharded.shards import Piece, Shards, _in_memory_order
+
+__all__ = ["Kinds", "ShardState", "kinds_of"]
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Parameters that can lie in one piece: of one group, and with the same scalars ("step") in their state."""
+
+    of: dict[torch.Tensor, int]
+    groups: list[int]  # the parameter group of each kind
+
+
+def kinds_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> Kinds:
+    """The kinds of these parameters, as the state is now."""
+    group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found: dict[tuple[int, object], int] = {}
+    of = {p: found.setdefault((group_of[p], _scalar_values(optimizer.state.get(p))), len(found)) for p in parameters}
+    return Kinds(of, [group for group, _ in found])
+
+
+def _scalar_values(state: dict[str, Any] | None) -> object:
+    if not state:
+        return None
+    return tuple(sorted((key, float(value)) for key, value in state.items() if key in _SCALARS and value is not None))
+
+
+class ShardState:
+    """Where the state of each element is. `optimizer` is the user's, `inner` the one that steps the pieces."""
+
+    def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: Kinds) -> None:
+        self._optimizer = optimizer
+        self._specs = specs
+        self._kinds = kinds
+        # Tensors per bucket: what the groups of its parameters keep for every element.
+        self._keys: list[dict[str, torch.dtype]] = []
+        for spec in specs:
+            keys: dict[str, torch.dtype] = {}
+            for group in sorted({kinds.groups[kinds.of[p]] for p in spec.parameters}):
+                keys.update(_elementwise_state(optimizer, group, spec.parameters[0]))
+            self._keys.append(keys)
+        self._flats: list[dict[str, torch.Tensor]] = [{} for _ in specs]
+        self._adopted = False
+
+    def num_bytes(self) -> int:
+        """What all of it needs in shared memory."""
+        return sum(
+            SharedMemory.space(spec.num_elements, dtype)
+            for spec, keys in zip(self._specs, self._keys, strict=True)
+            for dtype in keys.values()
+        )
+
+    def divide(self, shards: Shards, inner: Any, memory: SharedMemory | None) -> None:
+        """Give the pieces the state that the whole parameters have so far."""
+        self._shards, self._inner = shards, inner
+        if memory is not None:
+            for spec, keys, flats in zip(self._specs, self._keys, self._flats, strict=True):
+                for key, dtype in sorted(keys.items()):
+                    flats[key] = memory.take(spec.num_elements, dtype)
+        self.load(own_slices_only=True)
+
+    def load(self, *, own_slices_only: bool = False) -> None:
+        """Divide the whole state that lies in `optimizer.state` now.
+
+        Between steps every rank writes all of it into shared memory, so that it is enough if one has loaded a checkpoint;
+        within a step others may be stepping their slices already.
+        """
+        managed = self._shards.slots
+        whole = {p: state for p, state in self._optimizer.state.items() if p in managed}
+        for parameter in whole:
+            del self._optimizer.state[parameter]
+        self._inner.state.clear()
+        for piece in self._shards.pieces:
+            self._load_piece(piece, whole)
+        for index, group in enumerate(self._inner.param_groups):
+            for idle in group["params"]:
+                scalars = self._scalars(whole, index)
+                if idle not in self._inner.state and scalars:
+                    keys = _elementwise_keys(whole, self._members(index))
+                    self._inner.state[idle] = {**{key: torch.zeros_like(idle) for key in keys}, **scalars}
+        self._adopted = False
+        if self._shards.shared and self._inner.state:
+            for parameter, state in ({} if own_slices_only else whole).items():
+                bucket, index = managed[parameter]
+                flats = self._flats[self._shards.buckets.index(bucket)]
+                for key in _elementwise_keys(whole, [parameter]):
+                    if key in flats:
+                        view_like(flats[key], bucket.spec.offsets[index], parameter).copy_(state[key])
+            self.adopt(self._inner)
+
+    def _load_piece(self, piece: Piece, whole: dict[torch.Tensor, dict[str, Any]]) -> None:
+        bucket = self._shards.buckets[piece.bucket]
+        overlaps = [item for item in Shards.overlaps(bucket, piece) if whole.get(item[0])]
+        if not overlaps:
+            return
+        state: dict[str, Any] = self._scalars(whole, piece.kind)
+        for key in _elementwise_keys(whole, [item[0] for item in overlaps]):
+            dtype = next(whole[p][key].dtype for p, _, _ in overlaps if key in whole[p])
+            flat = torch.zeros(piece.end - piece.begin, dtype=dtype, device=piece.parameter.device)
+            for parameter, source, target in overlaps:
+                value = whole[parameter].get(key)
+                if isinstance(value, torch.Tensor):
+                    flat[target] = _in_memory_order(value, parameter)[source]
+            state[key] = flat
+        self._inner.state[piece.parameter] = state
+
+    def fits(self) -> bool:
+        """Whether the whole state that lies in `optimizer.state` now can be divided in the present layout."""
+        wanted = kinds_of(self._optimizer, list(self._kinds.of))
+        pairs = {(self._kinds.of[p], wanted.of[p]) for p in wanted.of}
+        keys = all(
+            set(_elementwise_keys(dict(self._optimizer.state), spec.parameters)) <= set(keys)
+            for spec, keys in zip(self._specs, self._keys, strict=True)
+        )
+        return keys and len(pairs) == len({mine for mine, _ in pairs})
+
+    def _members(self, kind: int) -> list[torch.Tensor]:
+        return [parameter for parameter, its in self._kinds.of.items() if its == kind]
+
+    def _scalars(self, whole: dict[torch.Tensor, dict[str, Any]], kind: int) -> dict[str, Any]:
+        for parameter in self._members(kind):
+            state = whole.get(parameter)
+            if state:
+                keys = _elementwise_keys(whole, [parameter])
+                return {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                    if key not in keys
+                }
+        return {}
+
+    def adopt(self, inner: Any) -> None:
+        """After a step: state that the optimizer has just made moves into shared memory."""
+        if self._adopted or not self._shards.shared:
+            return
+        for piece in self._shards.pieces:
+            state = inner.state.get(piece.parameter, {})
+            flats = self._flats[piece.bucket]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == piece.parameter.shape and key in flats:
+                    home = flats[key][piece.begin : piece.end]
+                    home.copy_(value)
+                    state[key] = home
+        self._adopted = True
+        self.present()
+
+    def present(self) -> None:
+        """Show the whole state in `optimizer.state`: views of shared memory, or gathered (collective then)."""
+        flats = self._flats if self._shards.shared else self._gathered()
+        for index, bucket in enumerate(self._shards.buckets):
+            for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
+                mine = self._inner_state(self._kinds.of[parameter])
+                if mine is None:
+                    continue
+                state = self._optimizer.state[parameter]
+                for key, value in mine.items():
+                    flat = flats[index].get(key)
+                    if flat is not None:
+                        state[key] = view_like(flat, offset, parameter)
+                    else:  # a copy each: a plain optimizer that loads this counts every parameter's steps by itself
+                        state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _inner_state(self, kind: int) -> dict[str, Any] | None:
+        for parameter in self._inner.param_groups[kind]["params"]:
+            state: dict[str, Any] | None = self._inner.state.get(parameter)
+            if state:
+                return state
+        return None
+
+    def _gathered(self) -> list[dict[str, torch.Tensor]]:
+        runtime = self._shards.runtime
+        set_id = self._optimizer.process_set.process_set_id
+        result: list[dict[str, torch.Tensor]] = []
+        for index, bucket in enumerate(self._shards.buckets):
+            whole = {}
+            for key, dtype in sorted(self._keys[index].items()):
+                mine = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
+                for piece in self._shards.pieces:
+                    value = self._inner.state.get(piece.parameter, {}).get(key)
+                    if piece.bucket == index and isinstance(value, torch.Tensor):
+                        mine[piece.begin - bucket.begin : piece.end - bucket.begin] = value
+                name = f"state.{key}.{bucket.spec.name}"
+                handle = runtime.submit(Kind.ALLGATHER, [mine], name=name, process_set_id=set_id)
+                (whole[key],) = runtime.synchronize(handle)
+            result.append(whole)
+        return result
+
+    def unite(self) -> None:
+        """Private whole state again, in `optimizer.state`."""
+        self.present()
+        for parameter in self._shards.slots:
+            state = self._optimizer.state.get(parameter)
+            if state:
+                self._optimizer.state[parameter] = {
+                    key: value.clone(memory_format=torch.preserve_format) if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                }
+
+
+def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
+    """Which entries of the state have the parameter's shape. Scalars ("step") have none, whatever the parameter."""
+    return sorted(
+        {
+            key
+            for parameter in parameters
+            for key, value in whole.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _SCALARS
+        }
+    )
+
+
+# Entries without dimensions even for parameters that have none themselves.
+_SCALARS = frozenset(("step", "mu_product", "eta", "mu"))
+
+
+def _elementwise_state(optimizer: Any, group: int, like: torch.Tensor) -> dict[str, torch.dtype]:
+    """The entries a group's state has for every element, and their dtypes: seen, or found out by stepping a dummy."""
+    members = optimizer.param_groups[group]["params"]
+    state = {p: optimizer.state[p] for p in members if optimizer.state.get(p)}
+    keys = _elementwise_keys(state, members)
+    if state:
+        return {key: next(s[key].dtype for s in state.values() if key in s) for key in keys}
+    dummy = torch.nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device), requires_grad=False)
+    dummy.grad = torch.zeros_like(dummy)
+    trial = optimizer._trial([{**optimizer.param_groups[group], "params": [dummy]}])
+    trial.step()
+    return {
+        key: value.dtype
+        for key, value in trial.state[dummy].items()
+        if isinstance(value, torch.Tensor) and value.shape == dummy.shape
+    }

@@ -1,0 +1,270 @@
+"""The worker functions themselves, and which session they speak to.
+
+1. Inside a worker: the session that started it (so its workers have the same master).
+2. A session that `hora workers launch` keeps for this folder.
+3. Otherwise a session of this process's own, which ends with it. Under `hora.compat` its name is in the environment, so
+   that the processes it starts speak to it too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import numbers
+import os
+import secrets
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hora.workers import daemon
+from hora.workers.gateway import Gateway, ask
+from hora.workers.machine import measure
+from hora.workers.session import Session
+
+__all__ = [
+    "StopResponse",
+    "await_workers",
+    "end_session",
+    "keep_session",
+    "launch_workers",
+    "list_workers",
+    "stop_workers",
+    "worker_output",
+]
+
+
+@dataclass(frozen=True)
+class StopResponse:
+    """What callers read of the answer to a stop request."""
+
+    id: str
+    status_code: int
+
+    @property
+    def ok(self) -> bool:
+        return self.status_code < 400
+
+
+class _Sessions(Protocol):
+    def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]: ...
+    def workers(self) -> list[dict[str, Any]]: ...
+    def wait(self, ids: Iterable[str], *, for_completion: bool, timeout_s: float) -> dict[str, Any]: ...
+    def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]: ...
+    def tail(self, worker: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class RemoteSession:
+    """A session of another process, behind its gateway."""
+
+    name: str
+    key: str
+
+    def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        limit_s = request["wait_s"] + 60.0
+        found: list[dict[str, Any]] = ask(
+            self.name, self.key, limit_s=limit_s, call="launch", n=n, request=dict(request)
+        )
+        return found
+
+    def workers(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = ask(self.name, self.key, call="list")
+        return found
+
+    def wait(self, ids: Iterable[str], *, for_completion: bool, timeout_s: float) -> dict[str, Any]:
+        limit_s = timeout_s + 30.0 if timeout_s else None  # 0 waits for ever: that is what the caller asked for
+        found: dict[str, Any] = ask(
+            self.name,
+            self.key,
+            limit_s=limit_s,
+            call="wait",
+            ids=list(ids),
+            for_completion=for_completion,
+            timeout_s=timeout_s,
+        )
+        return found
+
+    def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]:
+        found = ask(self.name, self.key, call="stop", ids=None if ids is None else list(ids))
+        return [(str(worker), int(status)) for worker, status in found]
+
+    def tail(self, worker: str) -> str:
+        return str(ask(self.name, self.key, call="tail", id=worker))
+
+
+_lock = threading.Lock()
+_own: tuple[int, Session, Gateway] | None = None  # with the process it belongs to: a forked child has none
+
+
+def _session() -> _Sessions:
+    given = _given_name()
+    if given is not None and os.environ.get("CDSW_MASTER_ID"):
+        return RemoteSession(*given)
+    found = daemon.find(os.getcwd())
+    if found is not None:
+        return RemoteSession(*found)
+    return _own_session()
+
+
+def _given_name() -> tuple[str, str] | None:
+    """Name and key of the session that the environment speaks of, if it is one of ours."""
+    url, key = os.environ.get("CDSW_API_URL", ""), os.environ.get("CDSW_API_KEY", "")
+    return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
+
+
+def _own_session() -> _Sessions:
+    global _own
+    with _lock:
+        if _own is None or _own[0] != os.getpid():
+            name, key = _given_name() or (f"hora-workers-{secrets.token_hex(8)}", secrets.token_hex(16))
+            try:
+                gateway = Gateway(name, key)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                return RemoteSession(name, key)  # of the process that started this one
+            session = Session(measure(os.environ), os.environ, address=gateway.name, key=key)
+            gateway.open(session)
+            atexit.register(_close, os.getpid())
+            _own = (os.getpid(), session, gateway)
+        return _own[1]
+
+
+def _close(owner: int) -> None:
+    global _own
+    with _lock:
+        own, _own = _own, None
+    if own is not None and owner == os.getpid():
+        own[2].close()
+        own[1].close()
+
+
+def launch_workers(
+    n: int,
+    cpu: float,
+    memory: float,
+    nvidia_gpu: int = 0,
+    kernel: str = "python3",
+    script: str = "",
+    code: str = "",
+    accelerator_label_id: object = None,
+    resource_profile_id: object = None,
+    resource_group_id: object = None,
+    env: Mapping[str, str] | None = None,
+    name: str = "",
+    *,
+    all_or_nothing: bool = False,
+    wait_seconds: float = 0,
+    raise_on_error: bool = False,
+    log_dir: str = "",
+    backend: str = "auto",
+) -> list[dict[str, Any]]:
+    """Start `n` workers with `cpu` cores and `memory` GiB each; returns one dict per worker without waiting for them.
+
+    `script` wins over `code`. A launch that was refused is a dict without `id`, with `message` (and a warning; with
+    `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is started; `wait_seconds` is how long to
+    wait for room before that. `backend`: `local` processes, tasks of the active `spark` session, or `auto`: Spark where
+    this process has a session on a cluster. The accelerator and resource arguments of the original are accepted and have
+    no meaning here.
+    """
+    if kernel not in ("python3", "python2", "r", "scala", ""):
+        raise ValueError(f"kernel must be python3, but it is {kernel!r}")
+    if kernel not in ("python3", ""):
+        raise ValueError(f"only the python3 kernel can run here, but {kernel!r} was asked for")
+    if backend not in ("auto", "local", "spark"):
+        raise ValueError(f"backend must be auto, local or spark, but it is {backend!r}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n must be a whole number of workers, at least 1, but it is {n!r}")
+    if not script and not code:
+        raise ValueError("workers need something to run: give them code= or script=")
+    if wait_seconds and not all_or_nothing:
+        raise ValueError(f"wait_seconds={wait_seconds} is for all_or_nothing=True; otherwise what fits starts at once")
+    if script and not os.path.exists(script):
+        raise ValueError(f"there is no script {script!r} in {os.getcwd()}")
+    if not isinstance(code, str):
+        raise ValueError(f"code must be Python text, but it is {code!r}")
+    for what, value in (("cpu", cpu), ("memory", memory), ("nvidia_gpu", nvidia_gpu)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{what} must be a number, but it is {value!r}")
+    request = {
+        "cpu": float(cpu),
+        "memory": float(memory),
+        "nvidia_gpu": int(nvidia_gpu),
+        "script": os.path.abspath(script) if script else "",
+        "code": code,
+        "env": {str(key): str(value) for key, value in (env or {}).items()},
+        "name": name,
+        "all_or_nothing": all_or_nothing,
+        "wait_s": float(wait_seconds),
+        "log_dir": os.path.abspath(log_dir) if log_dir else "",
+        "backend": backend,
+    }
+    answers = _session().launch(n, request)
+    refused = [answer["message"] for answer in answers if "id" not in answer]
+    if refused:
+        text = f"{len(refused)} of {n} workers were not launched: {refused[0]}"
+        if raise_on_error:
+            raise RuntimeError(text)
+        warnings.warn(text, stacklevel=2)
+    return answers
+
+
+def list_workers() -> list[dict[str, Any]]:
+    """Every worker of the session, in any state, in the order of their launch."""
+    return _session().workers()
+
+
+def await_workers(
+    ids: Any, wait_for_completion: bool = True, timeout_seconds: float = 60
+) -> dict[str, list[dict[str, Any]]]:
+    """Wait until the workers have completed, or only run; 0 seconds waits for ever. A failed worker raises nothing."""
+    return _session().wait(
+        _ids(ids), for_completion=bool(wait_for_completion), timeout_s=max(float(timeout_seconds), 0.0)
+    )
+
+
+def stop_workers(*ids: Any) -> list[StopResponse] | None:
+    """End these workers, or all of the session; returns when they have ended. None when there was nothing to stop."""
+    session = _session()
+    if not ids:
+        chosen = [worker["id"] for worker in session.workers() if worker["finished_at"] is None]
+        if not chosen:
+            return None
+    else:
+        chosen = [worker for item in ids for worker in _ids(item)]
+    return [StopResponse(worker, status) for worker, status in session.stop(chosen)]
+
+
+def keep_session() -> None:
+    """Have the workers of this folder outlive this process: until `end_session`, or an hour without workers."""
+    daemon.start(os.getcwd())
+
+
+def end_session() -> bool:
+    """End the session that `keep_session` or `hora workers launch` made, with its workers. False when there is none."""
+    return daemon.end(os.getcwd())
+
+
+def worker_output(worker: Any) -> str:
+    """The end of what a worker printed."""
+    (chosen,) = _ids(worker)
+    return _session().tail(chosen)
+
+
+def _ids(given: Any) -> list[str]:
+    """Ids from one id, one worker dict, or any iterable of them."""
+    if isinstance(given, str | int):
+        return [str(given)]
+    if isinstance(given, Mapping):
+        found = given.get("id", given.get("engineId"))
+        if found is None:
+            raise ValueError(f"this dict describes no worker: it has neither id nor engineId: {dict(given)}")
+        return [str(found)]
+    if isinstance(given, Iterable):
+        return [worker for item in given for worker in _ids(item)]
+    raise ValueError(
+        f"worker ids must be strings, worker dicts or a list of them, but {type(given).__name__} was given"
+    )

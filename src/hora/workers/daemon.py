@@ -1,0 +1,117 @@
+"""A standing session: workers that outlive the command that launched them, one session per user and folder.
+
+`hora workers launch` makes it, `hora workers end` ends it together with its workers. It is found by a socket name made
+of the user and the folder, so nothing is written anywhere. It also ends by itself when it has been without workers for
+a while. `python -m hora.workers.daemon` is its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import select
+import subprocess
+import sys
+
+__all__ = ["end", "find", "name_of", "start"]
+
+_IDLE_LIMIT_S = 3600.0
+_START_LIMIT_S = 60.0
+_LEAVE_LIMIT_S = 5.0
+_END_LIMIT_S = 30.0
+
+
+def name_of(folder: str) -> tuple[str, str]:
+    """Socket name and key of the session of this user and folder. The socket itself answers to this user only."""
+    digest = hashlib.sha256(f"{os.getuid()}:{os.path.realpath(folder)}".encode()).hexdigest()
+    return f"hora-workers-{digest[:32]}", digest[32:]
+
+
+def find(folder: str) -> tuple[str, str] | None:
+    """Name and key of the folder's session, if it runs."""
+    from hora.workers.gateway import connect
+
+    name, key = name_of(folder)
+    try:
+        connect(name).close()
+    except OSError:
+        return None
+    return name, key
+
+
+def start(folder: str) -> tuple[str, str]:
+    """The folder's session, started if it does not run."""
+    found = find(folder)
+    if found is not None:
+        return found
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hora.workers.daemon"],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        ready, _, _ = select.select([process.stdout], [], [], _START_LIMIT_S)
+        line = process.stdout.readline() if ready else b""  # it says that it is ready, or ends
+    found = find(folder)
+    if found is None:
+        from hora.launch.host.connection import wait_or_kill
+
+        status = wait_or_kill(process, _LEAVE_LIMIT_S)
+        raise RuntimeError(f"the session of workers did not start (it said {line!r}, status {status})")
+    return found
+
+
+def end(folder: str) -> bool:
+    """End the folder's session and all its workers, and wait until it is gone. False when none runs."""
+    from hora.workers.gateway import ask, server_pid
+
+    found = find(folder)
+    if found is None:
+        return False
+    process = os.pidfd_open(server_pid(found[0]))
+    try:
+        ask(*found, call="stop", ids=None)
+        ask(*found, call="end")
+        if not select.select([process], [], [], _END_LIMIT_S)[0]:
+            raise TimeoutError(f"the session of workers of {folder} did not end within {_END_LIMIT_S:g} s")
+    finally:
+        os.close(process)
+    return True
+
+
+def main() -> None:
+    """Serve until told to end, or until there has been no worker for an hour."""
+    from hora.launch.job import OutputOptions
+    from hora.workers.gateway import Gateway
+    from hora.workers.machine import measure
+    from hora.workers.session import Session
+
+    name, key = name_of(os.getcwd())
+    try:
+        gateway = Gateway(name, key)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        print("somebody else has just started it", flush=True)
+        return
+    session = Session(measure(os.environ), os.environ, address=name, key=key, output=OutputOptions(console=False))
+    gateway.open(session)
+    print("ready", flush=True)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        while not gateway.idle.wait(_IDLE_LIMIT_S):
+            if all(worker["finished_at"] is not None for worker in session.workers()):
+                break
+    finally:
+        gateway.close()
+        session.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""A session: owns workers, from launch to end.
+
+It numbers them, has a backend start them (`local`, or `spark` where a Spark session is active), shows their output with
+their ids in front, and knows how each of them ended. Callers: `api` in this process, `gateway` for others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hora.launch.control.log_file import LogFile
+from hora.launch.control.output import Output
+from hora.launch.job import OutputOptions, WorkerExit
+from hora.workers.backend import GRACE_S, Backend, Launched
+from hora.workers.capacity import Capacity, Refused
+from hora.workers.local import LocalWorkers
+from hora.workers.record import Record, new_id
+
+__all__ = ["Session"]
+
+_MASTER_IP = "127.0.0.1"
+_STOP_SLACK_S = 10.0
+_CHECK_S = 1.0  # how often a wait asks whether anybody still waits
+# The place of this process in a job of its own is not the workers'.
+_NOT_INHERITED = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "HORA_SECRET_FILE",
+    "HORA_JOB",
+    "HORA_WORKER",
+)
+
+
+class Session:
+    """Workers of one master. Thread-safe. `environment` is what workers inherit."""
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        environment: Mapping[str, str],
+        *,
+        address: str,
+        key: str,
+        output: OutputOptions | None = None,
+    ) -> None:
+        self.id = environment.get("CDSW_ENGINE_ID") or new_id()
+        inherited = {name: value for name, value in environment.items() if name not in _NOT_INHERITED}
+        self._user = inherited.get("USER", "user")
+        self._address, self._key = address, key
+        self._records: dict[str, Record] = {}
+        self._by_number: dict[int, Record] = {}
+        self._stopping: set[str] = set()
+        self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
+        self._output = Output(output or OutputOptions(), {})
+        self._logs: dict[int, LogFile] = {}
+        self._local = LocalWorkers(capacity, inherited, self)
+        self._spark: list[tuple[object, Backend]] = []  # by context; the last one is in use
+        self._backends: dict[int, Backend] = {}  # of each worker
+
+    def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Start `n` workers; one dict for each, in order. What does not fit is a dict without `id`, with `message`.
+
+        With `all_or_nothing` in the request nothing starts then, and `wait_s` says for how long to wait for room first.
+        """
+        backend = self._backend(request)
+        backend.settle(n)
+        deadline = time.monotonic() + float(request.get("wait_s", 0.0))
+        with self._changed:
+            while True:
+                answers, launched = self._reserve(n, request, backend)
+                if len(launched) == n or not request.get("all_or_nothing"):
+                    break
+                self._undo(launched, backend)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return _none_launched(answers)
+                self._changed.wait(left_s)
+            if launched:
+                try:
+                    backend.start(launched)
+                except BaseException:
+                    self._undo(launched, backend)
+                    raise
+        return answers
+
+    def _reserve(
+        self, n: int, request: Mapping[str, Any], backend: Backend
+    ) -> tuple[list[dict[str, Any]], list[Launched]]:
+        """An answer for each of `n` workers, and those for which there is room."""
+        answers: list[dict[str, Any]] = []
+        launched: list[Launched] = []
+        for index in range(n):
+            engine = new_id()
+            try:
+                backend.reserve(engine, request)
+                launched.append(self._admit(engine, index, request, backend))
+            except Refused as refusal:
+                answers.append({"engineId": engine, "index": index, "message": str(refusal)})
+            except BaseException:
+                self._undo(launched, backend)
+                backend.release(engine)
+                raise
+            else:
+                answers.append(launched[-1].record.to_dict(time.time()))
+        return answers, launched
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Every worker of this session, in the order of their launch."""
+        with self._changed:
+            now = time.time()
+            return [record.to_dict(now) for record in self._records.values()]
+
+    def wait(
+        self,
+        ids: Iterable[str],
+        *,
+        for_completion: bool,
+        timeout_s: float,
+        abandoned: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
+        """Wait until every worker has completed, or runs; `timeout_s` 0 waits for ever, or until it is `abandoned`."""
+        wanted = list(ids)
+        good: tuple[str, ...] = ("succeeded",)
+        bad: tuple[str, ...] = ("failed", "stopped", "timedout")
+        if not for_completion:
+            good, bad = ("running",), (*bad, "succeeded")
+        settled = {*good, *bad}
+
+        def all_settled() -> bool:
+            found = (self._records.get(worker) for worker in wanted)
+            return all(record is None or record.status in settled for record in found)
+
+        deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
+        with self._changed:
+            while not all_settled() and (left_s := deadline - time.monotonic()) > 0 and not abandoned():
+                self._changed.wait(min(left_s, _CHECK_S))
+            return self._sorted(wanted, good)
+
+    def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]:
+        """End these workers, or all that run; pairs of id and an HTTP-like status. Returns when they have ended."""
+        with self._changed:
+            chosen = list(self._records) if ids is None else list(ids)
+            running = [worker for worker in chosen if worker in self._records and not self._records[worker].ended]
+            self._stopping.update(running)
+            numbers = [number for number, record in self._by_number.items() if record.id in running]
+            for backend in {id(self._backends[number]): self._backends[number] for number in numbers}.values():
+                backend.terminate(numbers, grace_s=GRACE_S)
+            self._changed.wait_for(lambda: all(self._records[worker].ended for worker in running), self._stop_limit_s)
+            return [(worker, 204 if worker in self._records else 404) for worker in chosen]
+
+    def tail(self, worker: str) -> str:
+        """The end of a worker's output."""
+        with self._changed:
+            number = next((number for number, record in self._by_number.items() if record.id == worker), None)
+        return "" if number is None else self._output.tail(number)
+
+    def close(self) -> None:
+        """End every worker."""
+        for _, backend in self._spark:
+            backend.close()
+        self._local.close()
+        self._output.close()
+
+    # What the backend reports, on its thread.
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self._by_number[worker].remember(data)
+        log = self._logs.get(worker)
+        if log is not None:
+            log.write(data)
+        self._output.feed(worker, stream, data)
+
+    def started(self, worker: int) -> None:
+        with self._changed:
+            record = self._by_number[worker]
+            record.status, record.running_at = "running", time.time()
+            self._changed.notify_all()
+
+    def exited(self, ended: WorkerExit) -> None:
+        self._output.end(ended.worker)
+        with self._changed:
+            log = self._logs.pop(ended.worker, None)
+            if log is not None:
+                log.close()
+            record, backend = self._by_number[ended.worker], self._backends[ended.worker]
+            stopped = record.id in self._stopping
+            record.status = "stopped" if stopped else "succeeded" if ended.code == 0 else "failed"
+            record.exit_code, record.finished_at = ended.code, time.time()
+            record.message = ended.reason
+            backend.release(record.id)
+            backend.clear_up(ended.worker)
+            self._changed.notify_all()
+
+    # Inside.
+
+    @property
+    def _stop_limit_s(self) -> float:
+        return GRACE_S + _STOP_SLACK_S
+
+    def _backend(self, request: Mapping[str, Any]) -> Backend:
+        """Where these workers shall run. ValueError if Spark was asked for and is not there."""
+        wanted = request.get("backend", "auto")
+        if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
+            return self._local
+        from hora.workers.spark import SparkWorkers, spark_context  # local workers start faster without
+
+        context = spark_context(wanted)
+        if context is None:
+            return self._local
+        with self._changed:
+            if not self._spark or self._spark[-1][0] is not context:
+                self._spark.append((context, SparkWorkers(context, self)))
+            return self._spark[-1][1]
+
+    def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: Backend) -> Launched:
+        number = next(self._numbers)
+        record = Record(
+            id=engine,
+            index=index,
+            name=request.get("name") or f"worker-{number}",
+            ip_address=f"127.{number // 62500}.{1 + number // 250 % 250}.{1 + number % 250}",
+            cpu=request["cpu"],
+            memory=request["memory"],
+            nvidia_gpu=request["nvidia_gpu"],
+            created_at=time.time(),
+            app_port=8100 + number % 15000 * 3,
+        )
+        if request.get("log_dir"):
+            try:
+                self._logs[number] = LogFile(Path(request["log_dir"]) / f"{engine}.log")
+            except OSError as error:
+                raise ValueError(f"log_dir={request['log_dir']!r} cannot be written: {error.strerror}") from error
+        self._records[engine] = record
+        self._by_number[number], self._backends[number] = record, backend
+        self._output.set_ranks(cast(Mapping[int, int], {number: engine}))  # lines are tagged with the id
+        return Launched(number=number, record=record, request=request, variables=self._variables(record))
+
+    def _undo(self, launched: Sequence[Launched], backend: Backend) -> None:
+        for worker in launched:
+            del self._records[worker.record.id], self._by_number[worker.number], self._backends[worker.number]
+            if worker.number in self._logs:
+                self._logs.pop(worker.number).discard()
+            backend.release(worker.record.id)
+
+    def _sorted(self, wanted: Iterable[str], good: Sequence[str]) -> dict[str, Any]:
+        now = time.time()
+        found: dict[str, list[dict[str, Any]]] = {"workers": [], "failures": []}
+        for worker in wanted:
+            record = self._records.get(worker)
+            if record is None:
+                unknown = {"id": worker, "status": "unknown", "message": "no such worker in this session"}
+                found["failures"].append(unknown)
+            else:
+                found["workers" if record.status in good else "failures"].append(record.to_dict(now))
+        return found
+
+    def _variables(self, record: Record) -> dict[str, str]:
+        return {
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": str(max(1, int(record.cpu))),
+            "CDSW_ENGINE_ID": record.id,
+            "CDSW_MASTER_ID": self.id,
+            "CDSW_MASTER_IP": _MASTER_IP,
+            "CML_MASTER_IP": _MASTER_IP,
+            "CDSW_IP_ADDRESS": record.ip_address,
+            "CDSW_APP_PORT": str(record.app_port),
+            "CDSW_READONLY_PORT": str(record.app_port + 1),
+            "CDSW_PUBLIC_PORT": str(record.app_port + 2),
+            "CDSW_DOMAIN": "localhost",
+            "CDSW_PROJECT": os.path.basename(os.getcwd()) or "project",
+            "CDSW_CREATOR": self._user,
+            "CDSW_ENGINE_TYPE": "python3",
+            "CDSW_API_URL": f"unix:{self._address}",
+            "CDSW_API_KEY": self._key,
+            "CDSW_PROJECT_URL": f"unix:{self._address}",
+            "CDSW_ENGINE_URL": f"unix:{self._address}",
+        }
+
+
+def _none_launched(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Refusals for all, because some were refused."""
+    cause = next(answer["message"] for answer in answers if "id" not in answer)
+    return [
+        {"engineId": answer["id"], "index": answer["index"], "message": f"not launched, because not all fit: {cause}"}
+        if "id" in answer
+        else dict(answer)
+        for answer in answers
+    ]
