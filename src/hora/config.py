@@ -37,7 +37,7 @@ def _cores(text: str) -> tuple[int, ...]:
 
 
 def _transport(text: str) -> str:
-    if text not in ("auto", "shm", "gloo"):
+    if text not in ("auto", "gloo"):
         raise ValueError("unknown transport")
     return text
 
@@ -57,21 +57,19 @@ class EngineConfig:
     cache_capacity: int = _variable("HOROVOD_CACHE_CAPACITY", 1024, _count, "a number of entries ≥ 0")
     disable_group_fusion: bool = _variable("HOROVOD_DISABLE_GROUP_FUSION", False, _boolean, "0 or 1")
     dynamic_process_sets: bool = _variable("HOROVOD_DYNAMIC_PROCESS_SETS", False, _boolean, "0 or 1")
-    elastic: bool = _variable("HOROVOD_ELASTIC", False, _boolean, "0 or 1")
     timeline: str = _variable("HOROVOD_TIMELINE", "", str, "a file path or DYNAMIC")
     timeline_mark_cycles: bool = _variable("HOROVOD_TIMELINE_MARK_CYCLES", False, _boolean, "0 or 1")
     stall_check_disable: bool = _variable("HOROVOD_STALL_CHECK_DISABLE", False, _boolean, "0 or 1")
     stall_warning_s: float = _variable("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0, _seconds, "a number of seconds ≥ 0")
     stall_shutdown_s: float = _variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0, _seconds, "a number of seconds ≥ 0")
     init_timeout_s: float = _variable("HOROVOD_GLOO_TIMEOUT_SECONDS", 120.0, _seconds, "a number of seconds ≥ 0")
-    elastic_timeout_s: float = _variable("HOROVOD_ELASTIC_TIMEOUT", 600.0, _seconds, "a number of seconds ≥ 0")
     interface: str = _variable("HOROVOD_GLOO_IFACE", "", str, "a network interface")
     log_level: str = _variable("HOROVOD_LOG_LEVEL", "warning", str, "a log level")
     log_hide_time: bool = _variable("HOROVOD_LOG_HIDE_TIME", False, _boolean, "0 or 1")
     thread_affinity: tuple[int, ...] = _variable(
         "HOROVOD_THREAD_AFFINITY", (), _cores, "a comma list of core numbers, one per local rank"
     )
-    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto, shm or gloo")
+    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto or gloo")
     keep_freed_memory: bool = _variable("HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1")
 
     @classmethod

@@ -2,7 +2,7 @@
 
 `World.from_env` understands Hora / Horovod, torchrun, Open MPI / PMI and Slurm variables, in this order; with none of
 them a process is a world of one. This module and `config` are the only ones that read the environment.
-It opens no connection: the engine does that, with the `Meeting` found here.
+It opens no connection: the engine does that, with the `MeetingPoint` found here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Meeting", "World"]
+__all__ = ["MeetingPoint", "World"]
 
 # (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
 _FOREIGN = (
@@ -30,7 +30,7 @@ _FOREIGN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class MeetingPoint:
     """Where the ranks of a world find one another.
 
     `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the secret is read from `secret_file`),
@@ -64,7 +64,7 @@ class World:
     worker: int = -1  # the process's number in its job, which stays when ranks change (-1: no Hora launcher)
     elastic: bool = False
     launcher: str = "none"
-    meeting: Meeting = Meeting()
+    meeting: MeetingPoint = MeetingPoint()
 
     def __post_init__(self) -> None:
         for rank, size, what in (
@@ -139,9 +139,9 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
 
 def _from_horovod(env: Mapping[str, str]) -> World:
     rank, size = _integer(env, "HOROVOD_RANK"), _integer(env, "HOROVOD_SIZE")
-    meeting = Meeting()
+    meeting = MeetingPoint()
     if env.get("HORA_SECRET_FILE"):
-        meeting = Meeting(
+        meeting = MeetingPoint(
             kind="hora",
             address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
             port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
@@ -188,7 +188,7 @@ def _from_foreign(
         cross_size=max(-(-size // max(local_size, 1)), cross_rank + 1),
         hostname=socket.gethostname(),
         launcher=launcher,
-        meeting=_tcp_meeting(env, rank, launcher) if size > 1 else Meeting(),
+        meeting=_tcp_meeting(env, rank, launcher) if size > 1 else MeetingPoint(),
     )
 
 
@@ -217,12 +217,12 @@ def _first_slurm_host(nodelist: str) -> str:
     return head + rest.split("]")[0].split(",")[0].split("-")[0]
 
 
-def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str) -> Meeting:
+def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str) -> MeetingPoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address and port:
         # torchrun's agent already runs a store there; everybody else expects rank 0 to open it.
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
-        return Meeting(
+        return MeetingPoint(
             kind="tcp",
             address=address,
             port=_integer(env, "MASTER_PORT"),
@@ -246,4 +246,4 @@ def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str) -> Meeting:
             "MASTER_PORT to a host and a free port of rank 0, or start the job with horovodrun"
         )
     port_number = 20000 + sum((i + 1) * b for i, b in enumerate(str(job).encode())) % 20000
-    return Meeting(kind="tcp", address=address, port=port_number, job=str(job), host_store=rank == 0)
+    return MeetingPoint(kind="tcp", address=address, port=port_number, job=str(job), host_store=rank == 0)

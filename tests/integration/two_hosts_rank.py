@@ -48,11 +48,11 @@ def operations() -> dict[str, object]:
 
 
 def describe() -> dict[str, object]:
-    runtime = engine.current()
+    runtime = engine.current_runtime()
     return {
         "hosts": runtime.hosts,
         "place": [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()],
-        "transport": runtime.sets.lane(0).transport("cpu").name,
+        "transport": runtime.process_sets.queue(0).transport("cpu").name,
         "memory": shared_memory(),
     }
 

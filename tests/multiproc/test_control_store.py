@@ -16,7 +16,7 @@ from hora.errors import HorovodInternalError
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.client import ControlClient
 from hora.net.wire import new_secret
-from hora.world import Meeting
+from hora.world import MeetingPoint
 
 BINARY = bytes(range(256)) * 3
 
@@ -36,7 +36,7 @@ def meeting():
     server = Rendezvous("127.0.0.1", secret=secret, job="job", events=Events())
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     try:
-        yield Meeting(kind="hora", address="127.0.0.1", port=server.port, secret_file=path, job="job")
+        yield MeetingPoint(kind="hora", address="127.0.0.1", port=server.port, secret_file=path, job="job")
     finally:
         server.close()
         os.close(descriptor)

@@ -112,8 +112,8 @@ def test_a_rank_that_cannot_do_its_part_ends_it_for_all_with_the_reason():
     hvd.init()
     hvd.allreduce(torch.ones(4), name="warm")
     if hvd.rank() == 1:
-        lane = engine.current().sets.lane(0)
-        lane.transport().allreduce = _no_memory
+        queue = engine.current_runtime().process_sets.queue(0)
+        queue.transport().allreduce = _no_memory
     with pytest.raises(hvd.HorovodInternalError, match="failed on rank 1: MemoryError: no more"):
         [hvd.allreduce(torch.ones(100_000), name=f"x{step}") for step in range(3)]
     hvd.shutdown()
@@ -128,7 +128,7 @@ def test_ctrl_c_in_mid_collective_ends_it_for_all():
     hvd.init()
     hvd.allreduce(torch.ones(4), name="warm")
     if hvd.rank() == 1:
-        engine.current().sets.lane(0).transport().allreduce = _interrupted
+        engine.current_runtime().process_sets.queue(0).transport().allreduce = _interrupted
         with pytest.raises(KeyboardInterrupt):
             hvd.allreduce(torch.ones(4), name="x")
     with pytest.raises(hvd.HorovodInternalError, match="failed on rank 1: it was interrupted"):

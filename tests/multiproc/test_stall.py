@@ -109,7 +109,7 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
     hvd.allreduce(torch.ones(1), name="fine")
     pids = hvd.allgather_object(os.getpid())
     if hvd.rank() == 1:
-        transport = engine.current().sets.lane(0).transport()
+        transport = engine.current_runtime().process_sets.queue(0).transport()
         original = transport.allreduce
         transport.allreduce = lambda *a, **k: (_stop_inside_a_reduction(), original(*a, **k))
         with contextlib.suppress(hvd.HorovodInternalError):  # rank 0 has done its part: this may even succeed
@@ -132,9 +132,9 @@ def test_looking_for_stalls_never_takes_part_in_a_collective(monkeypatch):
     monkeypatch.setattr(hub, "_TICK_S", 0.001)
     hvd.init()
     value = torch.ones(3)
-    handle = engine.current().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
+    handle = engine.current_runtime().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
     if hvd.rank() == 0:
         time.sleep(0.5)  # all have submitted, and on this rank nobody waits for it yet
-    engine.current().synchronize(handle)
+    engine.current_runtime().synchronize(handle)
     assert value.tolist() == [3.0] * 3
     hvd.shutdown()

@@ -17,7 +17,7 @@ from hora.launch.control.rendezvous import Rendezvous
 from hora.net import server
 from hora.net.client import ControlClient
 from hora.net.wire import ClientHandshake, new_secret
-from hora.world import Meeting, World
+from hora.world import MeetingPoint, World
 
 LIMIT_S = 20.0
 
@@ -44,7 +44,7 @@ class Place:
         os.write(self.secret_fd, self.secret)
         self.events = Events()
         self.server = Rendezvous("127.0.0.1", secret=self.secret, job="job", events=self.events)
-        self.meeting = Meeting(
+        self.meeting = MeetingPoint(
             kind="hora",
             address="127.0.0.1",
             port=self.server.port,
@@ -266,7 +266,7 @@ def test_a_wrong_secret_is_a_clear_error(place: Place):
 
 
 def test_an_unreadable_secret_is_a_clear_error(place: Place):
-    meeting = Meeting(kind="hora", address="127.0.0.1", port=1, secret_file="/proc/self/fd/99999", job="job")
+    meeting = MeetingPoint(kind="hora", address="127.0.0.1", port=1, secret_file="/proc/self/fd/99999", job="job")
     with pytest.raises(AuthenticationError, match="HORA_SECRET_FILE=/proc/self/fd/99999"):
         ControlClient.connect(meeting, name="rank 0", timeout_s=1)
 
@@ -274,14 +274,16 @@ def test_an_unreadable_secret_is_a_clear_error(place: Place):
 def test_a_closed_port_is_a_clear_error(place: Place):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    meeting = Meeting(kind="hora", address="127.0.0.1", port=port, secret_file=place.meeting.secret_file, job="job")
+    meeting = MeetingPoint(
+        kind="hora", address="127.0.0.1", port=port, secret_file=place.meeting.secret_file, job="job"
+    )
     with pytest.raises(ConnectionError, match="cannot reach the rendezvous of job job"):
         ControlClient.connect(meeting, name="rank 0", timeout_s=1)
 
 
 def test_a_server_that_says_nothing_is_a_timeout(place: Place):
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        meeting = Meeting(
+        meeting = MeetingPoint(
             kind="hora",
             address="127.0.0.1",
             port=mute.getsockname()[1],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.world import Meeting, World
+from hora.world import MeetingPoint, World
 
 TORCHRUN = {
     "RANK": "3",
@@ -41,7 +41,7 @@ def test_torchrun():
     world = World.from_env(TORCHRUN)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 1, 2)
     assert (world.cross_rank, world.cross_size) == (1, 2)
-    assert world.meeting == Meeting(kind="tcp", address="10.0.0.1", port=29500, job="abc", host_store=False)
+    assert world.meeting == MeetingPoint(kind="tcp", address="10.0.0.1", port=29500, job="abc", host_store=False)
 
 
 def test_open_mpi_on_one_host():
@@ -133,6 +133,6 @@ def test_a_world_survives_the_environment():
         generation=7,
         elastic=True,
         launcher="hora",
-        meeting=Meeting(kind="hora", address="127.0.0.1", port=5, secret_file="/proc/1/fd/3", job="j"),
+        meeting=MeetingPoint(kind="hora", address="127.0.0.1", port=5, secret_file="/proc/1/fd/3", job="j"),
     )
     assert World.from_env(world.to_env()) == world

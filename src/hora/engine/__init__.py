@@ -1,9 +1,9 @@
 """The engine: named requests from any thread, agreed on by all ranks, carried out in fused batches.
 
-Read in this order: request, plan, agreement, lane, runtime; then transport/.
+Read in this order: request, plan, agreement, queue, runtime; then transport/.
 """
 
-from hora.engine.process import control_connection, current, init, is_initialized, restart, shutdown
+from hora.engine.process import control_connection, current_runtime, init, is_initialized, restart, shutdown
 from hora.engine.request import Kind, ReduceOp
 from hora.engine.runtime import Runtime
 
@@ -12,7 +12,7 @@ __all__ = [
     "ReduceOp",
     "Runtime",
     "control_connection",
-    "current",
+    "current_runtime",
     "init",
     "is_initialized",
     "restart",

@@ -1,7 +1,7 @@
 """Carrying out one agreed batch: from requests and signatures to a transport's flat tensors and back.
 
-Called by a lane with the requests of this rank; a request is None when this rank has joined and only contributes values
-that change nothing. Errors are the lane's business.
+Called by a queue with the requests of this rank; a request is None when this rank has joined and only contributes values
+that change nothing. Errors are the queue's business.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hora.engine.request import DTYPES, Key, Kind, ReduceOp, Request, Signature
 from hora.engine.transport.arithmetic import identity
 from hora.engine.transport.base import Transport
 
-__all__ = ["carry_out", "carry_out_on_device"]
+__all__ = ["execute", "execute_on_device"]
 
 Requests = Mapping[Key, Request]
 
 
-def carry_out(batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]) -> None:
+def execute(batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]) -> None:
     """Carry out a batch of a collective on tensors; results are left in the requests."""
     if batch.kind is Kind.ALLREDUCE:
         _allreduce(batch, requests, transport)
@@ -39,7 +39,7 @@ def carry_out(batch: Batch, requests: Requests, transport: Transport, member: in
         assert batch.kind is Kind.BARRIER, batch.kind
 
 
-def carry_out_on_device(
+def execute_on_device(
     batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]
 ) -> None:
     """The same on a GPU, on a stream of our own, after the work that the requests were submitted behind."""
@@ -49,7 +49,7 @@ def carry_out_on_device(
         for request in requests.values():
             if request.device_event is not None:
                 stream.wait_event(request.device_event)
-        carry_out(batch, requests, transport, member, ranks)
+        execute(batch, requests, transport, member, ranks)
         finished = torch.cuda.Event()
         finished.record(stream)
         for request in requests.values():

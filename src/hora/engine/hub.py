@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hora.engine.shm.segment import Segment
@@ -355,14 +355,6 @@ def _cut(payload: bytes, parts: list[list[int]]) -> list[tuple[int, bytes]]:
         pieces.append((member, payload[at : at + length]))
         at += length
     return pieces
-
-
-def same_host_groups(fingerprints: Sequence[object]) -> list[list[int]]:
-    """Ranks with equal fingerprints, each group in rank order, groups in order of their first rank."""
-    groups: dict[object, list[int]] = {}
-    for rank, fingerprint in enumerate(fingerprints):
-        groups.setdefault(fingerprint, []).append(rank)
-    return list(groups.values())
 
 
 # A forked child (a DataLoader worker) inherits the sockets: while it keeps them open, the death of its parent would

@@ -17,15 +17,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hora.config import EngineConfig
-from hora.engine.hub import Mesh, MeshEvents, same_host_groups
-from hora.engine.meeting import Gathering, host_fingerprint, local_address, open_gathering
+from hora.engine.hub import Mesh, MeshEvents
+from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.factory import Neighbourhood
+from hora.engine.transport.factory import Topology
 from hora.errors import HorovodInternalError
+from hora.net.address import interface_address, source_address
 from hora.world import World
 
-__all__ = ["Neighbours", "check_ranks", "check_ranks_at_init"]
+__all__ = ["Peers", "check_ranks", "check_ranks_at_init"]
 
 log = logging.getLogger("hora")
 
@@ -35,7 +36,7 @@ _COMMON_SETTINGS = ("fusion_threshold_bytes", "disable_group_fusion", "transport
 
 
 @dataclass(frozen=True)
-class _Facts:
+class PeerInfo:
     """What a rank tells the others when they meet."""
 
     rank: int
@@ -51,11 +52,11 @@ class _Facts:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> _Facts:
+    def decode(cls, data: bytes) -> PeerInfo:
         return cls(**json.loads(data))
 
 
-class Neighbours:
+class Peers:
     """The ranks of a world of several. `epoch` tells one initialisation of this world from another."""
 
     def __init__(self, world: World, config: EngineConfig, epoch: str, events: MeshEvents) -> None:
@@ -63,41 +64,41 @@ class Neighbours:
         self._world = world
         self._config = config
         self._epoch = epoch
-        self._peers: list[_Facts] = []
+        self._infos: list[PeerInfo] = []
         self._num_segments: dict[str, int] = {}
-        self._gathering: Gathering = open_gathering(world, limit_s=config.init_timeout_s)
+        self._meeting: Meeting = open_meeting(world, limit_s=config.init_timeout_s)
         self.mesh = Mesh(world.rank, world.size, events)
 
-    # Meeting.
+    # Setting up.
 
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
         world = self._world
         secret = secrets.token_hex(32) if world.rank == 0 else ""
         settings = {name: getattr(self._config, name) for name in _COMMON_SETTINGS}
-        mine = _Facts(
+        mine = PeerInfo(
             world.rank,
             self.mesh.name,
-            host_fingerprint(),
+            _host_fingerprint(),
             os.getpid(),
             world.hostname,
             process_sets,
             secret,
             settings,
         )
-        self._peers = [_Facts.decode(data) for data in self.gather("facts", mine.encode())]
+        self._infos = [PeerInfo.decode(data) for data in self.gather("facts", mine.encode())]
         self._check_agreement_on_sets()
-        self.mesh.start(bytes.fromhex(self._peers[0].secret))
+        self.mesh.start(bytes.fromhex(self._infos[0].secret))
         self.hosts = self._prove_hosts()
         with self.peers_may_go():
             self._join_mesh()
-        return self._peers[0].process_sets
+        return self._infos[0].process_sets
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
         """Everybody's value, in rank order (collective)."""
         world, limit_s = self._world, self._config.init_timeout_s
         key = f"{self._epoch}/{what}"
-        return self._gathering.allgather(key, value, rank=world.rank, size=world.size, limit_s=limit_s)
+        return self._meeting.allgather(key, value, rank=world.rank, size=world.size, limit_s=limit_s)
 
     @contextlib.contextmanager
     def peers_may_go(self) -> Iterator[None]:
@@ -109,16 +110,16 @@ class Neighbours:
 
     def describe(self, rank: int) -> str:
         """A rank in words, for messages."""
-        peer = self._peers[rank]
+        peer = self._infos[rank]
         return f"rank {rank} (process {peer.pid} on {peer.hostname})"
 
     def setting(self, name: str) -> Any:
         """A setting that all ranks share: rank 0's."""
-        return self._peers[0].settings[name]
+        return self._infos[0].settings[name]
 
     def _check_agreement_on_sets(self) -> None:
-        expected = self._peers[0].process_sets
-        for peer in self._peers:
+        expected = self._infos[0].process_sets
+        for peer in self._infos:
             if peer.process_sets != expected:
                 raise ValueError(
                     "Horovod initialization failed: the ranks disagree on their process sets: rank 0 has "
@@ -131,19 +132,19 @@ class Neighbours:
     def _prove_hosts(self) -> list[list[int]]:
         """Groups of ranks that really share memory: every other rank fetched the first one's."""
         rank = self._world.rank
-        (group,) = [g for g in same_host_groups([p.fingerprint for p in self._peers]) if rank in g]
+        (group,) = [g for g in _same_host_groups([p.fingerprint for p in self._infos]) if rank in g]
         leader = group[0]
         proven = leader == rank
         if proven:
             self.mesh.offer("probe", 1, len(group) - 1)
         else:
             try:
-                self.mesh.fetch(self._peers[leader].mesh_name, "probe", limit_s=_PROBE_LIMIT_S).close()
+                self.mesh.fetch(self._infos[leader].mesh_name, "probe", limit_s=_PROBE_LIMIT_S).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
         answers = self.gather("hosts", json.dumps([leader if proven else rank]).encode())
-        return same_host_groups([json.loads(answer)[0] for answer in answers])
+        return _same_host_groups([json.loads(answer)[0] for answer in answers])
 
     def _join_mesh(self) -> None:
         mesh, world, limit_s = self.mesh, self._world, self._config.init_timeout_s
@@ -155,12 +156,22 @@ class Neighbours:
         if world.rank == 0:
             mesh.wait_for_all(limit_s=limit_s)
         elif world.rank in self.hosts[0]:
-            mesh.join_hub(self._peers[0].mesh_name, limit_s=limit_s)
+            mesh.join_hub(self._infos[0].mesh_name, limit_s=limit_s)
         else:
             mesh.join_hub((str(where[0]), int(where[1])), limit_s=limit_s)
 
     def _address(self) -> str:
-        return local_address(self._world.meeting.address, self._config.interface)
+        """This host's IPv4 address: of the interface that the user chose, or the one from which the others are reached."""
+        interface = self._config.interface
+        if not interface:
+            return source_address(self._world.meeting.address or "127.0.0.1")
+        try:
+            return interface_address([interface])
+        except ValueError:
+            raise ValueError(
+                f"network interface {interface!r} has no IPv4 address on this host; "
+                "set HOROVOD_GLOO_IFACE to one that has"
+            ) from None
 
     # Sharing.
 
@@ -175,7 +186,7 @@ class Neighbours:
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
             return self.mesh.offer(name, num_bytes, len(ranks) - 1)
-        return self.mesh.fetch(self._peers[ranks[0]].mesh_name, name, limit_s=self._config.init_timeout_s)
+        return self.mesh.fetch(self._infos[ranks[0]].mesh_name, name, limit_s=self._config.init_timeout_s)
 
     def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
         """Like `share`; None on all of them where there is too little memory."""
@@ -187,19 +198,34 @@ class Neighbours:
             segment = self.share(key, ranks, 1)  # the others wait for a segment: its size tells them
         return segment if segment.num_bytes >= num_bytes else None
 
-    def neighbourhood(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Neighbourhood:
+    def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
         """What a transport of these ranks needs to know. `label` names their set for good."""
         shared = self.setting("transport") != "gloo" and futex.supported()
         prefix, limit_s = f"{self._epoch}/{label}/{device}", self._config.init_timeout_s
-        return Neighbourhood(
+        return Topology(
             ranks=ranks,
             member=list(ranks).index(self._world.rank),
             hosts=self.hosts if shared else [[rank] for rank in ranks],
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
-            store=lambda name: self._gathering.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
+            store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
             address=self._address(),
             guard=guard,
         )
+
+
+def _host_fingerprint() -> str:
+    """Equal for processes that may share a host; attaching to one another's memory then proves it."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _same_host_groups(fingerprints: Sequence[object]) -> list[list[int]]:
+    """Ranks with equal fingerprints, each group in rank order, groups in order of their first rank."""
+    groups: dict[object, list[int]] = {}
+    for rank, fingerprint in enumerate(fingerprints):
+        groups.setdefault(fingerprint, []).append(rank)
+    return list(groups.values())
 
 
 def check_ranks_at_init(ranks: Sequence[int], size: int) -> tuple[int, ...]:

@@ -101,13 +101,7 @@ class Planner:
         if signature.kind == Kind.JOIN:
             self._join(member)
             return
-        name = signature.name
-        if name is None:
-            key: Key = (signature.operation, instance)
-            if instance >= self.unnamed.get(signature.operation, 0):
-                self.unnamed[signature.operation] = instance + 1
-        else:
-            key = (signature.operation, name)
+        key = self._key(signature, instance)
         entry = self._pending.get(key)
         if entry is None:
             entry = self._pending[key] = Pending(key, self._num_members, self.now)
@@ -136,12 +130,7 @@ class Planner:
         """
         for member in range(self._num_members):
             self._positions[member] += 1
-        if signature.name is None:
-            key: Key = (signature.operation, instance)
-            if instance >= self.unnamed.get(signature.operation, 0):
-                self.unnamed[signature.operation] = instance + 1
-        else:
-            key = (signature.operation, signature.name)
+        key = self._key(signature, instance)
         signatures = (signature,) * self._num_members
         num_bytes = self._fusion_of(signature)[0][1] if signature.dtypes else 0
         return [Batch(KINDS[signature.kind], signature, [Part(key, 0, signatures)], num_bytes=num_bytes)]
@@ -158,6 +147,12 @@ class Planner:
             batches.append(self._end_join())
         self._joined_this_round.clear()
         return batches
+
+    def _key(self, signature: Signature, instance: int) -> Key:
+        """The request's key; takes note of the highest number of those without a name."""
+        if signature.name is None and instance >= self.unnamed.get(signature.operation, 0):
+            self.unnamed[signature.operation] = instance + 1
+        return signature.key(instance)
 
     def _join(self, member: int) -> None:
         self._joined.add(member)

@@ -1,4 +1,4 @@
-"""The one runtime of this process: started by `init`, found by `current`, ended by `shutdown` or at exit."""
+"""The one runtime of this process: started by `init`, found by `current_runtime`, ended by `shutdown` or at exit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from hora import logs
 from hora.config import EngineConfig
 from hora.engine.malloc import keep_freed_memory
-from hora.engine.meeting import control_client, open_gathering
+from hora.engine.meeting import control_client, open_meeting
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
 from hora.world import World
 
-__all__ = ["control_connection", "current", "init", "is_initialized", "restart", "shutdown"]
+__all__ = ["control_connection", "current_runtime", "init", "is_initialized", "restart", "shutdown"]
 
 log = logging.getLogger("hora")
 
@@ -94,7 +94,7 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
     if config.keep_freed_memory:
         keep_freed_memory()
     if place.elastic:
-        open_gathering(place, limit_s=config.init_timeout_s)  # a world of one may grow
+        open_meeting(place, limit_s=config.init_timeout_s)  # a world of one may grow
     epoch = _num_starts.get(place.generation, 0)
     _num_starts[place.generation] = epoch + 1
     client = control_client(place)
@@ -111,7 +111,7 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
 
 def _next_place(place: World, config: EngineConfig) -> World:
     """This worker's place in the next generation. A worker for which there is none ends here."""
-    open_gathering(place, limit_s=config.init_timeout_s)
+    open_meeting(place, limit_s=config.init_timeout_s)
     client = control_client(place)
     assert client is not None
     renewed = client.next_world(place, timeout_s=_LAUNCHER_DECIDES_S)
@@ -142,7 +142,7 @@ def is_initialized() -> bool:
     return _runtime is not None and _runtime.pid == os.getpid()
 
 
-def current() -> Runtime:
+def current_runtime() -> Runtime:
     """The running runtime."""
     runtime = _runtime
     if runtime is None:

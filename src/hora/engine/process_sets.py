@@ -1,4 +1,4 @@
-"""The process sets of a world: which exist, and the lane of each one that this rank is a member of.
+"""The process sets of a world: which exist, and the queue of each one that this rank is a member of.
 
 All ranks register and remove sets in the same order, so that numbers and labels agree. Announcements from other hosts may
 come before this rank has registered the set they are for; they are kept until it has.
@@ -16,11 +16,11 @@ from typing import Any
 
 from hora.config import EngineConfig
 from hora.engine.agree.agreement import Agreement, LocalAgreement, MeshAgreement, ShmAgreement
-from hora.engine.peers import Neighbours
+from hora.engine.peers import Peers
 from hora.engine.plan import Planner
-from hora.engine.queue import Lane, LaneHost
+from hora.engine.queue import OperationQueue, QueueHost
 from hora.engine.stall import StallInspector
-from hora.engine.status import Fate
+from hora.engine.status import WorldStatus
 from hora.world import World
 
 __all__ = ["ProcessSets"]
@@ -29,16 +29,16 @@ log = logging.getLogger("hora")
 
 
 class ProcessSets:
-    """Number 0 is the world itself. `neighbours` is set before the first set is registered, in a world of several ranks."""
+    """Number 0 is the world itself. `peers` is set before the first set is registered, in a world of several ranks."""
 
-    def __init__(self, world: World, config: EngineConfig, fate: Fate, host: LaneHost) -> None:
-        self.neighbours: Neighbours | None = None
+    def __init__(self, world: World, config: EngineConfig, status: WorldStatus, host: QueueHost) -> None:
+        self.peers: Peers | None = None
         self._world = world
         self._config = config
-        self._fate = fate
+        self._status = status
         self._host = host
         self._sets: dict[int, tuple[int, ...]] = {}
-        self._lanes: dict[int, Lane] = {}
+        self._queues: dict[int, OperationQueue] = {}
         self._serials: dict[int, int] = {}
         self._num_registered = 0
         self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
@@ -61,22 +61,22 @@ class ProcessSets:
         """The number of the set with exactly these members."""
         return next((number for number, known in self._sets.items() if known == ranks), None)
 
-    def lanes(self) -> list[Lane]:
-        """The lanes of the sets that this rank is in, by number."""
-        return [lane for _, lane in sorted(self._lanes.items())]
+    def queues(self) -> list[OperationQueue]:
+        """The queues of the sets that this rank is in, by number."""
+        return [queue for _, queue in sorted(self._queues.items())]
 
-    def lane_or_none(self, number: int) -> Lane | None:
-        return self._lanes.get(number)
+    def queue_or_none(self, number: int) -> OperationQueue | None:
+        return self._queues.get(number)
 
-    def lane(self, number: int) -> Lane:
+    def queue(self, number: int) -> OperationQueue:
         """ValueError for a set that does not exist, or that this rank is not in."""
-        lane = self._lanes.get(number)
-        if lane is None:
+        queue = self._queues.get(number)
+        if queue is None:
             raise ValueError(
                 f"Rank {self._world.rank} is not a member of the provided process set {number}, "
                 f"which has the ranks {list(self.ranks(number))}"
             )
-        return lane
+        return queue
 
     def label(self, number: int) -> str:
         """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
@@ -87,10 +87,10 @@ class ProcessSets:
         number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
         self._num_registered += 1  # on every rank, whether a member or not
         self._serials[number] = self._num_registered
-        lane = self._make_lane(number, ranks) if self._world.rank in ranks else None
+        queue = self._make_queue(number, ranks) if self._world.rank in ranks else None
         with self._rounds_lock:  # the mesh thread must neither drop a round now nor deliver one before the early ones
-            if lane is not None:
-                self._lanes[number] = lane
+            if queue is not None:
+                self._queues[number] = queue
             self._sets[number] = ranks
             for parts in self._early_rounds.pop(number, []):
                 self._deliver(number, parts)
@@ -99,15 +99,15 @@ class ProcessSets:
     def remove(self, number: int) -> None:
         """Forget a set (collective)."""
         self._sets.pop(number, None)
-        lane = self._lanes.pop(number, None)
-        if lane is not None:
-            lane.close()
+        queue = self._queues.pop(number, None)
+        if queue is not None:
+            queue.close()
 
     def close(self) -> None:
-        """End all lanes."""
-        for lane in self.lanes():
-            lane.close()
-        self._lanes.clear()
+        """End all queues."""
+        for queue in self.queues():
+            queue.close()
+        self._queues.clear()
 
     def deliver(self, number: int, parts: list[tuple[int, bytes]]) -> None:
         """Announcements of members on other hosts. On the mesh's thread."""
@@ -115,27 +115,27 @@ class ProcessSets:
             self._deliver(number, parts)
 
     def _deliver(self, number: int, parts: list[tuple[int, bytes]]) -> None:
-        lane = self._lanes.get(number)
-        if lane is not None and isinstance(lane.agreement, MeshAgreement):
-            lane.agreement.deliver(parts)
+        queue = self._queues.get(number)
+        if queue is not None and isinstance(queue.agreement, MeshAgreement):
+            queue.agreement.deliver(parts)
         elif number not in self._sets:
             self._early_rounds.setdefault(number, []).append(parts)
 
-    def _make_lane(self, number: int, ranks: tuple[int, ...]) -> Lane:
+    def _make_queue(self, number: int, ranks: tuple[int, ...]) -> OperationQueue:
         member = ranks.index(self._world.rank)
         planner = Planner(
             ranks,
             fusion_threshold_bytes=self._setting("fusion_threshold_bytes"),
             group_fusion=not self._setting("disable_group_fusion"),
         )
-        return Lane(
+        return OperationQueue(
             number,
             ranks,
             member,
             agreement=self._make_agreement(number, ranks, member),
             planner=planner,
             stall=self._make_stall_inspector(number, ranks, member),
-            fate=self._fate,
+            status=self._status,
             host=self._host,
             core=self._core(),
         )
@@ -157,18 +157,18 @@ class ProcessSets:
     def _make_agreement(self, number: int, ranks: tuple[int, ...], member: int) -> Agreement:
         if len(ranks) == 1:
             return LocalAgreement()
-        neighbours, capacity = self.neighbours, self._config.cache_capacity
-        assert neighbours is not None
-        if neighbours.share_memory(ranks):
+        peers, capacity = self.peers, self._config.cache_capacity
+        assert peers is not None
+        if peers.share_memory(ranks):
             num_bytes = ShmAgreement.num_bytes(len(ranks))
-            segment = neighbours.share(f"{self.label(number)}/control", ranks, num_bytes)
+            segment = peers.share(f"{self.label(number)}/control", ranks, num_bytes)
             return ShmAgreement(segment, member, len(ranks), cache_capacity=capacity)
-        send = functools.partial(neighbours.mesh.announce, number, member)
+        send = functools.partial(peers.mesh.announce, number, member)
         return MeshAgreement(send, len(ranks), cache_capacity=capacity)
 
     def _setting(self, name: str) -> Any:
         """A setting that all ranks must share."""
-        return getattr(self._config, name) if self.neighbours is None else self.neighbours.setting(name)
+        return getattr(self._config, name) if self.peers is None else self.peers.setting(name)
 
     def _core(self) -> int | None:
         cores, local_rank = self._config.thread_affinity, self._world.local_rank

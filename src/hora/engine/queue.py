@@ -1,8 +1,8 @@
-"""A lane: everything one process set does, independent of every other set.
+"""A queue: everything one process set does, independent of every other set.
 
 It holds the requests in flight, the agreement with the other members, the planner, and the transports. Progress is made
-by whoever holds the progress lock: a thread that waits for a result drives the lane itself, which saves two changes of
-thread; requests that nobody waits for yet are driven by the lane's background thread, which sleeps when there are none.
+by whoever holds the progress lock: a thread that waits for a result drives the queue itself, which saves two changes of
+thread; requests that nobody waits for yet are driven by the queue's background thread, which sleeps when there are none.
 
     submit -> in flight, announced -> (agreement, plan) -> batch -> transport -> request done -> waiters woken
 """
@@ -18,32 +18,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hora.engine.agree.agreement import Agreement
-from hora.engine.execute import carry_out, carry_out_on_device
+from hora.engine.execute import execute, execute_on_device
 from hora.engine.plan import Batch, Planner
 from hora.engine.recording import operation_name, recorded
 from hora.engine.request import Key, Kind, Request, Signature, full_names
 from hora.engine.shm.barrier import Gate
 from hora.engine.shm.bound import Binding, reduce_bound
 from hora.engine.stall import StallInspector
-from hora.engine.status import Fate
+from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
 from hora.events import Timeline
 
-__all__ = ["Lane", "LaneHost"]
+__all__ = ["OperationQueue", "QueueHost"]
 
 log = logging.getLogger("hora")
 
 _WAITER_SLICE_S = 0.5
 
 
-class LaneHost(Protocol):
-    """What a lane needs of the runtime."""
+class QueueHost(Protocol):
+    """What a queue needs of the runtime."""
 
     timeline: Timeline | None
 
-    def transport(self, lane: Lane, device: str) -> Transport:
+    def transport(self, queue: OperationQueue, device: str) -> Transport:
         """Make the transport for this device; every member asks at the same point of the agreed order."""
 
     def control_batch(self, batch: Batch) -> Any:
@@ -59,7 +59,7 @@ class LaneHost(Protocol):
         """End the job because this rank could not carry out what was agreed."""
 
 
-class Lane:
+class OperationQueue:
     """The progress of one process set on this rank."""
 
     def __init__(
@@ -71,8 +71,8 @@ class Lane:
         agreement: Agreement,
         planner: Planner,
         stall: StallInspector | None,
-        fate: Fate,
-        host: LaneHost,
+        status: WorldStatus,
+        host: QueueHost,
         core: int | None = None,
     ) -> None:
         self.process_set_id = process_set_id
@@ -82,7 +82,7 @@ class Lane:
         self.validator = Validator(ranks)
         self._planner = planner
         self._stall = stall
-        self._fate = fate
+        self._status = status
         self._host = host
         self._core = core
         self._transports: dict[str, Transport] = {}
@@ -107,20 +107,19 @@ class Lane:
         """Put a request in flight. `background`: somebody else than the caller must drive it."""
         signature = request.signature
         with self._lock:
-            self._fate.check_open()
+            self._status.check_open()
             if signature.name is None:
                 instance = self._unnamed.get(signature.operation, 0)
                 self._unnamed[signature.operation] = instance + 1
-                key: Key = (signature.operation, instance)
             else:
                 instance = 0
-                key = (signature.operation, signature.name)
+            key = signature.key(instance)
             if key in self._in_flight:
                 raise ValueError(
                     f"a tensor with the same name as another tensor that is still being processed was submitted: "
                     f"{full_names(*key, 1)[0]}; give it another name or synchronize the first one"
                 )
-            request.key, request.instance = key, instance
+            request.key = key
             request.parts_left = max(len(request.tensors), 1)
             self._in_flight[key] = request
             self.agreement.announce(signature, instance)
@@ -129,7 +128,7 @@ class Lane:
             self._wake_background()
 
     def wait(self, request: Request) -> None:
-        """Return when the request is done; drive the lane if nobody else does."""
+        """Return when the request is done; drive the queue if nobody else does."""
         while not request.done:
             if self._progress.acquire(blocking=False):
                 try:
@@ -171,7 +170,7 @@ class Lane:
         if not self._lock.acquire(blocking=False):
             return  # something is being submitted
         try:  # nothing new is submitted meanwhile, so nothing can become ready
-            batches = self._poll() if not self._in_flight and self._fate.is_open else None
+            batches = self._poll() if not self._in_flight and self._status.is_open else None
         finally:
             self._lock.release()
         assert not batches, batches
@@ -204,7 +203,7 @@ class Lane:
         self.agreement.wake()
         if self._background is not None and self._background is not threading.current_thread():
             self._background.join(5.0)
-        self._fail(self._fate.error())
+        self._fail(self._status.error())
         if self._progress.acquire(timeout=5.0):
             try:
                 for transport in self._transports.values():
@@ -238,28 +237,28 @@ class Lane:
         except Exception as error:
             log.exception("a collective of the ranks %s failed", list(self.ranks))
             self._host.failed(f"{type(error).__name__}: {error}")
-            raise self._fate.error() from error
+            raise self._status.error() from error
         except BaseException as interruption:  # Ctrl-C in mid-collective
             self._host.failed(f"it was interrupted by {type(interruption).__name__}")
-            self._fail(self._fate.error())
+            self._fail(self._status.error())
             raise
 
     def _step(self) -> bool:
         """Carry out one round. False when there was none."""
-        closing = self._fate.closing  # before polling: what was agreed before the goodbye is then seen by poll
+        closing = self._status.closing  # before polling: what was agreed before the goodbye is then seen by poll
         if self.agreement.holds_back:
             with self._lock:
                 self.agreement.flush()
         batches = self._poll()
         if batches is None:
-            self._fate.guard()
+            self._status.guard()
             if closing:
-                raise self._fate.error()
+                raise self._status.error()
             return False
         if self._host.timeline is not None:
             self._host.timeline.cycle()
         for batch in batches:
-            self._carry_out(batch)
+            self._execute_batch(batch)
         return True
 
     def _poll(self) -> list[Batch] | None:
@@ -268,7 +267,7 @@ class Lane:
         self._planner.on_arrival = self._on_arrival if self._records and self._host.timeline is not None else None
         return self.agreement.poll(self._planner)
 
-    def _carry_out(self, batch: Batch) -> None:
+    def _execute_batch(self, batch: Batch) -> None:
         in_flight = self._in_flight
         requests = {part[0]: in_flight[part[0]] for part in batch.parts if part[0] in in_flight}
         if batch.kind is Kind.JOIN:
@@ -301,13 +300,13 @@ class Lane:
 
     def _run(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
         if batch.signature.device == "cuda":
-            carry_out_on_device(batch, requests, transport, self.member, self.ranks)
+            execute_on_device(batch, requests, transport, self.member, self.ranks)
         elif batch.signature.extra and batch.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
             (part,) = batch.parts
             binding = self.bindings[str(part.key[1])]
             reduce_bound(part, requests.get(part.key), binding, transport, self.member)
         else:
-            carry_out(batch, requests, transport, self.member, self.ranks)
+            execute(batch, requests, transport, self.member, self.ranks)
 
     def _end_join(self, batch: Batch) -> None:
         with self._lock:
@@ -332,7 +331,7 @@ class Lane:
         if self._num_waiters:
             with self._finished:
                 self._finished.notify_all()
-        if self._fate.closing and not self._in_flight:
+        if self._status.closing and not self._in_flight:
             self._host.settled()
 
     def _fail(self, error: HorovodInternalError) -> None:

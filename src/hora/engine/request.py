@@ -77,6 +77,7 @@ class Signature(NamedTuple):
     extra: tuple[int, ...] = ()
 
     def key(self, instance: int) -> Key:
+        """The key of the request with this running number, which counts only if it has no name."""
         return (self.operation, instance if self.name is None else self.name)
 
     def encode(self) -> bytes:
@@ -130,11 +131,9 @@ class Request:
         "device_event",
         "done",
         "error",
-        "instance",
         "key",
         "outputs",
         "parts_left",
-        "region",
         "result",
         "signature",
         "tensors",
@@ -145,21 +144,14 @@ class Request:
         signature: Signature,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor] | None,
-        region: Any = None,
     ) -> None:
         self.signature = signature
-        self.instance = 0
-        self.key: Key = (signature.operation, signature.name or 0)
+        self.key = signature.key(0)  # `submit` numbers requests without a name
         self.tensors = list(tensors)
         self.outputs: list[torch.Tensor] | None = None if outputs is None else list(outputs)
         self.copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.region = region
         self.parts_left = 0
         self.result: Any = None
         self.error: BaseException | None = None
         self.device_event: Any = None
         self.done = False
-
-    def names(self) -> list[str]:
-        operation, name = self.key
-        return full_names(operation, name, len(self.tensors))

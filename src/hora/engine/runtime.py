@@ -1,7 +1,7 @@
 """The runtime: this process's part of a running world, from `init` to `shutdown`.
 
-It meets the other ranks, finds out who shares a host with whom, gives every process set its lane, and hands requests to
-lanes. One runtime exists at a time; `hora.engine` keeps it. States:
+It meets the other ranks, finds out who shares a host with whom, gives every process set its queue, and hands requests to
+queues. One runtime exists at a time; `hora.engine` keeps it. States:
 
     absent --init--> up --shutdown, here or on any rank--> closing --close--> absent
 """
@@ -18,14 +18,14 @@ import torch
 
 from hora.config import EngineConfig
 from hora.engine.hub import Mesh, MeshEvents
-from hora.engine.peers import Neighbours, check_ranks, check_ranks_at_init
+from hora.engine.peers import Peers, check_ranks, check_ranks_at_init
 from hora.engine.plan import Batch
 from hora.engine.process_sets import ProcessSets
-from hora.engine.queue import Lane
+from hora.engine.queue import OperationQueue
 from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.engine.shm.prepared import Prepared
 from hora.engine.shm.segment import Segment
-from hora.engine.status import Fate
+from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.transport.factory import make_transport
 from hora.engine.transport.local import LocalTransport
@@ -45,12 +45,12 @@ class Runtime:
         self.world = world
         self.config = config
         self.timeline: Timeline | None = None
-        self.fate = Fate()
+        self.status = WorldStatus()
         self._epoch = f"{world.generation}.{epoch}"
-        self._handles: dict[int, tuple[Lane, Request]] = {}
+        self._handles: dict[int, tuple[OperationQueue, Request]] = {}
         self._next_handle = itertools.count()
-        self._neighbours: Neighbours | None = None  # none in a world of one
-        self.sets = ProcessSets(world, config, self.fate, host=self)
+        self._peers: Peers | None = None  # none in a world of one
+        self.process_sets = ProcessSets(world, config, self.status, host=self)
         self.prepared = Prepared(self)
         self.pid = os.getpid()
 
@@ -60,16 +60,16 @@ class Runtime:
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
-                self._neighbours = Neighbours(self.world, self.config, self._epoch, self._mesh_events())
-                self.sets.neighbours = self._neighbours
-                wanted = self._neighbours.meet(wanted)
+                self._peers = Peers(self.world, self.config, self._epoch, self._mesh_events())
+                self.process_sets.peers = self._peers
+                wanted = self._peers.meet(wanted)
             sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
             with self._peers_may_go():
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
-                    self.sets.register(ranks)
-                if self._neighbours is not None:
+                    self.process_sets.register(ranks)
+                if self._peers is not None:
                     # A rank that went on and left again at once would take away what others are still fetching from it.
-                    self._neighbours.gather("ready", b"1")
+                    self._peers.gather("ready", b"1")
         except BaseException:
             self.close()
             raise
@@ -77,16 +77,16 @@ class Runtime:
             self.start_timeline(self.config.timeline, self.config.timeline_mark_cycles)
 
     def _peers_may_go(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._neighbours is None else self._neighbours.peers_may_go()
+        return contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go()
 
     @property
     def _mesh(self) -> Mesh | None:
-        return None if self._neighbours is None else self._neighbours.mesh
+        return None if self._peers is None else self._peers.mesh
 
     @property
     def hosts(self) -> list[list[int]]:
         """Ranks that proved to share memory."""
-        return [[0]] if self._neighbours is None else self._neighbours.hosts
+        return [[0]] if self._peers is None else self._peers.hosts
 
     # Operations.
 
@@ -107,14 +107,14 @@ class Runtime:
         background: bool = True,
     ) -> int:
         """Put an operation in flight; returns its handle. With `background=False` only `synchronize` drives it."""
-        lane = self.sets.lane(process_set_id)
+        queue = self.process_sets.queue(process_set_id)
         if kind is Kind.ALLREDUCE and op == ReduceOp.ADASUM:
             self._check_adasum(process_set_id)
         if kind in (Kind.BARRIER, Kind.JOIN):
             # Reserved names, and numbered all the same: two barriers of two threads are two barriers.
             request = Request(Signature(int(kind), kind.name.lower(), None), (), None)
         else:
-            request = lane.validator.request(
+            request = queue.validator.request(
                 kind,
                 tensors,
                 outputs=outputs,
@@ -128,14 +128,14 @@ class Runtime:
             )
             if request.signature.device == "cuda":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
-        return self.put_in_flight(lane, request, background=background)
+        return self.put_in_flight(queue, request, background=background)
 
-    def put_in_flight(self, lane: Lane, request: Request, *, background: bool) -> int:
-        """Hand a request to its lane; returns its handle."""
+    def put_in_flight(self, queue: OperationQueue, request: Request, *, background: bool) -> int:
+        """Hand a request to its queue; returns its handle."""
         handle = next(self._next_handle)
-        self._handles[handle] = (lane, request)
+        self._handles[handle] = (queue, request)
         try:
-            lane.submit(request, background=background)
+            queue.submit(request, background=background)
         except BaseException:
             del self._handles[handle]
             raise
@@ -153,9 +153,9 @@ class Runtime:
         entry = self._handles.get(handle)
         if entry is None:
             return None
-        lane, request = entry
+        queue, request = entry
         if not request.done:
-            lane.wait(request)
+            queue.wait(request)
         self._handles.pop(handle, None)
         if request.error is not None:
             raise HorovodInternalError(*request.error.args)
@@ -180,10 +180,10 @@ class Runtime:
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
         # In every set, so that its other members need not wait for what will not come.
-        gates = [gate for lane in self.sets.lanes() for gate in lane.gates]
+        gates = [gate for queue in self.process_sets.queues() for gate in queue.gates]
         for gate in gates:
             gate.leave()
-        others = [lane.process_set_id for lane in self.sets.lanes() if lane.process_set_id]
+        others = [queue.process_set_id for queue in self.process_sets.queues() if queue.process_set_id]
         handles = [self.submit(Kind.JOIN, process_set_id=number) for number in others]
         last = int(self.execute(Kind.JOIN))
         for handle in handles:
@@ -195,54 +195,48 @@ class Runtime:
 
     # Process sets.
 
-    def process_sets(self) -> dict[int, list[int]]:
-        return self.sets.as_dict()
-
-    def process_set_ranks(self, process_set_id: int) -> list[int]:
-        return list(self.sets.ranks(process_set_id))
-
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Register a set on all ranks (collective); returns its number."""
         self._check_dynamic("add_process_set")
         wanted = check_ranks(ranks, self.world.size)
-        number = self.sets.find(wanted)
+        number = self.process_sets.find(wanted)
         if number is not None:
             raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
-        return int(self._control(self.sets.lane(0), Kind.ADD_PROCESS_SET, wanted))
+        return int(self._control(self.process_sets.queue(0), Kind.ADD_PROCESS_SET, wanted))
 
     def remove_process_set(self, process_set_id: int) -> bool:
         """Remove a set on all ranks (collective). False for the global set and unknown ones."""
         self._check_dynamic("remove_process_set")
-        if process_set_id == 0 or process_set_id not in self.sets:
+        if process_set_id == 0 or process_set_id not in self.process_sets:
             return False
-        return bool(self._control(self.sets.lane(0), Kind.REMOVE_PROCESS_SET, (process_set_id,)))
+        return bool(self._control(self.process_sets.queue(0), Kind.REMOVE_PROCESS_SET, (process_set_id,)))
 
     def shared_segment(self, process_set_id: int, num_bytes: int) -> Segment | None:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
-        lane, near = self.sets.lane(process_set_id), self._neighbours
-        if near is None or len(lane.ranks) == 1 or not near.share_memory(lane.ranks):
+        queue, near = self.process_sets.queue(process_set_id), self._peers
+        if near is None or len(queue.ranks) == 1 or not near.share_memory(queue.ranks):
             return None
-        segment: Segment | None = self._control(lane, Kind.REGION, (process_set_id, num_bytes))
+        segment: Segment | None = self._control(queue, Kind.REGION, (process_set_id, num_bytes))
         return segment
 
     def control_batch(self, batch: Batch) -> Any:
-        """Carry out what `_control` requested when all have agreed to it, on the thread that drives the lane."""
+        """Carry out what `_control` requested when all have agreed to it, on the thread that drives the queue."""
         values = batch.signature.extra
         if batch.kind is Kind.ADD_PROCESS_SET:
-            return self.sets.register(tuple(values))
+            return self.process_sets.register(tuple(values))
         if batch.kind is Kind.REGION:
-            assert self._neighbours is not None
+            assert self._peers is not None
             number, num_bytes = values
-            label = f"{self.sets.label(number)}/region"
-            return self._neighbours.share_or_none(label, self.sets.ranks(number), num_bytes)
+            label = f"{self.process_sets.label(number)}/region"
+            return self._peers.share_or_none(label, self.process_sets.ranks(number), num_bytes)
         (number,) = values
-        self.sets.remove(number)
+        self.process_sets.remove(number)
         return True
 
-    def _control(self, lane: Lane, kind: Kind, values: Sequence[int]) -> Any:
+    def _control(self, queue: OperationQueue, kind: Kind, values: Sequence[int]) -> Any:
         request = Request(Signature(int(kind), kind.name.lower(), None, extra=tuple(values)), (), None)
-        lane.submit(request, background=False)
-        lane.wait(request)
+        queue.submit(request, background=False)
+        queue.wait(request)
         if request.error is not None:
             raise HorovodInternalError(*request.error.args)
         return request.result
@@ -253,7 +247,7 @@ class Runtime:
                 f"{what} needs dynamic process sets: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), "
                 'or call hvd.init(process_sets="dynamic")'
             )
-        self.fate.check_open()
+        self.status.check_open()
 
     def _check_adasum(self, process_set_id: int) -> None:
         if process_set_id != 0:
@@ -287,23 +281,23 @@ class Runtime:
         if self.pid != os.getpid():
             return  # a forked child: the world is its parent's
         text = f"Horovod has been shut down by rank {self.world.rank}"
-        self.fate.close(text)
-        for lane in self.sets.lanes():
-            lane.drain()
+        self.status.close(text)
+        for queue in self.process_sets.queues():
+            queue.drain()
         if self._mesh is not None:
             self._mesh.leave(text)
-            if not self.fate.broken:
+            if not self.status.broken:
                 self._mesh.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close()
 
     def close(self) -> None:
         """Release everything, without a word to the others."""
-        self.fate.close("Horovod has been shut down")
-        self.sets.close()
+        self.status.close("Horovod has been shut down")
+        self.process_sets.close()
         self._handles.clear()
-        if self._neighbours is not None:
-            self._neighbours.mesh.close()
-            self._neighbours = self.sets.neighbours = None
+        if self._peers is not None:
+            self._peers.mesh.close()
+            self._peers = self.process_sets.peers = None
         self.stop_timeline()
 
     def settled(self) -> None:
@@ -312,9 +306,9 @@ class Runtime:
         if (
             mesh is not None
             and self.world.rank not in mesh.goodbyes
-            and not any(lane.num_in_flight for lane in self.sets.lanes())
+            and not any(queue.num_in_flight for queue in self.process_sets.queues())
         ):
-            mesh.leave(self.fate.reason)
+            mesh.leave(self.status.reason)
 
     def stalled(self, ranks: Sequence[int], text: str) -> None:
         """End the job for everybody because these ranks keep the others waiting."""
@@ -329,14 +323,14 @@ class Runtime:
         mesh = self._mesh
         if rank != self.world.rank and mesh is not None and rank not in mesh.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
-            mesh.stop_waiting(self.fate.reason)
+            mesh.stop_waiting(self.status.reason)
 
     def _broken(self, text: str, *, tell: bool = False) -> None:
-        self.fate.fault(text)
+        self.status.fault(text)
         if tell and self._mesh is not None:
             self._mesh.report_fault(self.world.rank, text)
-        for lane in self.sets.lanes():
-            lane.agreement.wake()
+        for queue in self.process_sets.queues():
+            queue.agreement.wake()
 
     # What the mesh reports, on its thread.
 
@@ -345,34 +339,34 @@ class Runtime:
             lost=self._on_lost,
             leaving=self._on_leaving,
             fault=self._on_fault,
-            announced=self.sets.deliver,
+            announced=self.process_sets.deliver,
             tick=self._on_tick,
         )
 
     def _on_lost(self, rank: int) -> None:
-        assert self._neighbours is not None
+        assert self._peers is not None
         self._broken(
-            f"{self._neighbours.describe(rank)} was lost: its connection ended without a goodbye. "
+            f"{self._peers.describe(rank)} was lost: its connection ended without a goodbye. "
             "It was killed, crashed, or its host is unreachable. Horovod has been shut down"
         )
 
     def _on_leaving(self, rank: int, why: str) -> None:
-        self.fate.close(why)
-        for lane in self.sets.lanes():
-            lane.agreement.wake()
+        self.status.close(why)
+        for queue in self.process_sets.queues():
+            queue.agreement.wake()
         self.settled()
 
     def _on_fault(self, rank: int, text: str) -> None:
         self._broken(text)
 
     def _on_tick(self) -> None:
-        for lane in self.sets.lanes():
-            lane.inspect()
+        for queue in self.process_sets.queues():
+            queue.inspect()
 
-    def transport(self, lane: Lane, device: str) -> Transport:
-        """Make the transport of a lane for a device type (collective among its members)."""
-        if self._neighbours is None or len(lane.ranks) == 1:
+    def transport(self, queue: OperationQueue, device: str) -> Transport:
+        """Make the transport of a queue for a device type (collective among its members)."""
+        if self._peers is None or len(queue.ranks) == 1:
             return LocalTransport()
-        label = self.sets.label(lane.process_set_id)
-        near = self._neighbours.neighbourhood(label, device, lane.ranks, self.fate.guard)
-        return make_transport(near, device, lane.transport)
+        label = self.process_sets.label(queue.process_set_id)
+        near = self._peers.topology(label, device, queue.ranks, self.status.guard)
+        return make_transport(near, device, queue.transport)

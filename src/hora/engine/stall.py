@@ -1,4 +1,4 @@
-"""The stall report: which ranks keep which tensors waiting. Pure: the lane gives it the pending requests and the time.
+"""The stall report: which ranks keep which tensors waiting. Pure: the queue gives it the pending requests and the time.
 
 The first member of each process set reports. It warns once per warning interval and, if asked to, says that the job is
 to be shut down.

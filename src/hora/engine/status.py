@@ -11,13 +11,13 @@ import time
 
 from hora.errors import HorovodInternalError
 
-__all__ = ["Fate"]
+__all__ = ["WorldStatus"]
 
 # What was agreed before a shutdown is still carried out, because the others have done their part already.
 _GRACE_S = 1.0
 
 
-class Fate:
+class WorldStatus:
     """Written by the mesh thread and `shutdown`, read by every wait."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
-from hora.world import Meeting, World
+from hora.world import MeetingPoint, World
 
 __all__ = [
     "Job",
@@ -38,7 +38,7 @@ class Slot:
     cross_size: int = 1
 
     def world(
-        self, meeting: Meeting, *, worker: int | None = None, generation: int = 0, elastic: bool = False
+        self, meeting: MeetingPoint, *, worker: int | None = None, generation: int = 0, elastic: bool = False
     ) -> World:
         """The World of the worker in this slot. `worker`: its number, the rank unless given."""
         return World(

@@ -127,8 +127,6 @@ def _start_elastic(
     spec = elastic_spec(options, environ)
     hosts = spec.hosts or (HostInfo("localhost", spec.limits.num_proc),)  # a script may know of none yet
     job = make_job(replace(options, num_proc=None), environ, hosts=hosts, function=function, executable=executable)
-    # The launcher decides how long to wait; a worker must not lose patience before.
-    job = replace(job, env={**job.env, "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * spec.limits.elastic_timeout_s + 60))})
     launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
     spec = replace(spec, local_only=isinstance(launcher, LocalLauncher))
     result = run_elastic_job(job, spec, launcher)

@@ -18,7 +18,7 @@ from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.wire import Connection, Header
-from hora.world import Meeting, World
+from hora.world import MeetingPoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "read_secret"]
 
@@ -68,7 +68,7 @@ class _Request:
 class ControlClient:
     """An authenticated connection to the rendezvous. Thread-safe."""
 
-    def __init__(self, connection: Connection, meeting: Meeting, name: str) -> None:
+    def __init__(self, connection: Connection, meeting: MeetingPoint, name: str) -> None:
         self._connection, self._meeting, self._name = connection, meeting, name
         self._send_lock = threading.Lock()
         self._state_lock = threading.Lock()
@@ -81,7 +81,7 @@ class ControlClient:
         self._reader.start()
 
     @classmethod
-    def connect(cls, meeting: Meeting, *, name: str, timeout_s: float, worker: int = -1) -> ControlClient:
+    def connect(cls, meeting: MeetingPoint, *, name: str, timeout_s: float, worker: int = -1) -> ControlClient:
         """Connect to the rendezvous of this meeting.
 
         `name` appears in messages. `worker`: this connection speaks for that worker; if it ends without
@@ -100,7 +100,7 @@ class ControlClient:
                     raise
 
     @staticmethod
-    def _open(meeting: Meeting, timeout_s: float) -> Connection:
+    def _open(meeting: MeetingPoint, timeout_s: float) -> Connection:
         secret = read_secret(meeting.secret_file)
         try:
             return Connection.connect(

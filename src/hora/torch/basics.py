@@ -185,7 +185,7 @@ def _check_has_gpu() -> bool:
 def _runtime() -> engine.Runtime:
     if not engine.is_initialized():
         raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return engine.current()
+    return engine.current_runtime()
 
 
 def _world() -> World:

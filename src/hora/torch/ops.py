@@ -316,13 +316,13 @@ def join(device: int = -1) -> int:
 
     `device` is accepted for Horovod's sake: the engine makes the joined ranks' zeros where they are needed.
     """
-    last: int = engine.current().join()
+    last: int = engine.current_runtime().join()
     return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every member of the set is here."""
-    runtime = engine.current()
+    runtime = engine.current_runtime()
     runtime.barrier(registered_id(process_set))
 
 

@@ -59,7 +59,7 @@ class ProcessSet:
         """This process's index among the members; None until registered, ValueError if it is no member."""
         if self.process_set_id is None:
             return None
-        ranks, mine = _registered_ranks(self), engine.current().world.rank
+        ranks, mine = _registered_ranks(self), engine.current_runtime().world.rank
         if mine not in ranks:
             raise ValueError(f"Rank {mine} is not a member of the provided process set, whose ranks are {ranks}")
         return ranks.index(mine)
@@ -97,8 +97,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     runtime = _current_or_value_error()
-    if runtime.fate.closing:
-        raise ValueError(f"no process set can be added any more: {runtime.fate.reason}")
+    if runtime.status.closing:
+        raise ValueError(f"no process set can be added any more: {runtime.status.reason}")
     process_set.process_set_id = runtime.add_process_set(list(process_set.ranks or []))
     _bound.add(process_set)
     return process_set
@@ -120,10 +120,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def bind(process_sets: Sequence[ProcessSet]) -> None:
     """Give each object the id that the running engine has for its ranks; called by `init` on all ranks."""
-    runtime = engine.current()
+    runtime = engine.current_runtime()
     world_ranks = list(range(runtime.world.size))
     global_process_set.ranks = world_ranks
-    known = {tuple(ranks): process_set_id for process_set_id, ranks in runtime.process_sets().items()}
+    known = {tuple(ranks): process_set_id for process_set_id, ranks in runtime.process_sets.as_dict().items()}
     seen: dict[tuple[int, ...], int] = {}
     for index, process_set in enumerate(process_sets):
         ranks = tuple(process_set.ranks or [])
@@ -154,7 +154,7 @@ def unbind(*process_sets: ProcessSet) -> None:
 
 def _registered_ranks(process_set: ProcessSet) -> list[int]:
     assert process_set.process_set_id is not None
-    ranks = _current_or_value_error().process_sets().get(process_set.process_set_id)
+    ranks = _current_or_value_error().process_sets.as_dict().get(process_set.process_set_id)
     if ranks is None:
         raise ValueError(
             f"Process set with id {process_set.process_set_id} and ranks {process_set.ranks} does not exist, "
@@ -166,4 +166,4 @@ def _registered_ranks(process_set: ProcessSet) -> list[int]:
 def _current_or_value_error() -> engine.Runtime:
     if not engine.is_initialized():
         raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return engine.current()
+    return engine.current_runtime()

@@ -38,7 +38,7 @@ def start(
     background: bool = True,
 ) -> int:
     """Submit one collective; returns its handle. Without `background` only `synchronize` drives it."""
-    runtime = engine.current()
+    runtime = engine.current_runtime()
     if name is not None and not isinstance(name, str):
         raise ValueError(f"the name of a collective must be a string, but it is {type(name).__name__}: {name!r}")
     handle = runtime.submit(
@@ -71,7 +71,7 @@ def run(kind: Kind, tensors: Sequence[torch.Tensor], **arguments: Any) -> Any:
 def synchronize(handle: int) -> Any:
     """Wait for an asynchronous collective and return its result; None for a handle that is not in use."""
     try:
-        outputs = engine.current().synchronize(handle)
+        outputs = engine.current_runtime().synchronize(handle)
     finally:
         finish = _finish.pop(handle, None)
     if not outputs:
@@ -85,7 +85,7 @@ def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. ValueError for a handle that is not in use."""
     if not engine.is_initialized():
         raise ValueError(f"handle {handle} does not exist: Horovod has not been initialized; use hvd.init().")
-    return engine.current().poll(handle)
+    return engine.current_runtime().poll(handle)
 
 
 def _number(value: int, what: str) -> int:

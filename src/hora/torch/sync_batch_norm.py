@@ -38,7 +38,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
         use_batch = self.training or self.running_mean is None
-        if not use_batch or not engine.is_initialized() or engine.current().world.size == 1:
+        if not use_batch or not engine.is_initialized() or engine.current_runtime().world.size == 1:
             return super().forward(input)
         mean, variance, count = _global_statistics(input)
         if self.training and self.track_running_stats:
@@ -57,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    runtime = engine.current()
+    runtime = engine.current_runtime()
     runtime.synchronize(runtime.submit(Kind.ALLREDUCE, [tensor], outputs=[tensor], op=ReduceOp.SUM))
     return tensor
 

@@ -32,7 +32,7 @@ _PATIENCE_S = 0.2
 
 
 class Agreement(Protocol):
-    """One per process set. `announce` comes from any thread under the lane's lock, the rest from the driver."""
+    """One per process set. `announce` comes from any thread under the queue's lock, the rest from the driver."""
 
     @property
     def holds_back(self) -> bool:
@@ -168,7 +168,7 @@ class ShmAgreement:
 
     def wake(self) -> None:
         if self._member == 0:
-            with contextlib.suppress(IndexError):  # closed meanwhile: the mesh's thread wakes lanes until it ends
+            with contextlib.suppress(IndexError):  # closed meanwhile: the mesh's thread wakes queues until it ends
                 self._ring()
 
     def close(self) -> None:

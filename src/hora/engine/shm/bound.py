@@ -11,7 +11,7 @@ the next request goes to a second place and the one after that is agreed on by m
 the request end together.
 The last two need no order among requests, so a caller that would wait anyway can meet the others at a `Gate` instead.
 
-The lane keeps the bindings of its set, because a rank that has joined takes part in what it has not requested.
+The queue keeps the bindings of its set, because a rank that has joined takes part in what it has not requested.
 """
 
 from __future__ import annotations

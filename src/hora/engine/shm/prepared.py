@@ -56,61 +56,61 @@ class Prepared:
             extra=(1,),
         )
         binding = Binding(process_set_id, signature, places, out, gate, ends_together=ends_together)
-        self._runtime.sets.lane(process_set_id).bindings[name] = binding
+        self._runtime.process_sets.queue(process_set_id).bindings[name] = binding
         return binding
 
     def unbind(self, binding: Binding) -> None:
         """Forget a bound reduction; its memory goes with the last view of it."""
-        lane = self._runtime.sets.lane_or_none(binding.process_set_id)
-        if lane is not None and binding.signature.name is not None:
-            lane.bindings.pop(binding.signature.name, None)
+        queue = self._runtime.process_sets.queue_or_none(binding.process_set_id)
+        if queue is not None and binding.signature.name is not None:
+            queue.bindings.pop(binding.signature.name, None)
             if binding.gate is not None:
                 self.drop_gate(binding.gate, binding.process_set_id)
 
     def submit(self, binding: Binding, *, background: bool = True) -> int:
         """Put a bound reduction in flight; returns its handle."""
-        lane = self._runtime.sets.lane(binding.process_set_id)
-        mine = binding.places[binding.turn][lane.member]
+        queue = self._runtime.process_sets.queue(binding.process_set_id)
+        mine = binding.places[binding.turn][queue.member]
         request = Request(binding.signature, (mine,), (mine if binding.out is None else binding.out,))
-        return self._runtime.put_in_flight(lane, request, background=background)
+        return self._runtime.put_in_flight(queue, request, background=background)
 
     def gate(self, segment: Segment, offset: int, *, name: str, process_set_id: int = 0) -> Gate:
         """A place to wait for the other members, on shared memory that all of them use for it (collective)."""
-        lane, config = self._runtime.sets.lane(process_set_id), self._runtime.config
+        queue, config = self._runtime.process_sets.queue(process_set_id), self._runtime.config
         gate = Gate(
             segment,
             offset,
-            member=lane.member,
-            ranks=lane.ranks,
+            member=queue.member,
+            ranks=queue.ranks,
             name=name,
             # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
-            guard=self._runtime.fate.check_open,
+            guard=self._runtime.status.check_open,
             warning_s=0.0 if config.stall_check_disable else config.stall_warning_s,
             shutdown_s=config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0,
             stalled=self._runtime.stalled,
         )
-        lane.gates.append(gate)
+        queue.gates.append(gate)
         return gate
 
     def drop_gate(self, gate: Gate, process_set_id: int) -> None:
         """Forget a gate."""
-        lane = self._runtime.sets.lane_or_none(process_set_id)
-        if lane is not None and gate in lane.gates:
-            lane.gates.remove(gate)
+        queue = self._runtime.process_sets.queue_or_none(process_set_id)
+        if queue is not None and gate in queue.gates:
+            queue.gates.remove(gate)
 
     def reduce_at_gate(self, binding: Binding) -> torch.Tensor:
         """Carry out a bound reduction that is direct or scattered, in the calling thread, without agreement."""
-        self._runtime.fate.check_open()
-        lane, timeline = self._runtime.sets.lane(binding.process_set_id), self._runtime.timeline
+        self._runtime.status.check_open()
+        queue, timeline = self._runtime.process_sets.queue(binding.process_set_id), self._runtime.timeline
         if timeline is None:
-            return reduce_at_gate(binding, lane.member, lane.ranks)
+            return reduce_at_gate(binding, queue.member, queue.ranks)
         operation = binding.kind.name
         names = [f"{operation.lower()}.{binding.signature.name}"]
-        timeline.arrived(names, operation, lane.member)
+        timeline.arrived(names, operation, queue.member)
         timeline.agreed(names)
         timeline.begin(names, operation)
         timeline.begin(names, f"SHM_{operation}")
-        result = reduce_at_gate(binding, lane.member, lane.ranks)
+        result = reduce_at_gate(binding, queue.member, queue.ranks)
         timeline.end(names)
         timeline.end(names, [{"dtype": binding.signature.dtypes[0], "shape": str(list(binding.signature.shapes[0]))}])
         return result

@@ -16,7 +16,7 @@ from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
 
-__all__ = ["Neighbourhood", "make_transport"]
+__all__ = ["Topology", "make_transport"]
 
 # Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped;
 # that is the
@@ -25,7 +25,7 @@ _COLLECTIVE_LIMIT_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Neighbourhood:
+class Topology:
     """Where the members of a set are, and how they can be reached.
 
     `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
@@ -48,7 +48,7 @@ class Neighbourhood:
         return [group for group in groups if group]
 
 
-def make_transport(near: Neighbourhood, device: str, transport_for: Callable[[str], Transport]) -> Transport:
+def make_transport(near: Topology, device: str, transport_for: Callable[[str], Transport]) -> Transport:
     """The transport for tensors on `device`; `transport_for` gives the set's one for another device type."""
     if len(near.ranks) == 1:
         return LocalTransport()
@@ -66,7 +66,7 @@ def make_transport(near: Neighbourhood, device: str, transport_for: Callable[[st
     return CudaTransport(store, member, num_members, near.guard, limit_s, lambda: transport_for("cpu"))
 
 
-def _memory(near: Neighbourhood, members: Sequence[int]) -> Transport:
+def _memory(near: Topology, members: Sequence[int]) -> Transport:
     """Shared memory among members of one host."""
     ranks = [near.ranks[member] for member in members]
     index = list(members).index(near.member)
@@ -75,7 +75,7 @@ def _memory(near: Neighbourhood, members: Sequence[int]) -> Transport:
     )
 
 
-def _store(near: Neighbourhood, name: str) -> Store:
+def _store(near: Topology, name: str) -> Store:
     # Opening it may block for long when its host has just vanished; the guard knows sooner.
     what = "a connection to the meeting place"
     store = connect(lambda: near.store(name), what=what, guard=near.guard, limit_s=_COLLECTIVE_LIMIT_S)

@@ -26,7 +26,7 @@ from hora.launch.control.rendezvous import ErrorReport, Rendezvous
 from hora.launch.job import Job, JobResult, Launcher, Slot, WorkerExit, WorkerSpec
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.wire import new_secret
-from hora.world import Meeting, World
+from hora.world import MeetingPoint, World
 
 __all__ = ["JobUnderWay", "carry_out"]
 
@@ -61,7 +61,7 @@ class JobUnderWay(ABC):
         self._reports: dict[int, ErrorReport] = {}
         self._ending = False
         self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self._id, events=self)
-        self._meeting = Meeting(
+        self._meeting = MeetingPoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self._id
         )
         self._argv, self._preload = self._lay_out()

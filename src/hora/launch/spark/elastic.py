@@ -50,7 +50,7 @@ def run_elastic_on_spark(context: Any, wanted: SparkJob, limits: Limits) -> JobR
         job = Job(
             slots=_slots(hosts),
             function=wanted.function,
-            env={**wanted.env, "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * limits.elastic_timeout_s + 60))},
+            env=wanted.env,
             output=wanted.output,
             start_timeout_s=wanted.start_timeout_s,
             verbose=wanted.verbose,

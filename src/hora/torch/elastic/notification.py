@@ -67,7 +67,7 @@ class NotificationManager:
         if notice.get("notice") != "hosts_updated":
             return
         self._latest = notice
-        generation = engine.current().world.generation if engine.is_initialized() else -1
+        generation = engine.current_runtime().world.generation if engine.is_initialized() else -1
         if notice.get("generation", generation) == generation:
             self.handle_hosts_updated(int(notice["timestamp"]), int(notice["change"]))
 

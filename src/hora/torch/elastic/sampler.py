@@ -59,7 +59,7 @@ class ElasticSampler(Sampler[int]):
     def reset(self) -> None:
         """Divide what is left among the ranks of the world as it is now."""
         if engine.is_initialized():
-            world = engine.current().world
+            world = engine.current_runtime().world
             self.num_replicas, self.rank = world.size, world.rank
         order = list(range(len(self.dataset)))
         if self.shuffle:

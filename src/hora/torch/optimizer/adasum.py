@@ -53,7 +53,7 @@ class DeltaOptimizer(_DistributedOptimizer):
             delta = (parameter - start).contiguous()
             parameter.copy_(start)
         wire, context = self._recipe.compression.compress(delta)
-        handle = engine.current().submit(
+        handle = engine.current_runtime().submit(
             Kind.ALLREDUCE, [wire], outputs=[wire], name=self._parameter_names[parameter], op=ReduceOp.ADASUM
         )
         self._deltas[parameter] = (handle, context)
@@ -61,7 +61,7 @@ class DeltaOptimizer(_DistributedOptimizer):
     def finish(self) -> None:
         """Wait for the reduced changes and apply them."""
         deltas, self._deltas = self._deltas, {}
-        runtime = engine.current()
+        runtime = engine.current_runtime()
         with torch.no_grad():
             for parameter, (handle, context) in deltas.items():
                 reduced = runtime.synchronize(handle)

@@ -66,7 +66,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.op = recipe.op
         self.gradient_predivide_factor = recipe.gradient_predivide_factor
         self.process_set = recipe.process_set
-        self._runtime: Any = engine.current()
+        self._runtime: Any = engine.current_runtime()
         self._active = _takes_part(recipe.process_set)
         if self._active:
             self._register_hooks()
@@ -100,7 +100,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _start_over(self) -> None:
         """Forget reductions and agreements, as after a change of the world or of the parameters."""
-        self._runtime = engine.current()
+        self._runtime = engine.current_runtime()
         self._reducer: Reducer = EachAlone(self._recipe, self._parameter_names, self._hooked, self._groups)
         self._adaptation = Adaptation(self._recipe, self._parameter_names, self._hooked, grouped=bool(self._groups))
         self._reset_budgets()
@@ -135,7 +135,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             raise AssertionError("gradients that require a gradient themselves (create_graph=True) cannot be reduced")
         if not self._backward_seen:
             self._backward_seen = True
-            if engine.current() is not self._runtime:
+            if engine.current_runtime() is not self._runtime:
                 self._start_over()
                 self._backward_seen = True
         self._budgets[key] = budget
@@ -151,7 +151,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = True
         if not self._active:
             return
-        if engine.current() is not self._runtime:
+        if engine.current_runtime() is not self._runtime:
             self._start_over()
         reducer, handed_over = self._reducer, self._handed_over
         try:
@@ -233,7 +233,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return synchronised
 
     def _averaged(self, loss: Any) -> Any:
-        rt = engine.current()
+        rt = engine.current_runtime()
         tensor = torch.as_tensor(loss).detach().clone()
         handle = rt.submit(
             Kind.ALLREDUCE,
@@ -281,7 +281,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         # Between steps there is nothing to forget, and what the ranks agreed on must stay: often one rank alone loads a
         # checkpoint, and broadcast_optimizer_state brings the others up to it.
-        changed = engine.is_initialized() and engine.current() is not self._runtime
+        changed = engine.is_initialized() and engine.current_runtime() is not self._runtime
         if self._active and (self._backward_seen or changed):
             self._start_over()
         super().load_state_dict(*args, **kwargs)
@@ -305,7 +305,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _takes_part(process_set: ProcessSet) -> bool:
-    runtime = engine.current()
+    runtime = engine.current_runtime()
     if process_set.included() is False:
         return False
     return (process_set.size() or 1) > 1 or runtime.world.elastic
@@ -348,7 +348,7 @@ def DistributedOptimizer(
     hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     grouped = parameter_groups(groups, hooked)
     # In an elastic world newcomers make their optimizers while the others train: nobody would answer.
-    if isinstance(groups, int) and _takes_part(process_set) and not engine.current().world.elastic:
+    if isinstance(groups, int) and _takes_part(process_set) and not engine.current_runtime().world.elastic:
         grouped = parameter_groups(groups, in_common_order(hooked, names, process_set))
     recipe = Recipe(
         process_set=process_set,
@@ -377,7 +377,7 @@ def _kind_of_optimizer(
     if recipe.op == ReduceOp.ADASUM:
         if recipe.process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet")
-        if engine.current().world.size > 1:
+        if engine.current_runtime().world.size > 1:
             from hora.torch.optimizer.adasum import DeltaOptimizer
 
             return DeltaOptimizer

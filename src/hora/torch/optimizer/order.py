@@ -100,7 +100,7 @@ class Adaptation:
         if not specs or (isinstance(current, Buckets) and list(current.specs) == specs):
             return current
         alone = EachAlone(self._recipe, self._names, order.sparse, sparse=order.sparse) if order.sparse else None
-        runtime = engine.current()
+        runtime = engine.current_runtime()
         if isinstance(current, Buckets):
             current.release()
         return Buckets(runtime, self._recipe, specs, bucket_memory(runtime, self._recipe, specs), alone)

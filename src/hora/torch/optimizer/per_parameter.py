@@ -67,7 +67,7 @@ class Recipe:
 
 def summed(ballot: torch.Tensor, recipe: Recipe, name: str) -> list[int]:
     """The members' ballots added up (collective): how the ranks agree on something about gradients."""
-    engine.current().execute(
+    engine.current_runtime().execute(
         Kind.ALLREDUCE,
         [ballot],
         outputs=[ballot],
@@ -211,7 +211,7 @@ class EachAlone:
             else:
                 dense.append(self._prepare(parameter))
         handle = None
-        rt = engine.current()
+        rt = engine.current_runtime()
         if dense:
             tensors = [item.tensor for item in dense]
             handle = rt.submit(

@@ -105,7 +105,7 @@ class ShardedOptimizer(_DistributedOptimizer):
 
     def synchronize(self) -> None:
         """As in the unsharded optimizer: afterwards `.grad` holds the whole reduced gradients, on every rank."""
-        if self._active and engine.current() is not self._runtime:
+        if self._active and engine.current_runtime() is not self._runtime:
             self._start_over()
         if self._shards is None:
             super().synchronize()
@@ -151,7 +151,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if engine.current() is not self._runtime:
+        if engine.current_runtime() is not self._runtime:
             self._start_over()
         self._reduce_for_step()
         self._synchronized = self._clipped = False
@@ -253,7 +253,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         """Private whole parameters and state again."""
         shards = self._shards
         assert shards is not None
-        if self._runtime is engine.current() or shards.shared:
+        if self._runtime is engine.current_runtime() or shards.shared:
             self._shard_state.unite()
         else:
             warnings.warn(
@@ -288,7 +288,7 @@ class ShardedOptimizer(_DistributedOptimizer):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a whole state, saved by any number of ranks or by a plain optimizer; on all ranks."""
-        if self._shards is None or self._runtime is not engine.current():
+        if self._shards is None or self._runtime is not engine.current_runtime():
             self._reduced = ""
             super().load_state_dict(*args, **kwargs)
             return
