@@ -17,7 +17,7 @@ BASE = {"errors", "world", "config", "events", "logs", "version"}
 MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),
     "engine": {"net"},
-    "torch": {"engine", "horovod"},
+    "torch": {"engine"},
     "launch": {"net"},
     "workers": {"launch", "net"},
     "data": {"torch"},
@@ -41,9 +41,7 @@ OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
     "hora.data.converter",
     "hora.engine.transport.nccl",
-    "hora.horovod.check_build",
     "hora.horovod.env",
-    "hora.horovod.util",
     "hora.launch.host.run_forked",
     "hora.launch.host.supervisor",
     "hora.launch.host.zygote",

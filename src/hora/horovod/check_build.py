@@ -7,11 +7,12 @@ the launcher, which only formats that, never imports torch. Also used by `hora d
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+
+from hora.horovod.env import env_without_world
 
 __all__ = ["check_build", "format_build", "probe_build"]
 
@@ -49,11 +50,10 @@ def format_build(version: str, problems: Mapping[str, str]) -> str:
 
 def probe_build() -> dict[str, str]:
     """Why each entry that does not work does not, found out by a child process."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "HORA_"))}
     try:
         child = subprocess.run(
             [sys.executable, "-m", "hora.horovod.check_build"],
-            env=env,
+            env=env_without_world(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -1,14 +1,16 @@
-"""What `horovod.runner.common.util.env` offers: a process's rank and size without a World.
+"""The environment, for what stands behind old names: the one module of this folder that touches it.
 
-Only old code asks this way; ours uses `World.from_env`, which knows more launchers and checks what it finds.
+Only old code asks for a rank and a size this way (`horovod.runner.common.util.env`); ours uses `World.from_env`, which
+knows more launchers and checks what it finds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-__all__ = ["get_env_rank_and_size"]
+__all__ = ["env", "env_without_world", "get_env_rank_and_size"]
 
 _PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -22,12 +24,33 @@ def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int
 
     RuntimeError when only one variable of a pair exists.
     """
-    env = os.environ if environ is None else environ
+    found_in = os.environ if environ is None else environ
     for rank_name, size_name in _PAIRS:
-        rank, size = env.get(rank_name), env.get(size_name)
+        rank, size = found_in.get(rank_name), found_in.get(size_name)
         if rank is not None and size is not None:
             return int(rank), int(size)
         if rank is not None or size is not None:
             found, missing = (rank_name, size_name) if size is None else (size_name, rank_name)
             raise RuntimeError(f"{found} is set but {missing} is not; set both or neither")
     return 0, 1
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set environment variables inside the block and put the old values back; None values are ignored."""
+    changes = {name: str(value) for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def env_without_world() -> dict[str, str]:
+    """This process's environment, for a child that is no rank and takes no options of Hora's."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "HORA_"))}

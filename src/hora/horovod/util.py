@@ -1,7 +1,7 @@
 """What `horovod.common.util` offers: which fronts and back ends exist, and tools that old scripts use.
 
-Not a place for Hora's own code: `horovod.common.util` re-exports it, and the torch front takes what both
-need. It imports torch only when a question about torch is asked.
+Not a place for Hora's own code: only `horovod.common.util` and `horovod.torch.mpi_ops` re-export it. It imports torch
+only when a question about torch is asked.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import functools
 import importlib.metadata
 import importlib.util
 import itertools
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hora.errors import HorovodVersionMismatchError, get_version_mismatch_message
+from hora.horovod.env import env
 
 __all__ = [
     "EXTENSIONS",
@@ -100,22 +99,6 @@ def _ask_torch(question: str) -> bool:
     return bool(getattr(basics, question)())
 
 
-@contextmanager
-def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables inside the block and put the old values back; None values are ignored."""
-    changes = {name: str(value) for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Whether the number is 1, 2, 4, 8, …"""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
@@ -162,19 +145,9 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
     """A function `(op, average) -> op` over the `Average` and `Sum` of `reduce_ops`."""
+    from hora.torch.reduce_op import handle_average_backwards_compatibility as handle
 
-    def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
-        """The reduce op meant by `op` and the deprecated `average`."""
-        if average is None:
-            return reduce_ops.Average if op is None else op
-        if op is not None:
-            raise ValueError(
-                f"The op parameter supersedes average: pass only op (now op={op!r} and average={average!r})"
-            )
-        warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
-        return reduce_ops.Average if average else reduce_ops.Sum
-
-    return handle_average_backwards_compatibility
+    return functools.partial(handle, average_op=reduce_ops.Average, sum_op=reduce_ops.Sum)
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:

@@ -26,6 +26,7 @@ from hora.torch.basics import (
     start_timeline,
     stop_timeline,
 )
+from hora.torch.collective import poll, synchronize
 from hora.torch.compression import Compression
 from hora.torch.functions import allgather_object, broadcast_object, broadcast_parameters
 from hora.torch.ops import (
@@ -61,7 +62,6 @@ from hora.torch.optimizer.state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from hora.torch.sparse import sparse_allreduce_async
-from hora.torch.submission import poll, synchronize
 from hora.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 
 from hora import engine
 from hora.torch import process_sets as sets
-from hora.torch import submission
+from hora.torch.collective import forget_handles
 from hora.world import World
 
 __all__ = [
@@ -45,7 +45,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessS
     _check_comm(comm)
     wanted = _check_process_sets(process_sets)
     if not engine.is_initialized():
-        submission.clear()
+        forget_handles()
         sets.unbind()
         if isinstance(wanted, str):
             engine.init(process_sets="dynamic")
@@ -60,14 +60,14 @@ def shutdown() -> None:
     try:
         engine.shutdown()
     finally:
-        submission.clear()
+        forget_handles()
         sets.unbind()
 
 
 def restart() -> None:
     """Leave the world and enter the next one, which may have another size; for elastic training."""
     engine.restart()
-    submission.clear()
+    forget_handles()
     sets.unbind()
     sets.bind([])
 

@@ -1,7 +1,7 @@
-"""Bringing all ranks to the same state: parameters and arbitrary objects from a root, objects from everybody.
+"""Bringing all ranks to the same state: parameters and arbitrary objects from a root, objects from every rank.
 
-Objects travel as cloudpickle bytes, between ranks that authenticated each other when they met. Optimizer
-state is in `optimizer_state`.
+Objects travel as cloudpickle bytes, between ranks that authenticated each other when they met. The state of
+optimizers is in `optimizer.state`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from hora.errors import HorovodInternalError
 from hora.torch.basics import rank
-from hora.torch.ops import allgather_async, broadcast_async_
+from hora.torch.collective import synchronize
+from hora.torch.ops import allgather_async, broadcast_, broadcast_async_
 from hora.torch.process_sets import ProcessSet, global_process_set
-from hora.torch.submission import synchronize
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
 
@@ -63,18 +63,18 @@ def broadcast_object(
     on_root = rank() == root_rank
     payload, failure = _pickle(obj) if on_root else (torch.empty(0, dtype=torch.uint8), None)
     header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64)
-    synchronize(broadcast_async_(header, root_rank, f"{name}.size", process_set))
+    broadcast_(header, root_rank, f"{name}.size", process_set)
     num_bytes = int(header)
     if not on_root:
         payload = torch.empty(abs(num_bytes), dtype=torch.uint8)
-    synchronize(broadcast_async_(payload, root_rank, f"{name}.data", process_set))
+    broadcast_(payload, root_rank, f"{name}.data", process_set)
     if failure is not None:
         raise failure
     return obj if on_root else _unpickle(payload, num_bytes < 0, root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Everybody's object, in rank order."""
+    """The objects of all ranks, in rank order."""
     name = "allgather_object" if name is None else name
     payload, failure = _pickle(obj)
     header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64)

@@ -1,24 +1,23 @@
-"""The collectives of `hvd`: Horovod's signatures, each a thin front over one submission.
+"""The collectives of `hvd`: Horovod's signatures, each a thin front over one `Collective`.
 
-`x_async` returns a handle, `x` waits for it; a trailing underscore means in place; `grouped_x` takes a list
-and is all or nothing. The out-of-place blocking ones are differentiable (`autograd`). The engine checks the
-arguments. Sparse tensors are in `sparse`.
+`x_async` submits it and returns a handle, `x` runs it; a trailing underscore means in place; `grouped_x` takes a list
+and is all or nothing. The out-of-place blocking ones are differentiable (`autograd`). The engine checks the arguments.
+Sparse tensors are in `sparse`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from hora import engine
 from hora.engine.request import Kind
-from hora.torch import autograd
-from hora.torch.compression import Compression
-from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.autograd import differentiable
+from hora.torch.collective import Collective, Tensors, run, submit
+from hora.torch.compression import Compression, Compressor
+from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Average, handle_average_backwards_compatibility
-from hora.torch.submission import registered_id, start, synchronize
 
 __all__ = [
     "allgather",
@@ -59,14 +58,14 @@ def allreduce_async(
 ) -> int:
     """Start reducing a tensor over all ranks into a new one; returns a handle."""
     op = handle_average_backwards_compatibility(op, average)
-    return _reduce([tensor], name, op, prescale_factor, postscale_factor, process_set)
+    return submit(Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor), [tensor])
 
 
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -74,9 +73,8 @@ def allreduce(
 ) -> Tensor:
     """Reduce a tensor over all ranks into a new one. Differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    small, ctx = _compress(compression, tensor)
-    reduced = autograd.allreduce(small, name, op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(reduced, ctx)
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
+    return _run_compressed(collective, [tensor], compression)[0]
 
 
 def allreduce_async_(
@@ -90,7 +88,8 @@ def allreduce_async_(
 ) -> int:
     """Start reducing a tensor in place; returns a handle."""
     op = handle_average_backwards_compatibility(op, average)
-    return _reduce([tensor], name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
+    return submit(collective, [tensor], in_place=True)
 
 
 def allreduce_(
@@ -104,18 +103,8 @@ def allreduce_(
 ) -> Tensor:
     """Reduce a tensor in place."""
     op = handle_average_backwards_compatibility(op, average)
-    return synchronize(
-        _reduce(
-            [tensor],
-            name,
-            op,
-            prescale_factor,
-            postscale_factor,
-            process_set,
-            in_place=True,
-            background=False,
-        )
-    )
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
+    return run(collective, [tensor], in_place=True)[0]
 
 
 def grouped_allreduce_async(
@@ -129,14 +118,15 @@ def grouped_allreduce_async(
 ) -> int:
     """Start reducing several tensors as one operation; returns a handle."""
     op = handle_average_backwards_compatibility(op, average)
-    return _reduce(_group(tensors), name, op, prescale_factor, postscale_factor, process_set, grouped=True)
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return submit(collective, _group(tensors))
 
 
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -144,9 +134,8 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Reduce several tensors as one operation into new ones. Differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    small, contexts = _compress_all(compression, tensors)
-    reduced = autograd.grouped_allreduce(small, name, op, prescale_factor, postscale_factor, process_set)
-    return _decompress_all(compression, reduced, contexts)
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return _run_compressed(collective, _group(tensors), compression)
 
 
 def grouped_allreduce_async_(
@@ -160,8 +149,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """Start reducing several tensors in place as one operation; returns a handle."""
     op = handle_average_backwards_compatibility(op, average)
-    group = _group(tensors)
-    return _reduce(group, name, op, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True)
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return submit(collective, _group(tensors), in_place=True)
 
 
 def grouped_allreduce_(
@@ -172,65 +161,63 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     """Reduce several tensors in place as one operation."""
     op = handle_average_backwards_compatibility(op, average)
-    group = _group(tensors)
-    return synchronize(
-        _reduce(group, name, op, prescale_factor, postscale_factor, process_set, grouped=True, in_place=True)
-    )
+    collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return run(collective, _group(tensors), in_place=True)
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start concatenating everybody's tensor on dimension 0; returns a handle."""
-    return start(Kind.ALLGATHER, [tensor], name=name, process_set=process_set)
+    """Start concatenating the tensors of all ranks on dimension 0; returns a handle."""
+    return submit(Collective(Kind.ALLGATHER, name, process_set), [tensor])
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Concatenate everybody's tensor on dimension 0, in rank order. Differentiable."""
-    return autograd.allgather(tensor, name, process_set)
+    """Concatenate the tensors of all ranks on dimension 0, in rank order. Differentiable."""
+    return differentiable(Collective(Kind.ALLGATHER, name, process_set), [tensor])[0]
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start gathering several tensors as one operation; returns a handle."""
-    return start(Kind.ALLGATHER, _group(tensors), grouped=True, name=name, process_set=process_set)
+    return submit(Collective(Kind.ALLGATHER, name, process_set, grouped=True), _group(tensors))
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     """Gather several tensors as one operation. Differentiable."""
-    return autograd.grouped_allgather(_group(tensors), name, process_set)
+    return differentiable(Collective(Kind.ALLGATHER, name, process_set, grouped=True), _group(tensors))
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start copying the root's tensor into a new one; returns a handle. The root is a global rank."""
-    return start(Kind.BROADCAST, [tensor], name=name, root_rank=root_rank, process_set=process_set)
+    return submit(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor])
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """The root's tensor, as a new one. `root_rank` is always a global rank. Differentiable."""
-    return autograd.broadcast(tensor, root_rank, name, process_set)
+    return differentiable(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor])[0]
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Start overwriting the tensor by the root's; returns a handle."""
-    return start(Kind.BROADCAST, [tensor], in_place=True, name=name, root_rank=root_rank, process_set=process_set)
+    return submit(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor], in_place=True)
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Overwrite the tensor by the root's."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return run(Collective(Kind.BROADCAST, name, process_set, root_rank=root_rank), [tensor], in_place=True)[0]
 
 
 def alltoall_async(
@@ -240,7 +227,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start sending `splits[r]` rows to each rank r; returns a handle for `(output, received_splits)`."""
-    return start(Kind.ALLTOALL, [tensor], name=name, splits=splits, process_set=process_set)
+    return submit(Collective(Kind.ALLTOALL, name, process_set, splits=splits), [tensor])
 
 
 def alltoall(
@@ -250,7 +237,7 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send `splits[r]` rows to rank r; gives `output, received_splits` if given splits. Differentiable."""
-    output, received = autograd.alltoall(tensor, splits, name, process_set)
+    output, received = differentiable(Collective(Kind.ALLTOALL, name, process_set, splits=splits), [tensor])
     return output if splits is None else (output, received)
 
 
@@ -263,22 +250,21 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start reducing a tensor and keeping this rank's share of its rows; returns a handle."""
-    return _reduce([tensor], name, op, prescale_factor, postscale_factor, process_set, kind=Kind.REDUCESCATTER)
+    return submit(Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor), [tensor])
 
 
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Reduce a tensor and keep this rank's share of its rows. Differentiable."""
-    small, ctx = _compress(compression, tensor)
-    mine = autograd.reducescatter(small, name, op, process_set, prescale_factor, postscale_factor)
-    return compression.decompress(mine, ctx)
+    collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor)
+    return _run_compressed(collective, [tensor], compression)[0]
 
 
 def grouped_reducescatter_async(
@@ -290,25 +276,22 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Start a reducescatter of several tensors as one operation; returns a handle."""
-    group = _group(tensors)
-    return _reduce(
-        group, name, op, prescale_factor, postscale_factor, process_set, kind=Kind.REDUCESCATTER, grouped=True
-    )
+    collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return submit(collective, _group(tensors))
 
 
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: Any = Compression.none,
+    compression: type[Compressor] | Compressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reducescatter several tensors as one operation. Differentiable."""
-    small, contexts = _compress_all(compression, tensors)
-    mine = autograd.grouped_reducescatter(small, name, op, process_set, prescale_factor, postscale_factor)
-    return _decompress_all(compression, mine, contexts)
+    collective = Collective(Kind.REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, grouped=True)
+    return _run_compressed(collective, _group(tensors), compression)
 
 
 def join(device: int = -1) -> int:
@@ -316,8 +299,7 @@ def join(device: int = -1) -> int:
 
     `device` is accepted for Horovod's sake: the engine makes the joined ranks' zeros where they are needed.
     """
-    last: int = engine.current_runtime().join()
-    return last
+    return engine.current_runtime().join()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -326,30 +308,13 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     runtime.barrier(registered_id(process_set))
 
 
-def _reduce(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    kind: Kind = Kind.ALLREDUCE,
-    in_place: bool = False,
-    grouped: bool = False,
-    background: bool = True,
-) -> int:
-    return start(
-        kind,
-        tensors,
-        in_place=in_place,
-        grouped=grouped,
-        name=name,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        background=background,
-    )
+def _run_compressed(
+    collective: Collective, tensors: Sequence[Tensor], compression: type[Compressor] | Compressor
+) -> list[Tensor]:
+    """Run a differentiable collective on what the compressor makes of the tensors, and undo that."""
+    pairs = [compression.compress(_check_tensor(tensor)) for tensor in tensors]
+    results = differentiable(collective, [small for small, _ in pairs])
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]
 
 
 def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -361,19 +326,10 @@ def _group(tensors: Sequence[Tensor]) -> list[Tensor]:
     return group
 
 
-def _compress(compression: Any, tensor: Tensor) -> tuple[Tensor, Any]:
+def _check_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a collective needs a torch.Tensor, but got {_describe(tensor)}")
-    return compression.compress(tensor)
-
-
-def _compress_all(compression: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    pairs = [_compress(compression, tensor) for tensor in _group(tensors)]
-    return [small for small, _ in pairs], [ctx for _, ctx in pairs]
-
-
-def _decompress_all(compression: Any, tensors: Sequence[Tensor], contexts: list[Any]) -> list[Tensor]:
-    return [compression.decompress(tensor, ctx) for tensor, ctx in zip(tensors, contexts, strict=True)]
+    return tensor
 
 
 def _describe(value: object) -> str:

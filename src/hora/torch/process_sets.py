@@ -13,7 +13,14 @@ from typing import Any
 
 from hora import engine
 
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "is_mpi_communicator", "remove_process_set"]
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "global_process_set",
+    "is_mpi_communicator",
+    "registered_id",
+    "remove_process_set",
+]
 
 
 def is_mpi_communicator(value: object) -> bool:
@@ -150,6 +157,19 @@ def unbind(*process_sets: ProcessSet) -> None:
         _bound.discard(process_set)
     if not process_sets:
         global_process_set.ranks = None
+
+
+def registered_id(process_set: ProcessSet) -> int:
+    """The engine's id of the set; ValueError if it has none."""
+    if not isinstance(process_set, ProcessSet):
+        what = f"{type(process_set).__name__}: {process_set!r:.100}"
+        raise ValueError(f"process_set must be a ProcessSet, but it is {what}")
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"Process set with ranks {process_set.ranks} does not exist, or has not been registered; pass it "
+            "to hvd.init(process_sets=…) or hvd.add_process_set()"
+        )
+    return process_set.process_set_id
 
 
 def _registered_ranks(process_set: ProcessSet) -> list[int]:

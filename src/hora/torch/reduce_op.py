@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import warnings
 
 from hora.engine.request import ReduceOp
-from hora.horovod.util import get_average_backwards_compatibility_fun
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "handle_average_backwards_compatibility"]
 
@@ -16,6 +15,14 @@ Min = int(ReduceOp.MIN)
 Max = int(ReduceOp.MAX)
 Product = int(ReduceOp.PRODUCT)
 
-handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(
-    SimpleNamespace(Average=Average, Sum=Sum)
-)
+
+def handle_average_backwards_compatibility(
+    op: int | None, average: bool | None, *, average_op: int = Average, sum_op: int = Sum
+) -> int:
+    """The reduce op meant by `op` and the deprecated `average`."""
+    if average is None:
+        return average_op if op is None else op
+    if op is not None:
+        raise ValueError(f"The op parameter supersedes average: pass only op (now op={op!r} and average={average!r})")
+    warnings.warn("Parameter `average` has been replaced with `op`", DeprecationWarning, stacklevel=3)
+    return average_op if average else sum_op

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from hora.engine.request import Kind
+from hora.torch.collective import Collective, submit, synchronize
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average
-from hora.torch.submission import start, synchronize
 
 __all__ = ["sparse_allreduce_async"]
 
@@ -24,9 +23,8 @@ def sparse_allreduce_async(
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         raise ValueError(f"sparse_allreduce_async needs a sparse COO tensor, but got {what}")
     indices, values = tensor._indices().t(), tensor._values()
-    gather = partial(start, Kind.ALLGATHER, process_set=process_set)
     handles = [
-        gather([part], name=None if name is None else f"{name}.{what}")
+        submit(Collective(Kind.ALLGATHER, None if name is None else f"{name}.{what}", process_set), [part])
         for part, what in ((indices, "indices"), (values, "values"))
     ]
 

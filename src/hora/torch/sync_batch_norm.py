@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hora import engine
 from hora.engine.request import Kind, ReduceOp
+from hora.torch.collective import Collective, run
 
 __all__ = ["SyncBatchNorm"]
 
@@ -57,9 +58,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    runtime = engine.current_runtime()
-    runtime.synchronize(runtime.submit(Kind.ALLREDUCE, [tensor], outputs=[tensor], op=ReduceOp.SUM))
-    return tensor
+    return run(Collective(Kind.ALLREDUCE, op=ReduceOp.SUM), [tensor], in_place=True)[0]
 
 
 def _other_dims(input: torch.Tensor) -> list[int]:
@@ -123,7 +122,7 @@ class _Normalise(torch.autograd.Function):
         if weight is not None:
             grad_weight = (sums[channels:] * inverse_std).to(weight.dtype)
             grad_bias = sums[:channels].to(weight.dtype)
-        # Everybody takes part, needed here or not: another rank may need it.
+        # Every rank takes part, needed here or not: another rank may need it.
         totals = _sum_over_ranks(sums.clone()) / count.clamp(min=1)
         if ctx.needs_input_grad[0]:
             scale = inverse_std if weight is None else inverse_std * weight.double()

@@ -1,4 +1,4 @@
-"""The old module of the optimizer: `hora.torch.optimizer.base` and `delta_optimizer`."""
+"""The old module of the optimizer: `hora.torch.optimizer`."""
 
 from hora.torch.optimizer.adasum import DeltaOptimizer as _DistributedAdasumOptimizer
 from hora.torch.optimizer.base import DistributedOptimizer, _DistributedOptimizer

@@ -15,9 +15,9 @@ import torch
 from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
 from hora.torch.basics import rank
+from hora.torch.collective import synchronize
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import broadcast_async_
-from hora.torch.submission import synchronize
 
 __all__ = ["broadcast_optimizer_state"]
 
