@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 import horovod.torch as hvd
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.model_bytes import Parcel, unpack_model
+from hora.spark.estimator.model_bytes import ModelAndOptimizer, unpack_model
 from hora.spark.estimator.params import ESTIMATOR
 from hora.spark.estimator.store import Store
-from hora.spark.estimator.training import Task, train
+from hora.spark.estimator.training import TrainingSpec, train
 
 pytestmark = pytest.mark.ranks(1, 2)
 NUM_ROWS = 24
@@ -43,7 +43,7 @@ class TwoHeads(torch.nn.Module):
 
 
 def fit(folder, *, make=lambda: torch.nn.Linear(2, 1), checkpoint=None, run="run", val_rows=0, **values):
-    """Train on this rank; the outcome is rank 0's, on all ranks."""
+    """Train on this rank; the result is rank 0's, on all ranks."""
     torch.manual_seed(1)
     model = make()
     store = Store.create(folder)
@@ -56,8 +56,8 @@ def fit(folder, *, make=lambda: torch.nn.Linear(2, 1), checkpoint=None, run="run
         "shuffle": False,
         "reader_pool_type": "dummy",
     }
-    task = Task(
-        parcel=Parcel.of(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)),
+    spec = TrainingSpec(
+        model_and_optimizer=ModelAndOptimizer.of(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)),
         store=store,
         remote=store.to_remote(run, 0),
         dataset=Dataset(index=0, train_rows=NUM_ROWS, val_rows=val_rows, columns={}),
@@ -66,15 +66,15 @@ def fit(folder, *, make=lambda: torch.nn.Linear(2, 1), checkpoint=None, run="run
         checkpoint=checkpoint,
     )
     try:
-        outcome = hvd.broadcast_object(train(task), root_rank=0)
-        assert outcome is not None
-        return outcome
+        result = hvd.broadcast_object(train(spec), root_rank=0)
+        assert result is not None
+        return result
     finally:
         hvd.shutdown()
 
 
-def weights(outcome):
-    return unpack_model(outcome.model).state_dict()
+def weights(result):
+    return unpack_model(result.model).state_dict()
 
 
 def test_two_labels_with_weights_for_losses_and_rows(folder):
@@ -158,7 +158,7 @@ def test_transformations_own_readers_and_losses_made_on_the_rank(folder):
     assert changed.history[0]["train"]["loss"] > plain.history[0]["train"]["loss"]
     own = fit(folder, data_module=Pairs, val_rows=4, epochs=20, run="pairs")
     assert own.history[-1]["validation"]["loss"] < 0.1
-    made = fit(folder, loss=None, loss_constructors=[lambda model, **facts: F.mse_loss], epochs=1, run="made")
+    made = fit(folder, loss=None, loss_constructors=[lambda model, **known: F.mse_loss], epochs=1, run="made")
     assert made.history == plain.history
 
 

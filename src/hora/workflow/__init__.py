@@ -6,12 +6,12 @@ from hora.workflow.fit import fit
 from hora.workflow.history import History
 from hora.workflow.logs import Logger, MLflowLog, TensorBoardLog
 from hora.workflow.model_file import Feature, ModelFile, load, save
+from hora.workflow.objective import Metric, accuracy
 from hora.workflow.plots import plot_history, plot_weights
 from hora.workflow.randomness import seed_everything
 from hora.workflow.sampler import Loaders, ShardSampler, TensorLoader, make_loaders
 from hora.workflow.schedule import Schedule
 from hora.workflow.step import Recipe, evaluate
-from hora.workflow.tally import Metric, accuracy
 
 __all__ = [
     "Checkpoints",

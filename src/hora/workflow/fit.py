@@ -3,7 +3,8 @@
 The same alone and on many ranks.
 
 It owns the order in which things happen. How a step is taken is in `step`, what is stored in `checkpoint`,
-what is shown in `progress`. A script that wants to write its own loop needs nothing from here.
+what is shown in `progress`. A script that wants to write its own loop needs nothing from here. The Spark estimator takes
+the same steps in an epoch loop of its own (`hora.spark.estimator.training`), which says there why.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from hora.workflow.checkpoint import Checkpoints
 from hora.workflow.early_stopping import EarlyStopping
 from hora.workflow.history import History
 from hora.workflow.logs import Logger
+from hora.workflow.objective import Metric, Supervised
 from hora.workflow.progress import Progress
 from hora.workflow.sampler import Loaders
-from hora.workflow.step import Recipe, Stepper, evaluate
-from hora.workflow.tally import Metric, Tally
+from hora.workflow.step import Recipe, Stepper, score_all
+from hora.workflow.tally import Tally
 
 __all__ = ["fit"]
 
@@ -65,8 +67,7 @@ def fit(
     stepper = Stepper(
         model,
         peers.distribute(optimizer, plain, recipe.accumulate),
-        loss,
-        metrics=metrics or {},
+        Supervised(loss, metrics or {}, where),
         recipe=recipe,
         device=where,
     )
@@ -142,22 +143,16 @@ class _Run:
         peers.average_buffers(self.model)
         record = {"epoch": float(epoch + 1), **tally.means("train")}
         if self.loaders.valid is not None:
-            stepper = self.stepper
-            record |= evaluate(
-                stepper.model,
-                self.loaders.valid,
-                stepper.loss,
-                metrics=stepper.metrics,
-                recipe=stepper.recipe,
-                device=stepper.device,
-            )
+            stepper, valid = self.stepper, self.loaders.valid
+            validated = score_all(stepper.model, valid, stepper.objective, recipe=stepper.recipe, device=stepper.device)
+            record |= validated.means("valid")
         return record | {
             "lr": float(self.stepper.optimizer.param_groups[0]["lr"]),
             "seconds": time.perf_counter() - began,
         }
 
     def _train_epoch(self, epoch: int, began: float) -> Tally:
-        tally = Tally(["loss", *self.stepper.metrics], self.stepper.device)
+        tally = Tally(self.stepper.objective.names, self.stepper.device)
         _set_epoch(self.loaders.train, epoch)
         chunks, rng_at_start = self._chunks(tally)
         self.stepper.model.train()

@@ -1,21 +1,23 @@
 """One optimizer step, and one pass over validation data: precision, accumulation and clipping live here.
 
-It knows nothing about epochs, checkpoints or progress; `fit` does.
+It knows nothing about epochs, checkpoints or progress, which belong to its callers: `fit`, and the training of the Spark
+estimator. Nor does it know what is minimised: that is the `Objective`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from hora.workflow.objective import Metric, Objective, Scored, Supervised
 from hora.workflow.schedule import Schedule
-from hora.workflow.tally import Metric, Tally
+from hora.workflow.tally import Tally
 
-__all__ = ["Recipe", "Stepper", "evaluate"]
+__all__ = ["Recipe", "Stepper", "evaluate", "score_all"]
 
 _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,55 +50,54 @@ class Recipe:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def unpack(batch: Any, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The model's arguments and the target of a batch, on the device."""
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        raise ValueError(f"a loader must give (inputs…, target), but it gave a {type(batch).__name__}")
-    *inputs, target = (part.to(device, non_blocking=True) for part in batch)
-    return inputs, target
-
-
 class Stepper:
-    """Takes optimizer steps on a model."""
+    """Takes optimizer steps on a model.
+
+    `step` is a whole one. A caller whose steps do not end where its batches do says `begin`, `add` and `finish` itself.
+    """
 
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Metric,
+        objective: Objective,
         *,
-        metrics: Mapping[str, Metric],
         recipe: Recipe,
         device: torch.device,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.loss = loss
-        self.metrics = metrics
+        self.objective = objective
         self.recipe = recipe
         self.device = device
         self.scaler = torch.amp.GradScaler(device.type) if recipe.precision == "float16" else None
 
     def step(self, batches: Sequence[Any], tally: Tally) -> None:
-        """Accumulate the gradients of the batches, then change the weights once."""
-        self.optimizer.zero_grad()
+        """Accumulate the mean of the batches' gradients, then change the weights once."""
+        self.begin()
         for batch in batches:
-            inputs, target = unpack(batch, self.device)
-            with self.recipe.autocast(self.device):
-                outputs = self.model(*inputs)
-                loss = self.loss(outputs, target)
-            share = loss / len(batches)
-            (share if self.scaler is None else self.scaler.scale(share)).backward()
-            with torch.no_grad():
-                tally.add([loss, *(metric(outputs, target) for metric in self.metrics.values())], len(target))
-        self._update()
+            self.add(batch, tally, divisor=len(batches))
+        self.finish()
 
-    def set_learning_rate(self, rates: Sequence[float]) -> None:
-        """One rate per parameter group."""
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        self.optimizer.zero_grad()
 
-    def _update(self) -> None:
+    def add(self, batch: Any, tally: Tally, *, divisor: int = 1) -> None:
+        """Forward and backward: the batch's gradients, divided, are added to what the step has so far."""
+        with self.recipe.autocast(self.device):
+            scored = self.objective.score(self.model, batch)
+        share = scored.loss / divisor
+        (share if self.scaler is None else self.scaler.scale(share)).backward()
+        self.report(scored, tally)
+
+    def report(self, scored: Scored, tally: Tally) -> None:
+        """Count a trained batch's loss and metrics."""
+        with torch.no_grad():
+            tally.add([scored.loss, *self.objective.metrics(scored)], scored.weight)
+
+    def finish(self) -> None:
+        """Change the weights."""
         if self.scaler is None and self.recipe.clip_norm is None:
             self.optimizer.step()
             return
@@ -116,6 +117,28 @@ class Stepper:
                 self.scaler.step(optimizer)
                 self.scaler.update()
 
+    def set_learning_rate(self, rates: Sequence[float]) -> None:
+        """One rate per parameter group."""
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def score_all(
+    model: torch.nn.Module, batches: Iterable[Any], objective: Objective, *, recipe: Recipe, device: torch.device
+) -> Tally:
+    """One pass over this rank's batches without learning from them; the model is left in the mode it was in."""
+    tally = Tally(objective.names, device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), recipe.autocast(device):
+            for batch in batches:
+                scored = objective.score(model, batch)
+                tally.add([scored.loss, *objective.metrics(scored)], scored.weight)
+    finally:
+        model.train(was_training)
+    return tally
+
 
 def evaluate(
     model: torch.nn.Module,
@@ -128,17 +151,6 @@ def evaluate(
     prefix: str = "valid",
 ) -> dict[str, float]:
     """Mean loss and metrics over all rows of all ranks; the model is left in the mode it was in."""
-    device, recipe, metrics = torch.device(device), recipe or Recipe(), metrics or {}
-    tally = Tally(["loss", *metrics], device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), recipe.autocast(device):
-            for batch in loader:
-                inputs, target = unpack(batch, device)
-                outputs = model(*inputs)
-                values = [loss(outputs, target), *(metric(outputs, target) for metric in metrics.values())]
-                tally.add(values, len(target))
-    finally:
-        model.train(was_training)
-    return tally.means(prefix)
+    where = torch.device(device)
+    objective = Supervised(loss, metrics or {}, where)
+    return score_all(model, loader, objective, recipe=recipe or Recipe(), device=where).means(prefix)

@@ -1,28 +1,18 @@
-"""Means of loss and metrics over batches and ranks, exact for unequal batches.
-
-Used by `fit` and `evaluate`.
-"""
+"""Means of loss and metrics over batches and ranks. Filled by `step`, read once a pass is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from hora.workflow import peers
 
-__all__ = ["Metric", "Tally", "accuracy"]
-
-Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The fraction of rows whose largest output is the target's class."""
-    return (outputs.argmax(dim=-1) == targets).float().mean()
+__all__ = ["Tally"]
 
 
 class Tally:
-    """Sums of batch means, weighted with the batches' sizes; the last number is the sum of the weights.
+    """Sums of batches' values, times their weights; the last number is the sum of the weights.
 
     They stay on the device: reading a value in every step would make a GPU wait.
     """
@@ -31,22 +21,22 @@ class Tally:
         self.names = list(names)
         self._sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=device)
 
-    def add(self, values: Sequence[torch.Tensor], weight: int) -> None:
-        """Count a batch of `weight` rows with these means."""
-        ones = torch.ones((), dtype=torch.float64, device=self._sums.device)
-        row = torch.stack([*(value.detach().to(self._sums) for value in values), ones])
+    def add(self, values: Sequence[torch.Tensor | float], weight: int) -> None:
+        """Count a batch of this weight with these means."""
+        row = torch.stack([*(self._number(value) for value in values), self._sums.new_ones(())])
         self._sums += row * weight
 
-    def mine(self, name: str) -> float:
-        """This rank's mean so far (waits for the device)."""
-        return float(self._sums[self.names.index(name)] / self._sums[-1])
+    def averages(self) -> list[float] | None:
+        """The means over all ranks, in the order of the names; None if no rank has counted a batch. Collective."""
+        *sums, weight = peers.sum_floats(self._sums).tolist()
+        return [value / weight for value in sums] if weight else None
 
     def means(self, prefix: str) -> dict[str, float]:
-        """The means over all ranks: {"train_loss": …}."""
-        sums = peers.sum_floats(self._sums)
-        if not sums[-1]:
+        """The means over all ranks by name: {"train_loss": …}. ValueError if there was no batch. Collective."""
+        averages = self.averages()
+        if averages is None:
             raise ValueError(f"the {prefix} loader gave no batch on any rank; it needs at least one row")
-        return {f"{prefix}_{name}": float(value / sums[-1]) for name, value in zip(self.names, sums, strict=False)}
+        return {f"{prefix}_{name}": value for name, value in zip(self.names, averages, strict=True)}
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """For a checkpoint in the middle of an epoch."""
@@ -55,3 +45,6 @@ class Tally:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """From such a checkpoint."""
         self._sums.copy_(state["sums"])
+
+    def _number(self, value: torch.Tensor | float) -> torch.Tensor:
+        return torch.as_tensor(value, dtype=self._sums.dtype, device=self._sums.device).detach().reshape(())

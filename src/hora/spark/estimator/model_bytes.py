@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-__all__ = ["Parcel", "pack_model", "unpack_model"]
+__all__ = ["ModelAndOptimizer", "pack_model", "unpack_model"]
 
 
 def pack_model(model: torch.nn.Module) -> bytes:
@@ -34,7 +34,7 @@ def unpack_model(packed: bytes) -> torch.nn.Module:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ModelAndOptimizer:
     """A model and its optimizer, picklable."""
 
     model: bytes
@@ -44,7 +44,7 @@ class Parcel:
     state: dict[str, Any]
 
     @classmethod
-    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Parcel:
+    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ModelAndOptimizer:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         groups = []
         for group in optimizer.param_groups:

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 
-from hora.spark.estimator.model_bytes import Parcel, pack_model, unpack_model
+from hora.spark.estimator.model_bytes import ModelAndOptimizer, pack_model, unpack_model
 
 __all__ = ["ParamsReader", "ParamsWriter"]
 
@@ -57,7 +57,7 @@ def _class_name(kind: type) -> str:
 def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
     packed = dict(values)
     if "model" in packed and "optimizer" in packed:
-        packed["model"] = Parcel.of(packed["model"], packed.pop("optimizer"))
+        packed["model"] = ModelAndOptimizer.of(packed["model"], packed.pop("optimizer"))
     elif "model" in packed:
         packed["model"] = pack_model(packed["model"])
     return packed
@@ -66,7 +66,7 @@ def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
 def _unpacked(packed: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(packed)
     model = values.get("model")
-    if isinstance(model, Parcel):
+    if isinstance(model, ModelAndOptimizer):
         values["model"], values["optimizer"] = model.unpack()
     elif model is not None:
         values["model"] = unpack_model(model)

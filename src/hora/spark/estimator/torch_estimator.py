@@ -17,11 +17,11 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from hora.spark.estimator.backend import SparkBackend
 from hora.spark.estimator.dataset import Column, Dataset, InUse, describe, materialise, open_dataset
-from hora.spark.estimator.model_bytes import Parcel
+from hora.spark.estimator.model_bytes import ModelAndOptimizer
 from hora.spark.estimator.params import ESTIMATOR, check_columns, check_values, signature_of, with_params
 from hora.spark.estimator.persistence import ParamsReader, ParamsWriter
 from hora.spark.estimator.torch_model import TorchModel
-from hora.spark.estimator.training import Outcome, Task, train
+from hora.spark.estimator.training import TrainingResult, TrainingSpec, train
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -113,8 +113,8 @@ class TorchEstimator(Estimator[TorchModel], MLWritable, MLReadable[Any]):
         store, run_id = values["store"], values["run_id"] or _new_run(values["store"])
         # What the ranks need not have, or get in another way, stays here.
         sent = values | {"model": None, "optimizer": None, "store": None, "backend": None}
-        task = Task(
-            parcel=Parcel.of(values["model"], values["optimizer"]),
+        spec = TrainingSpec(
+            model_and_optimizer=ModelAndOptimizer.of(values["model"], values["optimizer"]),
             store=store,
             remote=store.to_remote(run_id, dataset.index),
             dataset=dataset,
@@ -122,9 +122,9 @@ class TorchEstimator(Estimator[TorchModel], MLWritable, MLReadable[Any]):
             values=sent,
             checkpoint=_checkpoint(store, run_id),
         )
-        outcome = backend.run(train, args=(task,), kwargs={}, env={})[0]
-        assert isinstance(outcome, Outcome), "rank 0 gave no outcome"
-        return _model(values, task, outcome, run_id)
+        result = backend.run(train, args=(spec,), kwargs={}, env={})[0]
+        assert isinstance(result, TrainingResult), "rank 0 gave no result"
+        return _model(values, spec, result, run_id)
 
 
 def _setter(name: str) -> str:
@@ -154,17 +154,19 @@ def _checkpoint(store: Any, run_id: str) -> bytes | None:
     return store.read(path) if path is not None and store.exists(path) else None
 
 
-def _model(values: Mapping[str, Any], task: Task, outcome: Outcome, run_id: str) -> TorchModel:
-    trained, optimizer = dataclasses.replace(task.parcel, model=outcome.model, state=outcome.optimizer_state).unpack()
-    columns: Mapping[str, Column] = task.dataset.columns
+def _model(values: Mapping[str, Any], spec: TrainingSpec, result: TrainingResult, run_id: str) -> TorchModel:
+    trained, optimizer = dataclasses.replace(
+        spec.model_and_optimizer, model=result.model, state=result.optimizer_state
+    ).unpack()
+    columns: Mapping[str, Column] = spec.dataset.columns
     metadata = {
         "columns": {name: dataclasses.asdict(column) for name, column in columns.items()},
-        "output_sizes": list(outcome.output_sizes),
+        "output_sizes": list(result.output_sizes),
     }
     return TorchModel(
-        history=outcome.history,
+        history=result.history,
         model=trained,
-        feature_columns=list(task.features),
+        feature_columns=list(spec.features),
         input_shapes=values["input_shapes"],
         label_columns=list(values["label_cols"]),
         optimizer=optimizer,

@@ -1,6 +1,11 @@
 """What an estimator runs on every rank: read the rank's rows, train, keep a checkpoint and a log, report from rank 0.
 
-`train` is the whole of it and gets everything in one `Task`. Called through a backend.
+`train` is the whole of it and gets everything in one `TrainingSpec`. Called through a backend.
+
+Steps, validation and means are those of `hora.workflow`. The epoch loop is not `fit`'s, because an estimator promises other
+things: the data module's batches have no end and run on from one epoch into the next (so do accumulated gradients, which
+are added, not averaged); the user may bring the step itself; the optimizer's state is broadcast even where it is new;
+batch-norm statistics stay each rank's own; checkpoint, log and history have Horovod's form.
 """
 
 from __future__ import annotations
@@ -18,18 +23,21 @@ import hora.torch as hvd
 from hora.data.transformation import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.model_bytes import Parcel, pack_model
-from hora.spark.estimator.step import Batch, Step, split_batch
+from hora.spark.estimator.model_bytes import ModelAndOptimizer, pack_model
+from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
 from hora.spark.estimator.store import RemoteStore, Store
+from hora.workflow.objective import Scored
+from hora.workflow.step import Recipe, Stepper, score_all
+from hora.workflow.tally import Tally
 
-__all__ = ["Outcome", "Task", "train"]
+__all__ = ["TrainingResult", "TrainingSpec", "train"]
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingSpec:
     """Everything that a rank has to know. `values` are the estimator's parameters."""
 
-    parcel: Parcel
+    model_and_optimizer: ModelAndOptimizer
     store: Store
     remote: RemoteStore
     dataset: Dataset
@@ -39,7 +47,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """Rank 0's report: the trained model, the optimizer's state, and a dict for each epoch."""
 
     model: bytes
@@ -48,43 +56,98 @@ class Outcome:
     output_sizes: tuple[int, ...]
 
 
-def train(task: Task) -> Outcome | None:
-    """Train to the end; an Outcome on rank 0, None elsewhere."""
+def train(spec: TrainingSpec) -> TrainingResult | None:
+    """Train to the end; a result on rank 0, None elsewhere."""
     hvd.init()
-    values = task.values
+    values = spec.values
     if values["random_seed"] is not None:
         torch.manual_seed(int(values["random_seed"]))
     device = _device(bool(values["use_gpu"]))
-    model, inner = task.parcel.unpack(device)
-    history = _resume(task, model, inner)
-    for group in inner.param_groups:
-        group["lr"] = group["lr"] * hvd.size()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(inner, root_rank=0)
-    compression = values["gradient_compression"] or hvd.Compression.none
-    optimizer = hvd.DistributedOptimizer(
-        inner,
-        named_parameters=model.named_parameters(),
-        compression=compression,
-        backward_passes_per_step=values["backward_passes_per_step"],
-    )
-    with _feed(task) as feed, _Record(task, inner) as record:
-        step = Step(model, optimizer, values, losses=_losses(task, model, optimizer), device=device)
-        batches = _endless(feed.train_data())
+    model, inner = spec.model_and_optimizer.unpack(device)
+    history = _resume(spec, model, inner)
+    optimizer = _distributed(values, model, inner)
+    with _data_module(spec) as data, _RunFiles(spec, inner) as files:
+        objective = LabelColumns(values, _losses(spec, model, optimizer), device)
+        recipe = Recipe(accumulate=values["backward_passes_per_step"])
+        trainer = _Trainer(Stepper(model, optimizer, objective, recipe=recipe, device=device), objective, values)
+        batches = _endless(data.train_data())
         for epoch in range(len(history), values["epochs"]):
             entry: dict[str, Any] = {"epoch": epoch}
-            sampler = (next(batches) for _ in range(_num_steps(task, feed)))
-            entry["train"] = step.run(_prepared(task, sampler, device), training=True)
-            if task.dataset.val_rows:
-                entry["validation"] = step.run(_prepared(task, feed.val_data(), device), training=False)
+            of_epoch = (next(batches) for _ in range(_num_steps(spec, data)))
+            entry["train"] = trainer.train(_minibatches(spec, of_epoch, device))
+            if spec.dataset.val_rows:
+                entry["validation"] = trainer.validate(_minibatches(spec, data.val_data(), device))
             history.append(entry)
             if hvd.rank() == 0:
-                record.keep(model, history)
+                files.keep(model, history)
     if hvd.rank() != 0:
         return None
     for group in inner.param_groups:
         group["lr"] = group["lr"] / hvd.size()
-    return Outcome(pack_model(model.cpu().eval()), inner.state_dict(), history, step.output_sizes)
+    return TrainingResult(pack_model(model.cpu().eval()), inner.state_dict(), history, objective.output_sizes)
+
+
+class _Trainer:
+    """Passes over minibatches: the user's own step, or the workflow's, every `accumulate` minibatches."""
+
+    def __init__(self, stepper: Stepper, objective: LabelColumns, values: Mapping[str, Any]) -> None:
+        self._stepper, self._objective = stepper, objective
+        self._own_step: Callable[..., Any] | None = values["train_minibatch_fn"]
+        self._num_backward = 0
+
+    def train(self, minibatches: Iterable[Minibatch]) -> dict[str, Any]:
+        """The mean loss and metrics of an epoch, over all minibatches of all ranks."""
+        stepper = self._stepper
+        tally = Tally(self._objective.names, stepper.device)
+        stepper.model.train()
+        for index, minibatch in enumerate(minibatches):
+            if self._own_step is not None:
+                stepper.report(self._score_by_own_step(self._own_step, minibatch, index), tally)
+                continue
+            if self._num_backward % stepper.recipe.accumulate == 0:
+                stepper.begin()
+            stepper.add(minibatch, tally)
+            self._num_backward += 1
+            if self._num_backward % stepper.recipe.accumulate == 0:
+                stepper.finish()
+        return self._objective.entry(tally.averages())
+
+    def validate(self, minibatches: Iterable[Minibatch]) -> dict[str, Any]:
+        """The same without learning."""
+        stepper = self._stepper
+        tally = score_all(stepper.model, minibatches, self._objective, recipe=stepper.recipe, device=stepper.device)
+        return self._objective.entry(tally.averages())
+
+    def _score_by_own_step(self, own_step: Callable[..., Any], minibatch: Minibatch, index: int) -> Scored:
+        stepper, objective = self._stepper, self._objective
+        outputs, loss = own_step(
+            stepper.model,
+            stepper.optimizer,
+            objective.fit_labels,
+            objective.loss,
+            minibatch.inputs,
+            minibatch.labels,
+            minibatch.weights,
+            stepper.recipe.accumulate,
+            index,
+        )
+        return Scored(*objective.fit_labels(outputs, minibatch.labels), loss, weight=1)
+
+
+def _distributed(
+    values: Mapping[str, Any], model: torch.nn.Module, inner: torch.optim.Optimizer
+) -> torch.optim.Optimizer:
+    """The optimizer that averages gradients; all ranks begin with rank 0's parameters and state, at the scaled rate."""
+    for group in inner.param_groups:
+        group["lr"] = group["lr"] * hvd.size()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(inner, root_rank=0)
+    return hvd.DistributedOptimizer(
+        inner,
+        named_parameters=model.named_parameters(),
+        compression=values["gradient_compression"] or hvd.Compression.none,
+        backward_passes_per_step=values["backward_passes_per_step"],
+    )
 
 
 def _device(use_gpu: bool) -> torch.device:
@@ -104,31 +167,31 @@ def _device(use_gpu: bool) -> torch.device:
     return device
 
 
-def _resume(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _resume(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The history of the run so far; model and optimizer become those of its checkpoint, if there is one."""
-    if task.checkpoint is None:
+    if spec.checkpoint is None:
         return []
-    state = torch.load(io.BytesIO(task.checkpoint), map_location="cpu", weights_only=True)
+    state = torch.load(io.BytesIO(spec.checkpoint), map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     history = list(state.get("history", ()))  # Horovod's own checkpoints have none
-    if task.values["verbose"] and hvd.rank() == 0:
-        print(f"resuming {task.remote.run_path} after epoch {len(history)}", flush=True)
+    if spec.values["verbose"] and hvd.rank() == 0:
+        print(f"resuming {spec.remote.run_path} after epoch {len(history)}", flush=True)
     return history
 
 
-def _losses(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    given = task.values["loss"]
+def _losses(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    given = spec.values["loss"]
     if given is None:
-        makers = task.values["loss_constructors"]
-        facts = {**task.values, "model": model, "optimizer": optimizer, "feature_cols": list(task.features)}
-        given = [maker(**facts) for maker in (makers if isinstance(makers, list | tuple) else [makers])]
+        makers = spec.values["loss_constructors"]
+        known = {**spec.values, "model": model, "optimizer": optimizer, "feature_cols": list(spec.features)}
+        given = [maker(**known) for maker in (makers if isinstance(makers, list | tuple) else [makers])]
     losses = list(given) if isinstance(given, list | tuple) else [given]
-    return losses * len(task.values["label_cols"]) if len(losses) == 1 else losses
+    return losses * len(spec.values["label_cols"]) if len(losses) == 1 else losses
 
 
-def _feed(task: Task) -> Any:
-    values = task.values
+def _data_module(spec: TrainingSpec) -> Any:
+    values = spec.values
     transform = None
     if values["transformation_fn"] is not None:
         transform = Transformation(
@@ -141,10 +204,10 @@ def _feed(task: Task) -> Any:
     }
     weight = values["sample_weight_col"]
     return (values["data_module"] or ParquetDataModule)(
-        train_dir=task.remote.train_data_path,
-        val_dir=task.remote.val_data_path,
+        train_dir=spec.remote.train_data_path,
+        val_dir=spec.remote.val_data_path,
         num_train_epochs=values["epochs"],
-        has_val=task.dataset.val_rows > 0,
+        has_val=spec.dataset.val_rows > 0,
         train_batch_size=values["batch_size"],
         val_batch_size=values["val_batch_size"] or values["batch_size"],
         shuffle=values["shuffle"],
@@ -152,8 +215,8 @@ def _feed(task: Task) -> Any:
         inmemory_cache_all=values["inmemory_cache_all"],
         cur_shard=hvd.rank(),
         shard_count=hvd.size(),
-        schema_fields=[*task.features, *values["label_cols"], *([weight] if weight else [])],
-        storage_options=task.store.storage_options,
+        schema_fields=[*spec.features, *values["label_cols"], *([weight] if weight else [])],
+        storage_options=spec.store.storage_options,
         steps_per_epoch_train=values["train_steps_per_epoch"],
         steps_per_epoch_val=values["validation_steps_per_epoch"],
         verbose=values["verbose"],
@@ -164,13 +227,13 @@ def _feed(task: Task) -> Any:
     )
 
 
-def _num_steps(task: Task, feed: Any) -> int:
+def _num_steps(spec: TrainingSpec, data: Any) -> int:
     """Batches of an epoch, the same number on every rank."""
-    if task.values["train_steps_per_epoch"]:
-        return int(task.values["train_steps_per_epoch"])
-    if isinstance(feed, ParquetDataModule):
-        return feed.train_steps
-    return max(1, task.dataset.train_rows // (task.values["batch_size"] * hvd.size()))
+    if spec.values["train_steps_per_epoch"]:
+        return int(spec.values["train_steps_per_epoch"])
+    if isinstance(data, ParquetDataModule):
+        return data.train_steps
+    return max(1, spec.dataset.train_rows // (spec.values["batch_size"] * hvd.size()))
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:
@@ -183,12 +246,12 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
             raise RuntimeError(f"the data module gave rank {hvd.rank()} no batch to train on")
 
 
-def _prepared(task: Task, batches: Iterable[Any], device: torch.device) -> Iterator[Batch]:
-    values = task.values
+def _minibatches(spec: TrainingSpec, batches: Iterable[Any], device: torch.device) -> Iterator[Minibatch]:
+    values = spec.values
     for batch in batches:
-        yield split_batch(
+        yield split_columns(
             batch,
-            features=task.features,
+            features=spec.features,
             labels=values["label_cols"],
             weight=values["sample_weight_col"],
             input_shapes=values["input_shapes"],
@@ -197,22 +260,22 @@ def _prepared(task: Task, batches: Iterable[Any], device: torch.device) -> Itera
         )
 
 
-class _Record:
+class _RunFiles:
     """What rank 0 keeps of a run in the store: the checkpoint, and scalars for TensorBoard. Nothing if runs are not saved."""
 
-    def __init__(self, task: Task, optimizer: torch.optim.Optimizer) -> None:
-        self._task, self._optimizer = task, optimizer
+    def __init__(self, spec: TrainingSpec, optimizer: torch.optim.Optimizer) -> None:
+        self._spec, self._optimizer = spec, optimizer
         self._stack = contextlib.ExitStack()
         self._folder = ""
         self._writer: Any = None
 
-    def __enter__(self) -> _Record:
-        if self._task.remote.saving_runs and hvd.rank() == 0:
-            self._folder = self._stack.enter_context(self._task.remote.get_local_output_dir())
+    def __enter__(self) -> _RunFiles:
+        if self._spec.remote.saving_runs and hvd.rank() == 0:
+            self._folder = self._stack.enter_context(self._spec.remote.get_local_output_dir())
             with contextlib.suppress(ImportError):  # tensorboard is optional
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._writer = SummaryWriter(os.path.join(self._folder, self._task.remote.logs_subdir))
+                self._writer = SummaryWriter(os.path.join(self._folder, self._spec.remote.logs_subdir))
                 self._stack.callback(self._writer.close)
         return self
 
@@ -221,9 +284,9 @@ class _Record:
 
     def keep(self, model: torch.nn.Module, history: Sequence[Mapping[str, Any]]) -> None:
         last = history[-1]
-        if self._task.values["verbose"]:
+        if self._spec.values["verbose"]:
             parts = [f"{part} loss {last[part]['loss']:.4f}" for part in ("train", "validation") if part in last]
-            print(f"epoch {last['epoch'] + 1}/{self._task.values['epochs']}: {', '.join(parts)}", flush=True)
+            print(f"epoch {last['epoch'] + 1}/{self._spec.values['epochs']}: {', '.join(parts)}", flush=True)
         if not self._folder:
             return
         if self._writer is not None:
@@ -235,8 +298,8 @@ class _Record:
         for group in state["param_groups"]:
             group["lr"] = group["lr"] / hvd.size()
         whole = {"model": model.state_dict(), "optimizer": state, "epoch": last["epoch"], "history": list(history)}
-        torch.save(whole, os.path.join(self._folder, self._task.remote.checkpoint_filename))
-        self._task.remote.sync(self._folder)
+        torch.save(whole, os.path.join(self._folder, self._spec.remote.checkpoint_filename))
+        self._spec.remote.sync(self._folder)
 
 
 def _scalars(part: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

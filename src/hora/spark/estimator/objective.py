@@ -1,0 +1,162 @@
+"""What an estimator's training minimises and reports: a loss and metrics for each label column, of `hora.workflow`'s steps.
+
+A label has the type that its loss takes: integers stay integers where they can (class numbers), else they become floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hora.workflow.objective import Scored
+
+__all__ = ["LabelColumns", "Minibatch", "split_columns"]
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Tensors of one batch of rows, on the rank's device."""
+
+    inputs: list[torch.Tensor]
+    labels: list[torch.Tensor]
+    weights: torch.Tensor | None = None
+
+
+def split_columns(
+    columns: Any,
+    *,
+    features: Sequence[str],
+    labels: Sequence[str],
+    weight: str | None,
+    input_shapes: Sequence[Sequence[int]] | None,
+    label_shapes: Sequence[Sequence[int]] | None,
+    device: torch.device,
+) -> Minibatch:
+    """From what a data module yields: a dict of columns, or `(features, label)`."""
+    if isinstance(columns, tuple | list):
+        given, label = columns
+        sources = list(given.values()) if isinstance(given, Mapping) else [given]
+        targets = list(label.values()) if isinstance(label, Mapping) else [label]
+        weights = None
+    else:
+        sources, targets = [columns[name] for name in features], [columns[name] for name in labels]
+        weights = None if weight is None else _tensor(columns[weight], device).float().reshape(-1)
+    inputs = [_tensor(source, device).float() for source in sources]
+    if input_shapes:
+        inputs = [tensor.reshape(tuple(shape)) for tensor, shape in zip(inputs, input_shapes, strict=True)]
+    wanted = [_tensor(target, device) for target in targets]
+    wanted = [tensor.float() if tensor.is_floating_point() else tensor.long() for tensor in wanted]
+    if label_shapes:
+        wanted = [tensor.reshape(tuple(shape)) for tensor, shape in zip(wanted, label_shapes, strict=True)]
+    return Minibatch(inputs, wanted, weights)
+
+
+class LabelColumns:
+    """The objective of an estimator: the weighted sum of the labels' losses.
+
+    Every minibatch counts the same in the means, whatever its size: as in Horovod, they are means over steps and ranks.
+    `output_sizes`: how many numbers a row of each output has, known once a minibatch has been scored.
+    """
+
+    def __init__(self, values: Mapping[str, Any], losses: Sequence[Loss], device: torch.device) -> None:
+        self._device = device
+        self._losses = [_on(loss, device) for loss in losses]
+        self._labels: list[str] = list(values["label_cols"])
+        self._keep_shapes = bool(values["label_shapes"])
+        self._loss_weights = values["loss_weights"] or [1.0 / len(self._labels)] * len(self._labels)
+        groups = values["metrics"] or []
+        groups = [list(group) if isinstance(group, list | tuple) else [group] for group in groups]
+        self._metrics = [group * len(self._labels) if len(group) == 1 else group for group in groups]
+        self._as_float: dict[int, bool] = {}
+        self.output_sizes: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return ["loss", *(f"group_{number}_{label}" for number in range(len(self._metrics)) for label in self._labels)]
+
+    def score(self, model: torch.nn.Module, batch: Minibatch) -> Scored:
+        outputs, labels = self.fit_labels(model(*batch.inputs), batch.labels)
+        return Scored(outputs, labels, self.loss(outputs, labels, batch.weights), weight=1)
+
+    def metrics(self, scored: Scored) -> Sequence[torch.Tensor | float]:
+        return [
+            metric(output.detach(), label)
+            for group in self._metrics
+            for metric, output, label in zip(group, scored.outputs, scored.targets, strict=True)
+        ]
+
+    def entry(self, averages: Sequence[float] | None) -> dict[str, Any]:
+        """The averages of a pass as an estimator's history has them; zeros if there was no minibatch."""
+        names = self.names
+        loss, *rest = averages or [0.0] * len(names)
+        named = list(zip(names[1:], rest, strict=True))
+        num_labels = len(self._labels)
+        groups = [dict(named[start : start + num_labels]) for start in range(0, len(named), num_labels)]
+        return {"loss": loss, "all_metrics": groups}
+
+    def fit_labels(self, outputs: Any, labels: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs as a list, and the labels in the outputs' shape where they have as many elements."""
+        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        if len(found) != len(labels):
+            raise ValueError(f"the model has {len(found)} outputs, but there are {len(labels)} label columns")
+        self.output_sizes = tuple(output[0].numel() for output in found)
+        fitted = []
+        for number, (output, label) in enumerate(zip(found, labels, strict=True)):
+            if not self._keep_shapes and label.numel() == output.numel():
+                label = label.reshape(output.shape)
+            if not label.is_floating_point() and self._wants_float(number, output, label):
+                label = label.float()
+            fitted.append(label)
+        return found, fitted
+
+    def loss(
+        self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The weighted sum of the labels' losses."""
+        total = torch.zeros((), device=self._device)
+        for loss, share, output, label in zip(self._losses, self._loss_weights, outputs, labels, strict=True):
+            if weights is None:
+                total = total + share * loss(output, label)
+            else:
+                each = _row_by_row(loss, output, label)
+                total = total + share * (weights * each.reshape(len(weights), -1).mean(dim=1)).mean()
+        return total
+
+    def _wants_float(self, number: int, output: torch.Tensor, label: torch.Tensor) -> bool:
+        """Whether this label's loss cannot be computed, or not be differentiated, with an integer label. Tried once."""
+        if number not in self._as_float:
+            trial = output.detach().clone().requires_grad_()
+            try:
+                with torch.enable_grad():
+                    self._losses[number](trial, label).mean().backward()
+                self._as_float[number] = False
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                self._as_float[number] = True
+        return self._as_float[number]
+
+
+def _row_by_row(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """The loss without its mean, for weights of rows."""
+    reduction = getattr(loss, "reduction", None)
+    if isinstance(loss, torch.nn.Module) and isinstance(reduction, str):
+        loss.reduction = "none"  # type: ignore[assignment, unused-ignore]
+        try:
+            return loss(output, label)
+        finally:
+            loss.reduction = reduction  # type: ignore[assignment, unused-ignore]
+    return loss(output, label, reduction="none")
+
+
+def _tensor(values: Any, device: torch.device) -> torch.Tensor:
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
+    return tensor.to(device)
+
+
+def _on(loss: Loss, device: torch.device) -> Loss:
+    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
