@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import horovod.torch as hvd
 from benchmarks.names import some_of
-from hora.workflow.resnet import ResNet
+from hora.workflow.architectures import ResNet
 
 WAYS = ("tf32", "bf16 channels-last", "bf16 channels-last compiled")
 

@@ -7,12 +7,12 @@
     python examples/image_classifier.py --synthetic --depth 50 --image-size 224 --num-classes 1000
 
 On GPUs add --compile. The last one only measures images per second. The training itself is
-`hora.labs.image_training.train`.
+`hora.labs.images.training.train`.
 """
 
 import horovod.torch as hvd
-from hora.labs.image_options import ImageOptions
-from hora.labs.image_training import measure, train
+from hora.labs.images.options import ImageOptions
+from hora.labs.images.training import measure, train
 
 
 def main():
@@ -20,10 +20,10 @@ def main():
     if options.synthetic:
         measure(options)
         return
-    outcome = train(options)
+    trained = train(options)
     if hvd.rank() == 0:
-        print(f"test accuracy {outcome.accuracy:.2%} on {outcome.num_ranks} ranks in {outcome.seconds:.0f} s")
-        print(f"{outcome.images_per_s:.0f} images/s; model in {outcome.model_path}")
+        print(f"test accuracy {trained.accuracy:.2%} on {trained.num_ranks} ranks in {trained.seconds:.0f} s")
+        print(f"{trained.images_per_s:.0f} images/s; model in {trained.model_path}")
 
 
 if __name__ == "__main__":

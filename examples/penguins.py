@@ -61,7 +61,7 @@ def test_epoch(model, loader, device):
 
 def train(epochs=50, batch_size=20, learning_rate=0.002, checkpoint=None):
     """Train on this rank; every rank returns the accuracy on the test rows."""
-    from hora.labs.penguin_data import load_penguins
+    from hora.labs.penguins.data import load_penguins
 
     hvd.init()  # 2. start Horovod
     torch.manual_seed(0)

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import horovod.torch as hvd
-from hora.labs.penguin_data import FEATURES, load_penguins
-from hora.labs.penguin_training import features_of
+from hora.labs.penguins.data import FEATURES, load_penguins
+from hora.labs.penguins.training import features_of
 from hora.workflow import EarlyStopping, accuracy, fit, load, make_loaders, save
 from hora.workflow.architectures import MLP
 

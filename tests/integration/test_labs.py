@@ -27,16 +27,16 @@ def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
     """With gaps, text that means a gap, spaces and repeated rows. The lab itself compares the package's rows."""
     import pandas as pd
 
-    from hora.labs import penguin_pandas, penguin_spark
-    from hora.labs.penguin_data import Preparation
+    from hora.labs.penguins import pandas_steps, spark_steps
+    from hora.labs.penguins.steps import Preparation
 
     rows = [f"{i % 3},{i % 2},4{i % 10}.{i},1{i % 5}, 18{i % 10} ,3{i % 10}00" for i in range(40)]
     rows += ["1,0,,17,180,3000", "1,0,40,NA,180,3000", rows[0], rows[1]]
     csv = tmp_path / "penguins.csv"
     csv.write_text(CSV.format(rows="\n".join(rows)))
-    steps = Preparation(seed=3, copies=2)
-    ours = penguin_pandas.prepare(penguin_pandas.read(csv), steps)
-    theirs = penguin_spark.prepare(penguin_spark.read(spark, csv), steps)
+    preparation = Preparation(seed=3, copies=2)
+    ours = pandas_steps.prepare(pandas_steps.read(csv), preparation)
+    theirs = spark_steps.prepare(spark_steps.read(spark, csv), preparation)
     for left, right in zip(ours[:2], theirs[:2], strict=True):
         pd.testing.assert_frame_equal(left, right.toPandas())
     assert ours[2:] == theirs[2:]
@@ -44,7 +44,7 @@ def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
 
 @pytest.mark.spark
 def test_spark_names_text_in_a_number_column(spark, tmp_path):
-    from hora.labs.penguin_data import load_penguins
+    from hora.labs.penguins.data import load_penguins
 
     csv = tmp_path / "penguins.csv"
     csv.write_text(CSV.format(rows="1,0,40,17,180,3000\n1,0,40,17,long,3000\n1,0,41,17,180,3000"))

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from hora.labs.image_data import Augmentation, cifar10, digits, fetch_cifar10
-from hora.labs.image_options import ImageOptions
+from hora.labs.images.data import Augmentation, cifar10, digits, fetch_cifar10
+from hora.labs.images.options import ImageOptions
 
 BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 

@@ -9,8 +9,7 @@ import torch
 
 from hora.errors import ModelFileError
 from hora.workflow import Feature, load, save
-from hora.workflow.architectures import MLP, build
-from hora.workflow.resnet import ResNet
+from hora.workflow.architectures import MLP, ResNet, build
 
 FEATURES = (Feature(name="Island", categories=("Biscoe", "Dream")), Feature(name="Mass", divisor=100.0))
 

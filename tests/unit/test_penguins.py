@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from hora.labs import penguin_pandas
-from hora.labs.penguin_data import COLUMNS, Preparation, by_frequency, load_penguins, species_names
+from hora.labs.penguins import pandas_steps
+from hora.labs.penguins.data import load_penguins
+from hora.labs.penguins.steps import COLUMNS, Preparation, by_frequency, species_names
 
 HEADER = "Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass,Species\n"
 
@@ -16,7 +17,7 @@ def _csv(tmp_path, rows, header=HEADER):
 
 
 def test_steps_of_the_lab():
-    raw = penguin_pandas.read(None)
+    raw = pandas_steps.read(None)
     assert len(raw) == 344
     data = load_penguins()
     num_complete = 342

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 _LABS = {
-    "penguins": ("hora.labs.penguins", "three species of penguins, alone and distributed, in a minute"),
-    "images": ("hora.labs.images", "a ResNet on handwritten digits or CIFAR-10, on two ranks"),
+    "penguins": ("hora.labs.penguins.demo", "three species of penguins, alone and distributed, in a minute"),
+    "images": ("hora.labs.images.demo", "a ResNet on handwritten digits or CIFAR-10, on two ranks"),
 }
 
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from hora.labs.image_options import ImageOptions
-    from hora.labs.image_training import Outcome
+    from hora.labs.images.options import ImageOptions
+    from hora.labs.images.training import ImageRun
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    from hora.labs.image_options import ImageOptions
+    from hora.labs.images.options import ImageOptions
 
     parser = argparse.ArgumentParser(prog="hora demo images", description=__doc__)
     parser.add_argument("--np", type=int, default=2, help="local ranks (default: 2)")
@@ -35,43 +35,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: ImageOptions, np: int) -> int:
-    from hora.labs.image_training import measure, train
+    from hora.labs.images.training import measure, train
     from sparkdl import HorovodRunner
 
     runner = HorovodRunner(np=-np, driver_log_verbosity="all")
     if options.synthetic:
         runner.run(measure, options=options)
         return 0
-    outcome: Outcome = runner.run(train, options=options)
+    trained: ImageRun = runner.run(train, options=options)
     folder = Path(options.log_dir)
-    print(f"\ntest accuracy {outcome.accuracy:.2%} on {outcome.num_ranks} ranks in {outcome.seconds:.0f} s")
-    _draw(options, outcome).savefig(folder / "images.png", dpi=150)
+    print(f"\ntest accuracy {trained.accuracy:.2%} on {trained.num_ranks} ranks in {trained.seconds:.0f} s")
+    _draw(options, trained).savefig(folder / "images.png", dpi=150)
     for what, name in (("figure", "images.png"), ("model", "model"), ("logs", "tensorboard")):
         print(f"{what:<8} {folder / name}")
     return 0
 
 
-def _draw(options: ImageOptions, outcome: Outcome) -> Figure:
+def _draw(options: ImageOptions, trained: ImageRun) -> Figure:
     """The curves, and the sixteen test images the saved model doubts most."""
     import matplotlib
 
     matplotlib.use("Agg")  # files only: a server has no screen
     import matplotlib.pyplot as plt
 
-    from hora.labs.image_data import Augmentation, cifar10, digits
+    from hora.labs.images.data import Augmentation, cifar10, digits
     from hora.workflow import load
     from hora.workflow.plots import COLOURS, DOTTED, INK, QUIET, draw_curves, polish
 
     data = digits() if options.data == "digits" else cifar10(options.data_dir)
     normalise = Augmentation(*data.moments())
-    predictions = load(outcome.model_path).predict_tensor(normalise(data.test_images[:1000]))
+    predictions = load(trained.model_path).predict_tensor(normalise(data.test_images[:1000]))
     doubt = sorted(range(len(predictions)), key=lambda i: max(predictions[i].probabilities.values()))[:16]
     figure = plt.figure(figsize=(12.5, 4.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1), squeeze=False)[0]
     axes = left.subplots()
-    draw_curves(axes, {f"{outcome.num_ranks} ranks, test images": outcome.history}, "accuracy")
+    draw_curves(axes, {f"{trained.num_ranks} ranks, test images": trained.history}, "accuracy")
     axes.plot([], [], color=QUIET, linestyle=DOTTED, label="training images, augmented")
-    polish(axes, f"ResNet-{options.depth} on {options.data}: {outcome.accuracy:.1%}", x="epoch")
+    polish(axes, f"ResNet-{options.depth} on {options.data}: {trained.accuracy:.1%}", x="epoch")
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(frameon=False, labelcolor=INK, loc="lower right")
     right.suptitle("The sixteen it doubts most", fontweight="bold", color=INK)

@@ -1,7 +1,4 @@
-"""What the image classifier can be told.
-
-Its command-line flags are made from these fields: no knob is typed twice.
-"""
+"""What the image classifier can be told. Its command-line flags are made from these fields: none is typed twice."""
 
 from __future__ import annotations
 

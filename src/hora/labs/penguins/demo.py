@@ -1,7 +1,4 @@
-"""`hora demo penguins`.
-
-From raw data to a prediction, alone and distributed, with a figure, a model and a report.
-"""
+"""`hora demo penguins`: from raw data to a prediction, alone and distributed, with a figure, a model and a report."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from hora.labs.penguin_data import Penguins
-    from hora.labs.penguin_training import Run
+    from hora.labs.penguins.steps import Penguins
+    from hora.labs.penguins.training import PenguinRun
     from hora.workflow import ModelFile
 
 __all__ = ["NEW_PENGUIN", "main"]
@@ -92,7 +89,7 @@ def _spark(num_slots: int, *, wanted: bool) -> Iterator[SparkSession | None]:
 def _prepare(csv: str | None, spark: SparkSession | None) -> Penguins:
     import numpy as np
 
-    from hora.labs.penguin_data import load_penguins
+    from hora.labs.penguins.data import load_penguins
 
     _step("1. Prepare the data")
     data = load_penguins(csv, spark=spark)
@@ -108,11 +105,11 @@ def _prepare(csv: str | None, spark: SparkSession | None) -> Penguins:
     return data
 
 
-def _train(data: Penguins, spark: SparkSession | None, np: int, epochs: int, folder: Path) -> dict[str, Run]:
+def _train(data: Penguins, spark: SparkSession | None, np: int, epochs: int, folder: Path) -> dict[str, PenguinRun]:
     import torch
 
     import hora.torch as hvd
-    from hora.labs.penguin_training import train
+    from hora.labs.penguins.training import train
     from sparkdl import HorovodRunner
 
     model_path = str((folder / "model").resolve())
@@ -130,11 +127,11 @@ def _train(data: Penguins, spark: SparkSession | None, np: int, epochs: int, fol
     return {"one process": alone, "HorovodRunner, 1 rank": single, f"HorovodRunner, {np} ranks": together}
 
 
-def _show(data: Penguins, runs: Mapping[str, Run], folder: Path) -> None:
+def _show(data: Penguins, runs: Mapping[str, PenguinRun], folder: Path) -> None:
     import matplotlib
 
-    from hora.labs.penguin_data import FEATURES
-    from hora.labs.penguin_figure import draw
+    from hora.labs.penguins.figure import draw
+    from hora.labs.penguins.steps import FEATURES
     from hora.workflow import load, plot_weights
 
     _step("5. Look at it")
@@ -170,7 +167,7 @@ def _weights_text(model: ModelFile) -> str:
 
 
 def _write_report(data: Penguins, rows: list[tuple[str, str, str]], model: ModelFile, folder: Path) -> None:
-    from hora.labs.report import Report
+    from hora.labs.penguins.report import Report
 
     report = Report("Which penguin is it?")
     report.text(

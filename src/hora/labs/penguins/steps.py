@@ -1,17 +1,15 @@
-"""The penguin lab's data: which columns, which steps, and the arrays that come out.
+"""The steps that make arrays of raw penguins: what they are, which columns they see, and what comes out.
 
-The steps are carried out by `penguins_pandas` or by `penguins_spark`; this module only says what they have in
-common, chooses between them and turns the result into arrays. It knows nothing about training. Called by the
-demo and the examples.
+They are carried out twice, by `pandas_steps` and by `spark_steps`, with the same rows in the same order; here is what the two
+have in common. Nothing here trains.
 
 The steps, in both:
 1. read every column as text, under the lab's names; 2. drop rows in which anything is missing;
 3. index island and species by frequency, ties by name; 4. flipper / 10, mass / 100; 5. split 70/30;
 6. oversample the training rows.
 
-The split orders rows by a hash of (seed, the row's own text), so it needs no row number, is the same in every
-engine, and puts identical birds on the same side. Only training rows are multiplied: no copy of a test bird
-is ever trained on.
+The split orders rows by a hash of (seed, the row's own text), so it needs no row number, is the same in pandas and in Spark,
+and puts identical birds on the same side. Only training rows are multiplied: no copy of a test bird is ever trained on.
 """
 
 from __future__ import annotations
@@ -20,14 +18,28 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-__all__ = ["COLUMNS", "FEATURES", "LABEL", "Penguins", "Preparation", "Rows", "load_penguins", "package_csv"]
+__all__ = [
+    "COLUMNS",
+    "DIVISORS",
+    "FEATURES",
+    "LABEL",
+    "MISSING",
+    "NUMBERS",
+    "NUMBER_PATTERN",
+    "Examples",
+    "Penguins",
+    "Preparation",
+    "by_frequency",
+    "examples_of",
+    "lab_names",
+    "not_a_number",
+    "package_csv",
+    "species_names",
+]
 
 FEATURES = ("Island", "CulmenLength", "CulmenDepth", "FlipperLength", "BodyMass")
 LABEL = "Species"
@@ -75,7 +87,7 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Examples:
     """Observations as arrays: float32 features (one column per name in FEATURES) and int64 labels."""
 
     features: np.ndarray
@@ -89,8 +101,8 @@ class Rows:
 class Penguins:
     """Training and test rows, and the names behind the island and species numbers."""
 
-    train: Rows
-    test: Rows
+    train: Examples
+    test: Examples
     islands: tuple[str, ...]
     species: tuple[str, ...]
     prepared_by: str
@@ -107,23 +119,6 @@ def package_csv() -> Path:
         "no penguin data: pip install 'hora[examples]' (it brings palmerpenguins), or give a CSV with "
         f"the columns {', '.join(COLUMNS)}"
     )
-
-
-def load_penguins(
-    csv: str | Path | None = None,
-    *,
-    spark: SparkSession | None = None,
-    preparation: Preparation | None = None,
-) -> Penguins:
-    """Read and prepare the penguins: with Spark DataFrames when a session is given, else with pandas."""
-    steps = preparation or Preparation()
-    if spark is not None:
-        from hora.labs import penguin_spark
-
-        return penguin_spark.load(spark, csv, steps)
-    from hora.labs import penguin_pandas
-
-    return penguin_pandas.load(csv, steps)
 
 
 def lab_names(header: Iterable[str], source: str) -> dict[str, str]:
@@ -151,12 +146,12 @@ def species_names(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def not_a_number(column: str, value: str) -> ValueError:
-    """The error both engines raise for text in a number column."""
+    """The error that pandas_steps and spark_steps raise for text in a number column."""
     return ValueError(
         f"column {column} holds {value!r}, which is not a number; correct the row or leave the value empty"
     )
 
 
-def rows_of(frame: Any) -> Rows:
+def examples_of(frame: Any) -> Examples:
     """The arrays of a pandas frame with the lab's columns."""
-    return Rows(frame[list(FEATURES)].to_numpy(dtype=np.float32), frame[LABEL].to_numpy(dtype=np.int64))
+    return Examples(frame[list(FEATURES)].to_numpy(dtype=np.float32), frame[LABEL].to_numpy(dtype=np.int64))

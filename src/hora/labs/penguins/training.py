@@ -1,7 +1,4 @@
-"""The penguin lab's training.
-
-One function, the same alone and on many ranks. Run by the demo, directly and by HorovodRunner.
-"""
+"""The penguin lab's training: one function, the same alone and on many ranks. Run by the demo and by HorovodRunner."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hora.torch as hvd
-from hora.labs.penguin_data import DIVISORS, FEATURES, Penguins, Rows
+from hora.labs.penguins.steps import DIVISORS, FEATURES, Examples, Penguins
 from hora.workflow import (
     Feature,
     History,
@@ -25,11 +22,11 @@ from hora.workflow import (
 )
 from hora.workflow.architectures import MLP
 
-__all__ = ["Run", "features_of", "train"]
+__all__ = ["PenguinRun", "features_of", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PenguinRun:
     """What a training run gives back: numbers and arrays only, so that it travels anywhere."""
 
     history: History
@@ -51,7 +48,7 @@ def train(
     seed: int = 0,
     model_path: str | None = None,
     progress: bool = True,
-) -> Run:
+) -> PenguinRun:
     """Train the 5-10-10-3 network on this rank's share of the rows; rank 0 saves it."""
     hvd.init()
     torch.set_num_threads(1)  # 50 neurons: more threads would only wait for one another
@@ -70,7 +67,7 @@ def train(
     if model_path is not None and hvd.rank() == 0:
         notes = {"epochs": epochs, "ranks": hvd.size(), "test accuracy": history.last("valid_accuracy")}
         save(model_path, model, classes=data.species, features=features_of(data), notes=notes)
-    return Run(history=history, num_ranks=hvd.size(), weights=model.state_dict())
+    return PenguinRun(history=history, num_ranks=hvd.size(), weights=model.state_dict())
 
 
 def features_of(data: Penguins) -> tuple[Feature, ...]:
@@ -82,5 +79,5 @@ def features_of(data: Penguins) -> tuple[Feature, ...]:
     )
 
 
-def _dataset(rows: Rows) -> TensorDataset:
-    return TensorDataset(torch.from_numpy(rows.features), torch.from_numpy(rows.labels))
+def _dataset(examples: Examples) -> TensorDataset:
+    return TensorDataset(torch.from_numpy(examples.features), torch.from_numpy(examples.labels))

@@ -1,6 +1,4 @@
-"""Images for the classifier.
-
-Scikit-learn's digits (always there), CIFAR-10 (a folder, or fetched), and augmentation.
+"""Images for the classifier: scikit-learn's digits (always there), CIFAR-10 (a folder, or fetched), and augmentation.
 
 Images are uint8 tensors (row, channel, height, width) until a batch is drawn. Nothing here trains.
 """
@@ -181,9 +179,7 @@ def _read_binary(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads the published Python batches, which are pickles, without running what a forged one would ask
-    for.
-    """
+    """Reads the published Python batches, which are pickles, without running what a forged one would ask for."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _PICKLE_NAMES:

@@ -1,7 +1,4 @@
-"""The penguin lab's figure.
-
-Loss and accuracy of all runs, their times, and where the network draws its lines.
-"""
+"""The penguin lab's figure: loss and accuracy of all runs, their times, and where the network draws its lines."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hora.labs.penguin_data import DIVISORS, FEATURES, Penguins
-from hora.labs.penguin_training import Run
+from hora.labs.penguins.steps import DIVISORS, FEATURES, Penguins
+from hora.labs.penguins.training import PenguinRun
 from hora.workflow import ModelFile
 from hora.workflow.plots import COLOURS, DOTTED, INK, QUIET, draw_curves, polish
 
@@ -27,7 +24,7 @@ _X, _Y = FEATURES.index("CulmenLength"), FEATURES.index("FlipperLength")
 _SPECIES = {"Adelie": "#e8871e", "Gentoo": "#1b7f79", "Chinstrap": "#9b4f96"}
 
 
-def draw(runs: Mapping[str, Run], data: Penguins, model: ModelFile, observation: Mapping[str, Any]) -> Figure:
+def draw(runs: Mapping[str, PenguinRun], data: Penguins, model: ModelFile, observation: Mapping[str, Any]) -> Figure:
     """All four panels."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullLocator
@@ -59,7 +56,7 @@ def _curves(axes: Axes, histories: Mapping[str, Any], name: str, title: str) -> 
     axes.legend(frameon=False, labelcolor=INK)
 
 
-def _times(axes: Axes, runs: Mapping[str, Run]) -> None:
+def _times(axes: Axes, runs: Mapping[str, PenguinRun]) -> None:
     names, seconds = list(runs), [run.history.seconds for run in runs.values()]
     bars = axes.barh(names, seconds, color=COLOURS[: len(names)], height=0.55)
     labels = [

@@ -1,5 +1,6 @@
-"""The image classifier: one function that trains on whatever ranks there are. Run by `hora demo images`,
-`examples/image_classifier.py` and anything that launches processes.
+"""The image classifier: one function that trains on all ranks that there are, one or many.
+
+Run by `hora demo images`, `examples/image_classifier.py` and anything that launches processes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
-from hora.labs.image_data import Augmentation, Images, cifar10, digits, fetch_cifar10
-from hora.labs.image_options import ImageOptions
+from hora.labs.images.data import Augmentation, Images, cifar10, digits, fetch_cifar10
+from hora.labs.images.options import ImageOptions
 from hora.workflow import (
     Checkpoints,
     History,
@@ -28,14 +29,14 @@ from hora.workflow import (
     save,
     seed_everything,
 )
-from hora.workflow.resnet import ResNet
+from hora.workflow.architectures import ResNet
 
-__all__ = ["Outcome", "measure", "pick_device", "train"]
+__all__ = ["ImageRun", "measure", "pick_device", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a run gives back to whoever launched it."""
+class ImageRun:
+    """What a run gives back to the program that launched it."""
 
     accuracy: float
     history: History
@@ -45,7 +46,7 @@ class Outcome:
     model_path: str
 
 
-def train(options: ImageOptions) -> Outcome:
+def train(options: ImageOptions) -> ImageRun:
     """Train the classifier on this rank; rank 0 writes checkpoints, logs and the model."""
     hvd.init()
     device = pick_device(options)
@@ -74,7 +75,7 @@ def train(options: ImageOptions) -> Outcome:
             classes=data.classes,
             notes={"data": options.data, "epochs": len(history)},
         )
-    return Outcome(
+    return ImageRun(
         accuracy=history.last("valid_accuracy"),
         history=history,
         num_ranks=hvd.size(),
@@ -133,7 +134,7 @@ def pick_device(options: ImageOptions) -> torch.device:
     """This rank's GPU, or the CPU."""
     if options.no_cuda or not torch.cuda.is_available():
         # Ranks of one machine share its cores; more threads than cores would spend their time waiting. The launcher
-        # may know of more neighbours than local_size() does.
+        # may know of more ranks of this machine than local_size() does.
         share = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
         torch.set_num_threads(options.threads or min(share, torch.get_num_threads()))
         return torch.device("cpu")

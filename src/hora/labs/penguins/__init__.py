@@ -1,0 +1,1 @@
+"""The penguin lab, `hora demo penguins`: from raw data to a prediction, alone and distributed."""
