@@ -7,17 +7,22 @@ the place where a training runs, not to the model.
 from __future__ import annotations
 
 import base64
+import io
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
+import pyspark
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 
 from hora.spark.estimator.model_bytes import ModelAndOptimizer, pack_model, unpack_model
 
-__all__ = ["ParamsReader", "ParamsWriter"]
+__all__ = ["ParamsReader", "ParamsWriter", "metadata_handle"]
 
 _NOT_KEPT = ("store", "backend")
+_OLD_PACKAGE = "hora.estimator."  # where these classes were when the first files were written
+_PACKAGE = "hora.spark.estimator."
 
 
 class ParamsWriter(MLWriter):
@@ -30,9 +35,10 @@ class ParamsWriter(MLWriter):
     def saveImpl(self, path: str) -> None:  # noqa: N802 - pyspark's name
         values = {param.name: value for param, value in self._instance.extractParamMap().items()}
         kept = {name: value for name, value in values.items() if name not in _NOT_KEPT and value is not None}
-        # In one piece: an optimizer knows its model's parameters by identity.
+        # All at once: an optimizer knows its model's parameters by identity.
         whole = base64.b64encode(cloudpickle.dumps(_packed(kept))).decode()
-        DefaultParamsWriter.saveMetadata(self._instance, path, self.sparkSession, paramMap={"params": whole})
+        handle = metadata_handle(self.sparkSession)
+        DefaultParamsWriter.saveMetadata(self._instance, path, handle, paramMap={"params": whole})
 
 
 class ParamsReader(MLReader[Any]):
@@ -43,15 +49,33 @@ class ParamsReader(MLReader[Any]):
         self._kind = kind
 
     def load(self, path: str) -> Any:
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession, _class_name(self._kind))
+        metadata = DefaultParamsReader.loadMetadata(path, metadata_handle(self.sparkSession))
+        found, wanted = str(metadata["class"]), f"{self._kind.__module__}.{self._kind.__name__}"
+        if _name_now(found) != wanted:
+            raise ValueError(f"{path} holds a {found}, not a {wanted}")
+        data = base64.b64decode(metadata["paramMap"]["params"])
         instance = self._kind()
         instance._resetUid(metadata["uid"])
-        instance._set(**_unpacked(cloudpickle.loads(base64.b64decode(metadata["paramMap"]["params"]))))
+        instance._set(**_unpacked(_Unpickler(io.BytesIO(data)).load()))
         return instance
 
 
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__name__}"
+def metadata_handle(session: Any, version: str = pyspark.__version__) -> Any:
+    """What pyspark's functions for metadata want: a session since Spark 4 (Spark Connect has no context), else its context."""
+    return session if int(version.split(".")[0]) >= 4 else session.sparkContext
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the classes of old files where they are now."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (f"{_OLD_PACKAGE}parcel", "Parcel"):
+            return ModelAndOptimizer
+        return super().find_class(_name_now(module), name)
+
+
+def _name_now(name: str) -> str:
+    return _PACKAGE + name.removeprefix(_OLD_PACKAGE) if name.startswith(_OLD_PACKAGE) else name
 
 
 def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
