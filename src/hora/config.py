@@ -1,7 +1,7 @@
 """The engine's settings: the one place where `HOROVOD_*` run-time variables become values.
 
 Read at `hvd.init()`, not at import, because scripts set these variables in `os.environ` first. Launcher settings are
-not here: `hora.launch.options` turns flags into the same variables.
+not here: `hora.launch.options` turns flags into the same variables. `on_databricks` says where a process runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "on_databricks"]
 
 
 def _boolean(text: str) -> bool:
@@ -89,3 +89,9 @@ class EngineConfig:
         if any(name in env for name in _ALLOCATOR) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
             values.setdefault("keep_freed_memory", False)  # the user has chosen
         return cls(**values)
+
+
+def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process runs in a Databricks cluster, whose file system is then mounted at /dbfs."""
+    env = os.environ if environ is None else environ
+    return bool(env.get("DATABRICKS_RUNTIME_VERSION"))

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["MeetingPoint", "World"]
+__all__ = ["MeetingPoint", "World", "place_variables"]
 
 # (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
 _FOREIGN = (
@@ -123,6 +123,19 @@ class World:
             env["HORA_JOB"] = self.meeting.job
             env["HORA_SECRET_FILE"] = self.meeting.secret_file
         return env
+
+
+def place_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:
+    """The first rank and the first size variable that are set, by Horovod, Open MPI or PMI, each with its text."""
+    env = os.environ if environ is None else environ
+
+    def first(*names: str) -> tuple[str, str] | None:
+        return next(((name, env[name]) for name in names if name in env), None)
+
+    return (
+        first("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        first("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    )
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -39,7 +39,6 @@ OWNERS_OF_THE_ENVIRONMENT = {
     "hora.cli.run",
     "hora.compat",
     "hora.config",
-    "hora.data.converter",
     "hora.engine.transport.nccl",
     "hora.horovod.env",
     "hora.launch.host.run_forked",
@@ -49,7 +48,6 @@ OWNERS_OF_THE_ENVIRONMENT = {
     "hora.launch.spark.environment",
     "hora.launch.spark.task",
     "hora.launch.spark.warm",
-    "hora.spark.estimator.store",
     "hora.spark.runner",
     "hora.workers.api",
     "hora.workers.daemon",
@@ -57,7 +55,7 @@ OWNERS_OF_THE_ENVIRONMENT = {
     "hora.world",
 }
 # To be taken apart.
-KNOWN_CYCLES = {"hora.launch.worker", "hora.engine.shm.prepared", "hora.torch.optimizer.base", "hora.labs.penguin_data"}
+KNOWN_CYCLES = {"hora.launch.worker", "hora.engine.shm.prepared", "hora.torch.optimizer.base"}
 
 
 def _name(path: Path) -> str:

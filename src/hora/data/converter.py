@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hora.config import on_databricks
 from hora.data.shard import Rows, Shard
+from hora.world import place_variables
 
 if TYPE_CHECKING:
     import torch
@@ -120,12 +122,12 @@ class _Loader:
 
     def __init__(self, *, reader: _Reader, batch_size: int, shuffling_queue_capacity: int = 0) -> None:
         self._reader, self._batch_size = reader, batch_size
-        self._under_way = False
+        self._in_pass = False
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        if self._under_way:
+        if self._in_pass:
             raise RuntimeError("this loader is in the middle of a pass; finish it, or open another loader")
-        self._under_way = True
+        self._in_pass = True
         return self._batches()
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -134,7 +136,7 @@ class _Loader:
         for rows in self._reader.batches(self._batch_size):
             wide = {name: values.astype(_WIDER.get(values.dtype.name, values.dtype)) for name, values in rows.items()}
             yield {name: torch.from_numpy(values) for name, values in wide.items()}
-        self._under_way = False
+        self._in_pass = False
 
 
 def make_spark_converter(
@@ -153,9 +155,7 @@ def make_spark_converter(
     if codec not in _CODECS:
         raise RuntimeError(f"compression_codec must be one of {', '.join(_CODECS)}, but it is {compression_codec!r}")
     if isinstance(df, str):
-        if os.environ.get("DATABRICKS_RUNTIME_VERSION") and not df.startswith(
-            ("dbfs:/", "file:/dbfs/", "file:///dbfs/")
-        ):
+        if on_databricks() and not df.startswith(("dbfs:/", "file:/dbfs/", "file:///dbfs/")):
             raise ValueError(f"on Databricks a dataset lies in DBFS (dbfs:/… or file:///dbfs/…), but it is {df!r}")
         return _opened(df)
     parent = _parent(df.sparkSession)
@@ -306,13 +306,10 @@ def _open_shard(
 
 
 def _warn_of_another_place(cur_shard: int | None, shard_count: int | None) -> None:
-    for variables, given, name in (
-        (("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"), cur_shard, "cur_shard"),
-        (("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), shard_count, "shard_count"),
-    ):
-        variable = next((variable for variable in variables if variable in os.environ), None)
-        if variable is not None and os.environ[variable] != str(given):
-            _log.warning("%s is %s, but %s=%s: should they be equal?", name, given, variable, os.environ[variable])
+    rank, size = place_variables()
+    for found, given, name in ((rank, cur_shard, "cur_shard"), (size, shard_count, "shard_count")):
+        if found is not None and found[1] != str(given):
+            _log.warning("%s is %s, but %s=%s: should they be equal?", name, given, *found)
 
 
 def _warn_of_small_files(converter: SparkDatasetConverter) -> None:

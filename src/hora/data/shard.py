@@ -18,7 +18,7 @@ __all__ = ["Rows", "Shard", "even_batches"]
 
 Rows = Mapping[str, "np.ndarray[Any, Any]"]
 _POOL_ROWS = 65536  # rows are shuffled among so many
-_AHEAD = 2  # pieces to read in advance, for each reader
+_AHEAD = 2  # spans to read in advance, for each reader
 
 
 def even_batches(num_rows: int, num_steps: int) -> list[int]:
@@ -27,7 +27,10 @@ def even_batches(num_rows: int, num_steps: int) -> list[int]:
 
 
 class Shard:
-    """One rank's rows of the dataset at `path`. `transform` gets and returns the rows of a piece of a file."""
+    """One rank's rows of the dataset at `path`. `transform` gets and returns the rows of a span.
+
+    A span is a part of a row group of a file: what is read at once.
+    """
 
     def __init__(
         self,
@@ -60,12 +63,12 @@ class Shard:
         self.total_rows = sum(rows for _, rows in groups)
         begin, end = (number * self.total_rows // shard_count for number in (cur_shard, cur_shard + 1))
         self.num_rows = end - begin
-        self._pieces = list(_pieces(groups, begin, end))
+        self._spans = list(_spans(groups, begin, end))
 
     def passes(self, *, rng: np.random.Generator | None, num_passes: int | None = None) -> Iterator[Rows]:
         """All rows in pools, once or again and again (`num_passes` None); in random order if there is an `rng`."""
         for _ in itertools.count() if num_passes is None else range(num_passes):
-            order = list(range(len(self._pieces)))
+            order = list(range(len(self._spans)))
             if rng is not None:
                 rng.shuffle(order)
             yield from self._pools(order, rng)
@@ -103,22 +106,23 @@ class Shard:
 
     def _read(self, order: Sequence[int]) -> Iterator[Rows]:
         if not self._num_readers or self._kept:
-            yield from (self._piece(number) for number in order)
+            yield from (self._rows_of(number) for number in order)
             return
         with ThreadPoolExecutor(self._num_readers, thread_name_prefix="hora-reader") as readers:
             numbers = iter(order)
             waiting = [
-                readers.submit(self._piece, number) for number in itertools.islice(numbers, self._num_readers * _AHEAD)
+                readers.submit(self._rows_of, number)
+                for number in itertools.islice(numbers, self._num_readers * _AHEAD)
             ]
             while waiting:
                 rows = waiting.pop(0).result()
-                waiting += [readers.submit(self._piece, number) for number in itertools.islice(numbers, 1)]
+                waiting += [readers.submit(self._rows_of, number) for number in itertools.islice(numbers, 1)]
                 yield rows
 
-    def _piece(self, number: int) -> Rows:
+    def _rows_of(self, number: int) -> Rows:
         if self._kept is not None and number in self._kept:
             return self._kept[number]
-        group, begin, end = self._pieces[number]
+        group, begin, end = self._spans[number]
         table = group.to_table(columns=list(self._columns) if self._columns else None).slice(begin, end - begin)
         rows: Rows = {name: _array(table.column(name), name) for name in table.column_names}
         if self._transform is not None:
@@ -128,8 +132,8 @@ class Shard:
         return rows
 
 
-def _pieces(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[tuple[Any, int, int]]:
-    """The parts of row groups that make rows [begin, end) of all."""
+def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[tuple[Any, int, int]]:
+    """The spans that make rows [begin, end) of all: (row group, its first row, its last row + 1)."""
     first = 0
     for group, num_rows in groups:
         low, high = max(begin, first), min(end, first + num_rows)

@@ -13,7 +13,7 @@ __all__ = ["Transformation"]
 
 
 class Transformation:
-    """A user's function on the rows of a piece of a file as a pandas DataFrame, and the columns it changes.
+    """A user's function on rows as a pandas DataFrame, and the columns it changes.
 
     `edit_fields` are `(name, dtype, shape, nullable)`, the columns that are new or different afterwards.
     """

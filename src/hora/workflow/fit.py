@@ -1,6 +1,4 @@
-"""The fit loop: epochs over a training loader, validation, history, checkpoints.
-
-The same alone and on many ranks.
+"""The fit loop: epochs over a training loader, validation, history, checkpoints. The same alone and on many ranks.
 
 It owns the order in which things happen. How a step is taken is in `step`, what is stored in `checkpoint`,
 what is shown in `progress`. A script that wants to write its own loop needs nothing from here. The Spark estimator takes
@@ -50,7 +48,7 @@ def fit(
 ) -> History:
     """Train `model` and return its history.
 
-    Works alone and, after `hvd.init()`, together with the other ranks: everybody starts from rank 0's
+    Works alone and, after `hvd.init()`, together with the other ranks: all start from rank 0's
     weights, gradients are averaged (a plain optimizer is wrapped; a DistributedOptimizer is used as it is),
     metrics are means over all ranks, and only rank 0 prints, logs and writes. With `checkpoints`, a run
     that was killed goes on where the last one was written and, given the same seed and number of ranks,
@@ -83,10 +81,7 @@ def fit(
 
 
 class _Run:
-    """One call of `fit`. Its place is (epoch, steps taken in it).
-
-    A checkpoint holds that and what comes with it.
-    """
+    """One call of `fit`. Its place is (epoch, steps taken in it); a checkpoint holds that and what comes with it."""
 
     progress: Progress
 
@@ -167,10 +162,7 @@ class _Run:
         return tally
 
     def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
-        """The batches of each remaining step.
-
-        After a resume in mid-epoch the loader is wound forward to its place.
-        """
+        """The batches of each remaining step; after a resume in mid-epoch the loader is wound forward to its place."""
         midway, self.midway = self.midway, None
         if midway is not None:
             randomness.restore(midway["rng_at_start"])
@@ -194,10 +186,7 @@ class _Run:
     def _save(
         self, epoch: int, step: int, tally: Tally | None, rng_at_start: dict[str, Any], seconds: float = 0.0
     ) -> None:
-        """Write a checkpoint of the place (epoch, step).
-
-        Collective: every rank's generators and sums go into it.
-        """
+        """Write a checkpoint of the place (epoch, step). Collective: every rank's generators and sums go into it."""
         if self.checkpoints is None:
             return
         mine: dict[str, Any] = {"rng": randomness.capture(), "rng_at_start": rng_at_start}

@@ -4,8 +4,7 @@ A folder with `model.json` (names, scaling, classes, checksums) and the weights 
 
 Nothing in it is code: loading parses JSON, checks sizes and checksums, builds a network this package knows
 (or fills the one you pass) and copies numbers into it. `save` writes on whichever rank calls it: call it on
-rank 0. The checksums find damage; they are no signature, since whoever changes the weights can change them
-too.
+rank 0. The checksums find damage; they are no signature, since a forger of the weights can change them too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The other ranks, as the workflow sees them: nobody, as long as `hvd.init()` has not been called.
+"""The other ranks, as the workflow sees them: none, as long as `hvd.init()` has not been called.
 
 Everything here is a no-op in a world of one, so that `fit` needs no second code path. Called by the modules
 of this package only; scripts use `horovod.torch` itself.
@@ -41,10 +41,7 @@ def is_chief() -> bool:
 
 
 def distribute(optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumulate: int) -> torch.optim.Optimizer:
-    """The optimizer that also averages gradients over the ranks.
-
-    The same object alone, or if it already does.
-    """
+    """The optimizer that also averages gradients over the ranks; the same object alone, or if it already does."""
     if hasattr(optimizer, "skip_synchronize"):
         passes = getattr(optimizer, "backward_passes_per_step", accumulate)
         if passes != accumulate:
@@ -65,7 +62,7 @@ def distribute(optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumul
 
 
 def broadcast_start(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Everybody starts from rank 0's weights, buffers and (if it has any) optimizer state."""
+    """All ranks start from rank 0's weights, buffers and (if it has any) optimizer state."""
     if size() == 1:
         return
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -90,7 +87,7 @@ def sum_floats(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather(mine: Any) -> list[Any]:
-    """Everybody's object, in rank order."""
+    """Every rank's object, in rank order."""
     return [mine] if size() == 1 else hvd.allgather_object(mine, name="hora.workflow.gather")
 
 

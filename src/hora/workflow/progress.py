@@ -1,6 +1,6 @@
 """What a person sees while training: a bar in a terminal or notebook, lines in a log. Rank 0 only.
 
-Uses tqdm where it is installed and somebody is watching. `fit` drives it.
+Uses tqdm where it is installed and the output is a terminal or a notebook. `fit` drives it.
 """
 
 from __future__ import annotations

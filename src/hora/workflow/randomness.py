@@ -22,9 +22,7 @@ def seed_everything(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """This process's generators, as plain values and tensors (a checkpoint is loaded without pickle's
-    freedom).
-    """
+    """This process's generators, as plain values and tensors, because a checkpoint is loaded without running code."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

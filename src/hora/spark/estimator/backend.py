@@ -9,7 +9,7 @@ __all__ = ["Backend", "SparkBackend"]
 
 
 class Backend:
-    """What an estimator needs of whoever runs its training. Users may bring their own."""
+    """What an estimator needs in order to run its training on processes. Users may bring their own."""
 
     def run(
         self,

@@ -81,10 +81,6 @@ class ParquetDataModule:
         assert self._train is not None, "train_steps outside the context manager"
         return self._train_steps or self._train.num_steps(self._train_batch_size)
 
-    @property
-    def val_steps(self) -> int:
-        return 0 if self._val is None else self._val_steps or self._val.num_steps(self._val_batch_size)
-
     def train_data(self) -> Iterable[Rows]:
         """Batches without an end."""
         assert self._train is not None, "train_data outside the context manager"

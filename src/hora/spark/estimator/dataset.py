@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Column", "Dataset", "InUse", "describe", "materialise", "open_dataset"]
 
-_FACTS = "_hora_dataset.json"  # Spark and Arrow pass over names with an underscore in front
+_DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow pass over names with an underscore in front
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def open_dataset(
     path = store.get_train_data_path(index)
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
-    facts = f"{path}/{_FACTS}"
-    if columns is None and store.exists(facts):
-        found = json.loads(store.read(facts))
+    description = f"{path}/{_DESCRIPTION}"
+    if columns is None and store.exists(description):
+        found = json.loads(store.read(description))
         if not with_validation or found["val_rows"]:
             columns = {name: Column(**column) for name, column in found["columns"].items()}
             val_rows = found["val_rows"] if with_validation else 0
@@ -127,7 +127,7 @@ def open_dataset(
     for rows, part in ((dataset.train_rows, path), (dataset.val_rows, store.get_val_data_path(index))):
         if not rows and (part == path or with_validation):
             raise ValueError(f"there are no rows at {part}")
-    store.write_text(facts, json.dumps(asdict(dataset)))
+    store.write_text(description, json.dumps(asdict(dataset)))
     return dataset
 
 
@@ -171,17 +171,19 @@ def _measured(frame: DataFrame, columns: Mapping[str, Column], path: str) -> dic
         size = sql.lit(1) if column.kind == "scalar" else sql.size(f"`{name}`")
         wanted += [sql.min(size).alias(f"min {name}"), sql.max(size).alias(f"max {name}")]
         wanted.append(sql.count(sql.when(sql.col(f"`{name}`").isNull(), 1)).alias(f"null {name}"))
-    facts = frame.agg(*wanted).collect()[0]
+    measured = frame.agg(*wanted).collect()[0]
     for name in columns:
-        if facts[f"null {name}"]:
-            raise ValueError(f"column {name!r} has {facts[f'null {name}']} missing values in {path}; fill or drop them")
-        if facts[f"min {name}"] != facts[f"max {name}"]:
+        if measured[f"null {name}"]:
             raise ValueError(
-                f"the rows of column {name!r} differ in shape: they have between {facts[f'min {name}']} and "
-                f"{facts[f'max {name}']} elements; all must have the same number"
+                f"column {name!r} has {measured[f'null {name}']} missing values in {path}; fill or drop them"
+            )
+        if measured[f"min {name}"] != measured[f"max {name}"]:
+            raise ValueError(
+                f"the rows of column {name!r} differ in shape: they have between {measured[f'min {name}']} and "
+                f"{measured[f'max {name}']} elements; all must have the same number"
             )
     return {
-        name: Column(name=name, kind=column.kind, type=column.type, size=int(facts[f"max {name}"] or 0))
+        name: Column(name=name, kind=column.kind, type=column.type, size=int(measured[f"max {name}"] or 0))
         for name, column in columns.items()
     }
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hora.config import on_databricks
+
 __all__ = ["DBFSLocalStore", "FilesystemStore", "HDFSStore", "LocalStore", "RemoteStore", "Store"]
 
 LocalDirectory = contextlib.AbstractContextManager[str]
@@ -55,7 +57,7 @@ class Store:
         path = str(prefix_path)
         if HDFSStore.matches(path):
             return HDFSStore(path, *args, **kwargs)
-        if os.environ.get("DATABRICKS_RUNTIME_VERSION") and DBFSLocalStore.matches(path):
+        if on_databricks() and DBFSLocalStore.matches(path):
             return DBFSLocalStore(path, *args, **kwargs)
         return FilesystemStore(path, *args, **kwargs)
 
@@ -318,7 +320,7 @@ class _Sync:
             place = target if below == "." else posixpath.join(target, *below.split(os.sep))
             files.makedirs(place, exist_ok=True)
             for name in names:
-                # Whoever dies while copying leaves the last whole file in its place.
+                # A rank 0 that dies while copying leaves the last whole file in its place.
                 part = posixpath.join(place, f".{name}.part")
                 files.put_file(os.path.join(folder, name), part)
                 files.mv(part, posixpath.join(place, name))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchModel"]
 
-_BATCH_ROWS = 1024
+_ROWS_AT_ONCE = 1024
 
 _PARAMS: dict[str, tuple[Any, str]] = {
     "history": (None, "a dict for each epoch"),
@@ -91,7 +91,7 @@ class TorchModel(Model, MLWritable, MLReadable[Any]):
         fields = self._fields(dataset, labels, names, predict)
         kept = [field for field in dataset.schema.fields if field.name not in names]
         rows = dataset.select(*(f"`{field.name}`" for field in kept)).rdd.mapPartitions(
-            _Rows(predict, tuple(field.dataType for field in fields))
+            _PartitionPredictor(predict, tuple(field.dataType for field in fields))
         )
         return dataset.sparkSession.createDataFrame(rows, StructType([*kept, *fields]), verifySchema=False)
 
@@ -150,7 +150,7 @@ class _Predict:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _PartitionPredictor:
     """What Spark runs on a partition: the rows with their predictions."""
 
     predict: _Predict
@@ -158,15 +158,15 @@ class _Rows:
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
         model: torch.nn.Module | None = None
-        batch: list[Row] = []
+        waiting: list[Row] = []
         for row in rows:
-            batch.append(row)
-            if len(batch) == _BATCH_ROWS:
+            waiting.append(row)
+            if len(waiting) == _ROWS_AT_ONCE:
                 model = model or unpack_model(self.predict.model)
-                yield from self._with_predictions(batch, model)
-                batch = []
-        if batch:
-            yield from self._with_predictions(batch, model or unpack_model(self.predict.model))
+                yield from self._with_predictions(waiting, model)
+                waiting = []
+        if waiting:
+            yield from self._with_predictions(waiting, model or unpack_model(self.predict.model))
 
     def _with_predictions(self, rows: Sequence[Row], model: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
         outputs = self.predict(rows, model)
