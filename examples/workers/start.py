@@ -4,7 +4,7 @@
     python examples/workers/start.py -n 4 --cpu 0.5 -- --epochs 12      more workers, and flags for the classifier
     python examples/workers/stop.py                               ends the workers
 
-The workers belong to this folder's standing session, as those of `hora workers launch` do: they are still there when
+The workers belong to this folder's daemon session, as those of `hora workers launch` do: they are still there when
 this script has ended, for another training or for `hora workers list`.
 """
 

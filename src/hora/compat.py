@@ -17,6 +17,7 @@ import types
 from pathlib import Path
 
 from hora import workers
+from hora.launch.environment import set_missing, variables
 from hora.workers.record import new_id
 
 __all__ = ["install"]
@@ -38,12 +39,11 @@ def install() -> list[str]:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
-    for variable, value in _variables().items():
-        os.environ.setdefault(variable, value)
+    set_missing(_session_variables())
     return installed
 
 
-def _variables() -> dict[str, str]:
+def _session_variables() -> dict[str, str]:
     """What scripts look up in the environment of a session. In a worker they are there already."""
     return {
         "CDSW_ENGINE_ID": new_id(),
@@ -54,7 +54,7 @@ def _variables() -> dict[str, str]:
         "CDSW_PUBLIC_PORT": "8082",
         "CDSW_DOMAIN": "localhost",
         "CDSW_PROJECT": os.path.basename(os.getcwd()) or "project",
-        "CDSW_CREATOR": os.environ.get("USER", "user"),
+        "CDSW_CREATOR": variables().get("USER", "user"),
         "CDSW_ENGINE_TYPE": "python3",
         **dict.fromkeys(("CDSW_API_URL", "CDSW_PROJECT_URL", "CDSW_ENGINE_URL"), f"unix:hora-workers-{new_id()}"),
         "CDSW_API_KEY": secrets.token_hex(16),

@@ -17,7 +17,8 @@ import horovod
 from hora.errors import JobFailedError
 from hora.launch.control.controller import run_job
 from hora.launch.host.local import LocalLauncher
-from hora.launch.job import Job, OutputOptions, Slot
+from hora.launch.job import Job, OutputOptions
+from hora.launch.slots import place_ranks
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
@@ -294,9 +295,13 @@ def test_a_broken_stream_of_the_caller_ends_the_job_with_its_error():
             """Never reached."""
 
     before = set(psutil.Process().children(recursive=True))
-    slot = Slot(hostname="localhost", rank=0, size=1, local_rank=0, local_size=1)
     output = OutputOptions(stdout=Broken())
-    job = Job(slots=(slot,), command=("sh", "-c", "echo x; sleep 100"), env=os.environ, output=output)
+    job = Job(
+        slots=tuple(place_ranks(["localhost"])),
+        command=("sh", "-c", "echo x; sleep 100"),
+        env=os.environ,
+        output=output,
+    )
     with pytest.raises(LookupError, match="a bug in the caller's stream"):
         run_job(job, LocalLauncher())
     assert set(psutil.Process().children(recursive=True)) <= before

@@ -13,7 +13,8 @@ import horovod
 from hora.errors import StartTimeoutError
 from hora.launch.control.controller import run_job
 from hora.launch.host.local import LocalLauncher
-from hora.launch.job import Job, Slot
+from hora.launch.job import Job
+from hora.launch.slots import Slot, place_ranks
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
@@ -32,9 +33,7 @@ def meet(tag: str) -> tuple[int, list[bytes]]:
 
 
 def local_slots(num_proc: int) -> tuple[Slot, ...]:
-    return tuple(
-        Slot(hostname="localhost", rank=r, size=num_proc, local_rank=r, local_size=num_proc) for r in range(num_proc)
-    )
+    return tuple(place_ranks(["localhost"] * num_proc))
 
 
 def test_ranks_meet_and_values_come_back_in_rank_order():

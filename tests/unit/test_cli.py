@@ -13,7 +13,7 @@ from hora.horovod import check_build
 from hora.horovod.env import get_env_rank_and_size
 from hora.launch import start
 from hora.launch.host.ssh import Ssh
-from hora.launch.options import Options, knobs
+from hora.launch.options import Options, all_options
 from hora.net import address
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch
@@ -57,7 +57,7 @@ def test_old_import_paths_lead_to_our_code():
 
 def test_horovod_args_has_every_dest():
     args = _HorovodArgs()
-    assert {name for name in knobs() if getattr(args, name) is not None} == set()
+    assert {name for name in all_options() if getattr(args, name) is not None} == set()
     args.num_proc, args.command = 3, ["true"]
     assert Options.from_args(args, {}).num_proc == 3
 

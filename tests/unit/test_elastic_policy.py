@@ -32,7 +32,7 @@ from hora.launch.control.elastic_policy import (
 )
 from hora.launch.control.elastic_spec import ElasticSpec
 from hora.launch.control.generation import assign, provisional
-from hora.launch.hosts import HostInfo
+from hora.launch.slots import HostInfo
 
 STARTING, READY, WORKING, SUCCEEDED, FAILED, LEFT = State
 

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workflow": {"torch", "data"},
     "labs": {"torch", "workflow", "data", "launch", "spark"},
     "horovod": {"engine", "torch", "launch"},
-    "compat": {"workers"},
+    "compat": {"workers", "launch"},
     "cli": {"launch", "workers", "labs", "horovod", "net"},
     "__init__": {"launch"},
     "__main__": {"cli"},
@@ -34,28 +34,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 ALIASES = {"hora.launch.workers"}
 # The one place that reads and writes the environment of each room: everything else is given values.
 OWNERS_OF_THE_ENVIRONMENT = {
-    "hora.cli.doctor.command",
-    "hora.cli.doctor.probe",
-    "hora.cli.run",
-    "hora.compat",
     "hora.config",
     "hora.engine.transport.nccl",
     "hora.horovod.env",
-    "hora.launch.host.run_forked",
-    "hora.launch.host.supervisor",
-    "hora.launch.host.zygote",
-    "hora.launch.run",
-    "hora.launch.spark.environment",
-    "hora.launch.spark.task",
-    "hora.launch.spark.warm",
-    "hora.spark.runner",
-    "hora.workers.api",
-    "hora.workers.daemon",
-    "hora.workers.main",
+    "hora.launch.environment",
     "hora.world",
 }
 # To be taken apart.
-KNOWN_CYCLES = {"hora.launch.worker", "hora.engine.shm.prepared", "hora.torch.optimizer.base"}
+KNOWN_CYCLES = {"hora.engine.shm.prepared", "hora.torch.optimizer.base"}
 
 
 def _name(path: Path) -> str:

@@ -5,17 +5,21 @@ from types import SimpleNamespace
 import pytest
 
 from hora.launch import flags
-from hora.launch.options import Options, knobs
+from hora.launch.options import Options, all_options
 
 
-def parse(*argv, environ=None):
+def read(*argv, environ=None):
     return flags.parse(
         argv, environ or {}, prog="horovodrun", on_version=lambda: "1.2.3", on_check_build=lambda: "matrix"
     )
 
 
+def parse(*argv, environ=None):
+    return read(*argv, environ=environ)[0]
+
+
 def options(*argv, environ=None):
-    return Options.from_args(parse("-np", "2", *argv, environ=environ), environ or {})
+    return read("-np", "2", *argv, environ=environ)[1]
 
 
 def test_the_command_starts_at_the_first_word_that_is_no_option():
@@ -210,7 +214,7 @@ def test_a_config_file_sets_every_knob_that_has_a_key(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)
     chosen = options("--config-file", str(path), "python")
-    with_key = {name for name, knob in knobs().items() if knob.yaml}
+    with_key = {name for name, option in all_options().items() if option.yaml}
     assert {name for name in with_key if getattr(chosen, name) is None} == set()
     assert chosen.use_gloo is True
     assert chosen.no_stall_check is False
@@ -307,9 +311,9 @@ def test_any_object_with_the_attributes_will_do_and_is_checked():
 
 def test_no_variable_flag_or_key_is_used_twice():
     for values in (
-        [knob.variable for knob in knobs().values() if knob.variable],
-        [knob.yaml for knob in knobs().values() if knob.yaml],
-        [flag for knob in knobs().values() for flag in (*knob.flags, *knob.off_flags)],
+        [option.variable for option in all_options().values() if option.variable],
+        [option.yaml for option in all_options().values() if option.yaml],
+        [flag for option in all_options().values() for flag in (*option.flags, *option.off_flags)],
     ):
         assert len(values) == len(set(values))
 

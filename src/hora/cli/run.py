@@ -7,13 +7,12 @@ status 1; `hora run` prints what went wrong and exits with the first failing ran
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from hora.errors import JobFailedError
-from hora.launch import flags
-from hora.launch.options import Options, knobs
+from hora.launch import environment, flags
+from hora.launch.options import Options, all_options
 
 __all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run"]
 
@@ -22,29 +21,36 @@ class HorovodArgs:
     """The launch options as a plain object: every flag's dest is an attribute, None until it is set."""
 
     def __init__(self) -> None:
-        for name in knobs():
+        for name in all_options():
             setattr(self, name, None)
         self.command: list[str] = []
 
 
-def parse_args(argv: Sequence[str] | None = None, *, prog: str = "horovodrun") -> argparse.Namespace:
-    """Reads a command line (this process's own by default). ValueError for values that cannot be meant."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads a command line of `horovodrun` (this process's own by default). ValueError for values that cannot be meant."""
+    return _parse(sys.argv[1:] if argv is None else argv, prog="horovodrun")[0]
+
+
+def run(args: object) -> None:
+    """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe."""
+    _run(Options.from_args(args, environment.variables()))
+
+
+def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Options]:
     return flags.parse(
-        sys.argv[1:] if argv is None else argv,
-        os.environ,
+        argv,
+        environment.variables(),
         prog=prog,
         on_version=_version if prog == "horovodrun" else _own_version,
         on_check_build=_check_build,
     )
 
 
-def run(args: object) -> None:
-    """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe."""
+def _run(options: Options) -> None:
     from hora.launch.start import start
 
-    options = Options.from_args(args, os.environ)
     _set_up_log(options)
-    start(options, os.environ)
+    start(options, environment.variables())
 
 
 def horovodrun() -> int:
@@ -59,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
     try:
-        run(parse_args(argv, prog=prog))
+        _run(_parse(argv, prog=prog)[1])
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2

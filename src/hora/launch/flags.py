@@ -1,7 +1,7 @@
-"""The command line and the config file of a launch, both made from the knobs of `options`.
+"""The command line and the config file of a launch, both made from the fields of `Options`.
 
-Not here: what a knob is called or may be (`options`), what a launch does (`controller`). Called by
-`horovodrun` and `hora run`. Flags win over the file wherever they stand; its unknown keys are ignored.
+Not here: what an option is called or may be (`options`), what a launch does (`start`). Called by `horovodrun` and
+`hora run`. Flags win over the file wherever they stand; its unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hora.launch.option import Knob, check
-from hora.launch.options import Options, knobs
+from hora.launch.options import Option, Options, all_options, check
 
 __all__ = ["build_parser", "parse", "read_config_file"]
 
@@ -39,11 +38,12 @@ def parse(
     prog: str,
     on_version: Callable[[], str],
     on_check_build: Callable[[], str],
-) -> argparse.Namespace:
+) -> tuple[argparse.Namespace, Options]:
     """Reads a command line and the config file it names; ValueError for values that cannot be meant.
 
-    The namespace has one attribute a knob, None where nothing was given. Bad flags end the process with
-    argparse's status 2; `--version` and `--check-build` print what their function returns and end it with 0.
+    The namespace, which Horovod's callers know, has one attribute an option, None where nothing was given; the options
+    are made of it and `environ`. Bad flags end the process with argparse's status 2; `--version` and `--check-build`
+    print what their function returns and end it with 0.
     """
     parser = build_parser(prog=prog, on_version=on_version, on_check_build=on_check_build)
     args = parser.parse_args(argv)
@@ -54,16 +54,16 @@ def parse(
             chosen = name in _CONTROLLERS.values() and (args.use_gloo or args.use_mpi or args.use_jsrun)
             if getattr(args, name) is None and not chosen:
                 setattr(args, name, value)
-    Options.from_args(args, environ)  # for its checks
+    options = Options.from_args(args, environ)
     if args.num_proc is None and not environ.get("LSB_JOBID"):
         parser.error("-np is missing: say how many processes to start, for example -np 2")
-    return args
+    return args, options
 
 
 def build_parser(
     *, prog: str, on_version: Callable[[], str], on_check_build: Callable[[], str]
 ) -> argparse.ArgumentParser:
-    """A parser with one argument for every flag of every knob, and the command as the rest."""
+    """A parser with one argument for every flag of every option, and the command as the rest."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} -np N [options] command [args ...]",
@@ -76,59 +76,61 @@ def build_parser(
     )
     sections = {key: parser.add_argument_group(title) for key, title in _SECTIONS.items()}
     exclusives: dict[str, Any] = {}
-    for dest, knob in knobs().items():
-        group: Any = sections[knob.section]
-        if knob.exclusive:
-            if knob.exclusive not in exclusives:
-                exclusives[knob.exclusive] = group.add_mutually_exclusive_group()
-            group = exclusives[knob.exclusive]
-        _add_knob(group, dest, knob)
+    for dest, option in all_options().items():
+        group: Any = sections[option.section]
+        if option.exclusive:
+            if option.exclusive not in exclusives:
+                exclusives[option.exclusive] = group.add_mutually_exclusive_group()
+            group = exclusives[option.exclusive]
+        _add_option(group, dest, option)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     return parser
 
 
-def _add_knob(group: Any, dest: str, knob: Knob) -> None:
-    text = _help_text(knob) or argparse.SUPPRESS
-    if knob.kind is bool:
-        group.add_argument(*knob.flags, dest=dest, action="store_const", const=True, help=text)
-        for flag in knob.off_flags:
+def _add_option(group: Any, dest: str, option: Option) -> None:
+    text = _help_text(option) or argparse.SUPPRESS
+    if option.kind is bool:
+        group.add_argument(*option.flags, dest=dest, action="store_const", const=True, help=text)
+        for flag in option.off_flags:
             group.add_argument(flag, dest=dest, action="store_const", const=False, help=argparse.SUPPRESS)
-        for flag, value in knob.old_flags:
+        for flag, value in option.old_flags:
             group.add_argument(
-                flag, dest=dest, action=_OldSwitch, value=value, instead=knob.name, help=argparse.SUPPRESS
+                flag, dest=dest, action=_OldSwitch, value=value, instead=option.name, help=argparse.SUPPRESS
             )
-    elif knob.kind is frozenset:
-        group.add_argument(*knob.flags, dest=dest, action=_Union, metavar=knob.metavar, help=text)
+    elif option.kind is frozenset:
+        group.add_argument(*option.flags, dest=dest, action=_Union, metavar=option.metavar, help=text)
         group.add_argument("--network-interface", dest=dest, action=_Union, single=True, help=argparse.SUPPRESS)
     else:
-        metavar = knob.metavar or "N"
-        group.add_argument(*knob.flags, dest=dest, type=_typed(knob), nargs=knob.count, metavar=metavar, help=text)
+        metavar = option.metavar or "N"
+        group.add_argument(
+            *option.flags, dest=dest, type=_typed(option), nargs=option.count, metavar=metavar, help=text
+        )
 
 
-def _help_text(knob: Knob) -> str:
-    if knob.idle:
-        return f"accepted, without effect: {knob.idle}"
-    if knob.help is None:
+def _help_text(option: Option) -> str:
+    if option.idle:
+        return f"accepted, without effect: {option.idle}"
+    if option.help is None:
         return ""
-    text = knob.help
-    if knob.off_flags:
-        text += f"; {knob.off_flags[0]} says the opposite"
-    if knob.launch_variable:
-        text += f" (default: {knob.launch_variable} or {knob.default})"
-    elif knob.default is not None:
-        text += f" (default: {knob.default})"
+    text = option.help
+    if option.off_flags:
+        text += f"; {option.off_flags[0]} says the opposite"
+    if option.launch_variable:
+        text += f" (default: {option.launch_variable} or {option.default})"
+    elif option.default is not None:
+        text += f" (default: {option.default})"
     return text.replace("%", "%%")
 
 
-def _typed(knob: Knob) -> Callable[[str], Any]:
+def _typed(option: Option) -> Callable[[str], Any]:
     """The type alone, for argparse's own message and status; ranges are checked with the whole `Options`."""
-    if knob.kind is str:
-        return str.upper if knob.choices else str
+    if option.kind is str:
+        return str.upper if option.choices else str
 
     def convert(text: str) -> Any:
-        return knob.kind(text)
+        return option.kind(text)
 
-    convert.__name__ = knob.kind.__name__
+    convert.__name__ = option.kind.__name__
     return convert
 
 
@@ -170,7 +172,7 @@ class _Union(argparse.Action):
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The knobs that a YAML file sets, by field name, checked. ValueError says which key is wrong."""
+    """The options that a YAML file sets, by field name, checked. ValueError says which key is wrong."""
     import yaml
 
     try:
@@ -184,8 +186,8 @@ def read_config_file(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"the config file {path!r} must hold `section: ...` lines, but it is {content!r}")
     values: dict[str, Any] = {}
-    for name, knob in knobs().items():
-        section, _, key = knob.yaml.partition(".")
+    for name, option in all_options().items():
+        section, _, key = option.yaml.partition(".")
         where = f"{section}.{key} in {path!r}"
         entries = content.get(section) if section else None
         if entries is None:
@@ -193,8 +195,8 @@ def read_config_file(path: str) -> dict[str, Any]:
         if not isinstance(entries, dict):
             raise ValueError(f"{section} in {path!r} must hold `key: value` lines, but it is {entries!r}")
         if entries.get(key) is not None:
-            value = check(knob, entries[key], where=where)
-            values[name] = not value if knob.yaml_negated else value
+            value = check(option, entries[key], where=where)
+            values[name] = not value if option.yaml_negated else value
     controller = content.get("controller")
     if controller is not None:
         if not isinstance(controller, str) or controller not in _CONTROLLERS:

@@ -1,7 +1,8 @@
-"""The nouns of launching: what a job is, where its workers go, how it ended, what a launcher can do.
+"""The nouns of launching: what a job is, how it ended, what a launcher can do.
 
-Nothing here starts a process or opens a socket. Command lines, `runner.run` and the Spark side build a `Job`;
-`controller.run_job(job, launcher)` carries it out; launchers (local, ssh, Spark) implement `Launcher`.
+Nothing here starts a process or opens a socket. `start` and the Spark side build a `Job`; `control.controller` runs it
+through a `Launcher`: `host.launcher` for this machine and others, `spark.launcher` for a cluster. Where its workers go
+is in `slots`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
-from hora.world import MeetingPoint, World
+from hora.launch.slots import Slot
 
 __all__ = [
     "Job",
@@ -19,42 +20,9 @@ __all__ = [
     "LaunchEvents",
     "Launcher",
     "OutputOptions",
-    "Slot",
     "WorkerExit",
     "WorkerSpec",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """A place for one worker. The fields are those of Horovod's SlotInfo."""
-
-    hostname: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int = 0
-    cross_size: int = 1
-
-    def world(
-        self, meeting: MeetingPoint, *, worker: int | None = None, generation: int = 0, elastic: bool = False
-    ) -> World:
-        """The World of the worker in this slot. `worker`: its number, the rank unless given."""
-        return World(
-            rank=self.rank,
-            size=self.size,
-            local_rank=self.local_rank,
-            local_size=self.local_size,
-            cross_rank=self.cross_rank,
-            cross_size=self.cross_size,
-            hostname=self.hostname,
-            generation=generation,
-            worker=self.rank if worker is None else worker,
-            elastic=elastic,
-            launcher="hora",
-            meeting=meeting,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

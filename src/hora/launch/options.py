@@ -1,21 +1,21 @@
-"""Everything a user may ask of a launch: one field a knob, and with it its flag, YAML key and variable.
+"""Everything a user may ask of a launch: one field an option, and with it its flag, YAML key and variable.
 
-Not here: the parser and the config file (`flags`), which are derived from these fields, and what is done
-with the values. Called by `flags`, the command line and `run()`. An unset knob is None: nothing is exported
-for it, so that a value inherited from the launcher's environment survives.
+`Option` says how one option is set from outside, checked, and handed to the workers; `Options` are the values of all.
+Not here: the parser and the config file (`flags`), which are derived from these fields, and what is done with the
+values (`start`). Made by the command line, `run()` and `HorovodRunner`. An unset option is None: nothing is exported for
+it, so that a value inherited from the launcher's environment survives.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from hora.launch.option import Knob, check
-
-__all__ = ["LOG_LEVELS", "Options", "knobs"]
+__all__ = ["LOG_LEVELS", "Option", "Options", "all_options", "check"]
 
 _NO_CYCLE = "there is no cycle to wait for; ranks with news wake the others"
 _CHOSEN = "the route of a collective follows from where its ranks are"
@@ -25,12 +25,101 @@ _NO_MPI = "there is no MPI"
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
-def _knob(*flags: str, section: str, kind: type = int, **rest: Any) -> Any:
-    return field(default=None, metadata={"knob": Knob(flags=flags, kind=kind, section=section, **rest)})
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """The outside of one field of `Options`.
+
+    `off_flags` set a switch to False; `old_flags` are deprecated spellings with the value they set.
+    `export_with` names the field that must be set for this one to be exported. `launch_variable` is read by
+    the launcher itself when the flag is missing. `default` is what an unset option means. `idle` says why an option of
+    Horovod's changes nothing here; it is accepted, checked and exported all the same.
+    """
+
+    flags: tuple[str, ...]
+    kind: type
+    section: str
+    help: str | None = None  # None: not shown by --help
+    idle: str = ""
+    metavar: str | None = None
+    off_flags: tuple[str, ...] = ()
+    old_flags: tuple[tuple[str, bool], ...] = ()
+    exclusive: str = ""
+    yaml: str = ""
+    yaml_negated: bool = False
+    variable: str = ""
+    to_variable: Callable[[Any], str] = _text
+    export_with: str = ""
+    launch_variable: str = ""
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    count: int | None = None  # how many values the flag takes, when not one
+
+    @property
+    def name(self) -> str:
+        """The flag by which messages call it."""
+        return self.flags[0] if self.flags[0] == "-np" else self.flags[-1]
+
+
+def check(option: Option, value: Any, *, where: str = "") -> Any:
+    """The value as the option's type, or a ValueError that says what `where` (by default the flag) must be."""
+    where = where or option.name
+    if option.kind is frozenset:
+        names = value.split(",") if isinstance(value, str) else value
+        return frozenset(str(name).strip() for name in names if str(name).strip()) or None
+    if option.count is None:
+        return _check_one(option, value, where)
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != option.count:
+        raise ValueError(f"{where} takes {option.count} numbers, but it is {value!r}")
+    return tuple(_check_one(option, one, where) for one in value)
+
+
+def _check_one(option: Option, value: Any, where: str) -> Any:
+    value = _convert(option, value, where)
+    if option.choices:
+        value = value.upper()
+        if value not in option.choices:
+            raise ValueError(f"{where} must be one of {', '.join(option.choices)}, but it is {value!r}")
+    if option.low is not None and value < option.low:
+        raise ValueError(f"{where} must be at least {option.low}, but it is {value}")
+    if option.high is not None and value > option.high:
+        raise ValueError(f"{where} must be at most {option.high}, but it is {value}")
+    return value
+
+
+def _convert(option: Option, value: Any, where: str) -> Any:
+    if option.kind is bool:
+        if isinstance(value, bool):
+            return value
+        raise ValueError(f"{where} must be true or false, but it is {value!r}")
+    if option.kind is str:
+        if isinstance(value, (dict, list)):
+            raise ValueError(f"{where} must be a text, but it is {value!r}")
+        return str(value)
+    fraction = option.kind is int and isinstance(value, float) and not value.is_integer()
+    try:
+        if isinstance(value, bool) or fraction:
+            raise ValueError
+        number = option.kind(value)
+        if not math.isfinite(number):
+            raise ValueError
+        return number
+    except (TypeError, ValueError, OverflowError):
+        word = "an integer" if option.kind is int else "a number"
+        raise ValueError(f"{where} must be {word}, but it is {value!r}") from None
+
+
+def _option(*flags: str, section: str, kind: type = int, **rest: Any) -> Any:
+    return field(default=None, metadata={"option": Option(flags=flags, kind=kind, section=section, **rest)})
 
 
 def _worker(flag: str, *, section: str, key: str = "", kind: type = int, **rest: Any) -> Any:
-    """A knob of the workers: its YAML key and its variable follow from the flag unless they are given."""
+    """An option of the workers: its YAML key and its variable follow from the flag unless they are given."""
     name = flag[2:].replace("-", "_")
     rest.setdefault("variable", "HOROVOD_" + name.upper())
     if kind is bool:
@@ -38,7 +127,7 @@ def _worker(flag: str, *, section: str, key: str = "", kind: type = int, **rest:
         rest.setdefault("exclusive", flag)
     elif kind is not str:
         rest.setdefault("low", 0)
-    return _knob(flag, section=section, kind=kind, yaml=key or "params." + name, **rest)
+    return _option(flag, section=section, kind=kind, yaml=key or "params." + name, **rest)
 
 
 def _autotune(flag: str, **rest: Any) -> Any:
@@ -54,29 +143,29 @@ class Options:
 
     # A table: the formatter would spread it over three times as many lines.
     # fmt: off
-    num_proc: int | None = _knob("-np", "--num-proc", section="job", low=1,
+    num_proc: int | None = _option("-np", "--num-proc", section="job", low=1,
         high=100_000, help="number of processes; for an elastic job the slots to start with")
-    verbose: bool | None = _knob("--verbose", kind=bool, section="job", help="print commands and progress")
-    disable_cache: bool | None = _knob("--disable-cache", kind=bool, section="job",
+    verbose: bool | None = _option("--verbose", kind=bool, section="job", help="print commands and progress")
+    disable_cache: bool | None = _option("--disable-cache", kind=bool, section="job",
         help="accepted for compatibility: nothing is cached, ssh is checked at every start")
-    start_timeout: int | None = _knob("--start-timeout", section="job", low=1, default=30, metavar="SECONDS",
+    start_timeout: int | None = _option("--start-timeout", section="job", low=1, default=30, metavar="SECONDS",
         launch_variable="HOROVOD_START_TIMEOUT", help="limit of all checks and of the start of the processes")
-    output_filename: str | None = _knob("--output-filename", kind=str, section="job", metavar="DIR",
+    output_filename: str | None = _option("--output-filename", kind=str, section="job", metavar="DIR",
         help="also write each rank's output to DIR/rank.<r>/stdout and stderr")
-    config_file: str | None = _knob("--config-file", kind=str, section="job", metavar="YAML",
+    config_file: str | None = _option("--config-file", kind=str, section="job", metavar="YAML",
         help="read options from this file; flags win over it")
-    nics: frozenset[str] | None = _knob("--network-interfaces", kind=frozenset, section="job",
+    nics: frozenset[str] | None = _option("--network-interfaces", kind=frozenset, section="job",
         metavar="NIC,NIC", help="network interfaces to use (default: what reaches the hosts; lo on one)")
 
-    hosts: str | None = _knob("-H", "--hosts", kind=str, section="hosts", exclusive="hosts",
+    hosts: str | None = _option("-H", "--hosts", kind=str, section="hosts", exclusive="hosts",
         metavar="HOST:SLOTS,...", help="hosts and their slots (default: localhost)")
-    hostfile: str | None = _knob("-hostfile", "--hostfile", kind=str, section="hosts", exclusive="hosts",
+    hostfile: str | None = _option("-hostfile", "--hostfile", kind=str, section="hosts", exclusive="hosts",
         metavar="FILE", help="a file with a line `name slots=N` for each host")
-    host_discovery_script: str | None = _knob("--host-discovery-script", kind=str, section="hosts",
+    host_discovery_script: str | None = _option("--host-discovery-script", kind=str, section="hosts",
         exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
-    ssh_port: int | None = _knob("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
+    ssh_port: int | None = _option("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
         help="ssh port of all hosts")
-    ssh_identity_file: str | None = _knob("-i", "--ssh-identity-file", kind=str, section="hosts",
+    ssh_identity_file: str | None = _option("-i", "--ssh-identity-file", kind=str, section="hosts",
         metavar="KEY", help="private key for ssh")
 
     fusion_threshold_mb: int | None = _worker("--fusion-threshold-mb", section="tuning", default=128,
@@ -103,18 +192,18 @@ class Options:
     autotune_gaussian_process_noise: float | None = _autotune("--autotune-gaussian-process-noise", kind=float,
         high=1, metavar="X")
 
-    min_num_proc: int | None = _knob("--min-np", "--min-num-proc", section="elastic", low=1, metavar="N",
+    min_num_proc: int | None = _option("--min-np", "--min-num-proc", section="elastic", low=1, metavar="N",
         help="fewest processes to go on with (default: -np); makes the job elastic")
-    max_num_proc: int | None = _knob("--max-np", "--max-num-proc", section="elastic", low=1, metavar="N",
+    max_num_proc: int | None = _option("--max-np", "--max-num-proc", section="elastic", low=1, metavar="N",
         help="most processes (default: as many as there are slots)")
-    slots: int | None = _knob("--slots-per-host", section="elastic", low=1, metavar="N",
+    slots: int | None = _option("--slots-per-host", section="elastic", low=1, metavar="N",
         help="slots of a host for which the script names none")
-    elastic_timeout: int | None = _knob("--elastic-timeout", section="elastic", low=1, default=600,
+    elastic_timeout: int | None = _option("--elastic-timeout", section="elastic", low=1, default=600,
         launch_variable="HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS",
         help="limit of the wait for enough slots after a change")
-    reset_limit: int | None = _knob("--reset-limit", section="elastic", low=0, metavar="N",
+    reset_limit: int | None = _option("--reset-limit", section="elastic", low=0, metavar="N",
         help="most changes of membership (default: any number)")
-    cooldown_range: tuple[int, int] | None = _knob("--blacklist-cooldown-range", section="elastic", low=1,
+    cooldown_range: tuple[int, int] | None = _option("--blacklist-cooldown-range", section="elastic", low=1,
         high=3600, count=2, metavar="SECONDS",
         help="shortest and longest time that a failing host stays out (default: for ever)")
 
@@ -136,11 +225,11 @@ class Options:
 
     mpi_threads_disable: bool | None = _worker("--mpi-threads-disable", section="libraries", kind=bool,
         key="library_options.mpi_threads_disable", idle=_NO_MPI)
-    mpi_args: str | None = _knob("--mpi-args", kind=str, section="libraries", metavar="ARGS",
+    mpi_args: str | None = _option("--mpi-args", kind=str, section="libraries", metavar="ARGS",
         idle=_NO_MPI)
-    tcp_flag: bool | None = _knob("--tcp", kind=bool, section="libraries", variable="NCCL_IB_DISABLE",
+    tcp_flag: bool | None = _option("--tcp", kind=bool, section="libraries", variable="NCCL_IB_DISABLE",
         help="TCP only: no InfiniBand")
-    binding_args: str | None = _knob("--binding-args", kind=str, section="libraries", metavar="ARGS",
+    binding_args: str | None = _option("--binding-args", kind=str, section="libraries", metavar="ARGS",
         idle=_NO_MPI)
     num_nccl_streams: int | None = _worker("--num-nccl-streams", section="libraries", metavar="N",
         key="library_options.num_nccl_streams", idle="torch chooses its streams")
@@ -152,26 +241,26 @@ class Options:
     log_level: str | None = _worker("--log-level", section="logging", kind=str, key="logging.level",
         choices=LOG_LEVELS, default="WARNING", metavar="LEVEL",
         help=f"least important message to show: {' '.join(LOG_LEVELS)}")
-    log_with_timestamp: bool | None = _knob("--log-with-timestamp", kind=bool, section="logging",
+    log_with_timestamp: bool | None = _option("--log-with-timestamp", kind=bool, section="logging",
         off_flags=("--log-without-timestamp",), exclusive="timestamp", yaml="logging.with_timestamp",
         old_flags=(("--log-hide-timestamp", False), ("--no-log-hide-timestamp", True)),
         variable="HOROVOD_LOG_HIDE_TIME", to_variable=lambda shown: "0" if shown else "1")
-    prefix_output_with_timestamp: bool | None = _knob("-prefix-timestamp", "--prefix-output-with-timestamp",
+    prefix_output_with_timestamp: bool | None = _option("-prefix-timestamp", "--prefix-output-with-timestamp",
         kind=bool, section="logging", exclusive="timestamp", help="start each line of output with the time")
 
-    use_gloo: bool | None = _knob("--gloo", kind=bool, section="controller", exclusive="controller",
+    use_gloo: bool | None = _option("--gloo", kind=bool, section="controller", exclusive="controller",
         help="Hora's own controller, the default and the only one")
-    use_mpi: bool | None = _knob("--mpi", kind=bool, section="controller", exclusive="controller",
+    use_mpi: bool | None = _option("--mpi", kind=bool, section="controller", exclusive="controller",
         help="refused: there is no MPI; under mpirun a script finds its rank by itself")
-    use_jsrun: bool | None = _knob("--jsrun", kind=bool, section="controller", exclusive="controller",
+    use_jsrun: bool | None = _option("--jsrun", kind=bool, section="controller", exclusive="controller",
         help="refused: there is no MPI; under jsrun a script finds its rank by itself")
     # fmt: on
 
     def __post_init__(self) -> None:
-        for name, knob in knobs().items():
+        for name, option in all_options().items():
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, check(knob, value))
+                object.__setattr__(self, name, check(option, value))
         self._check_exclusives()
         self._check_process_counts()
         cooldown = self.cooldown_range
@@ -188,10 +277,10 @@ class Options:
 
     def _check_exclusives(self) -> None:
         groups: dict[str, list[str]] = {}
-        for name, knob in knobs().items():
+        for name, option in all_options().items():
             # A switch that is off was not asked for, and the on / off pairs clash only as flags.
-            if knob.exclusive in ("hosts", "controller") and getattr(self, name):
-                groups.setdefault(knob.exclusive, []).append(knob.name)
+            if option.exclusive in ("hosts", "controller") and getattr(self, name):
+                groups.setdefault(option.exclusive, []).append(option.name)
         for names in groups.values():
             if len(names) > 1:
                 raise ValueError(f"{' and '.join(names)} exclude one another; give only one of them")
@@ -206,19 +295,19 @@ class Options:
     @classmethod
     def from_args(cls, args: object, environ: Mapping[str, str]) -> Options:
         """Reads a parsed command line, or any object with such attributes; missing ones count as unset."""
-        values = {name: getattr(args, name, None) for name in knobs()}
+        values = {name: getattr(args, name, None) for name in all_options()}
         for name, value in values.items():
-            if knobs()[name].kind is bool and isinstance(value, int):
+            if all_options()[name].kind is bool and isinstance(value, int):
                 values[name] = bool(value)  # old code sets verbose = 2
-        return cls(command=tuple(getattr(args, "command", None) or ()), **values).filled_from(environ)
+        return cls.filled(environ, command=tuple(getattr(args, "command", None) or ()), **values)
 
-    def filled_from(self, environ: Mapping[str, str]) -> Options:
-        """These options, with the launcher's own variables (HOROVOD_START_TIMEOUT, …) for unset flags."""
-        found: dict[str, Any] = {}
-        for name, knob in knobs().items():
-            if getattr(self, name) is None and knob.launch_variable and environ.get(knob.launch_variable):
-                found[name] = check(knob, environ[knob.launch_variable], where=knob.launch_variable)
-        return dataclasses.replace(self, **found)
+    @classmethod
+    def filled(cls, environ: Mapping[str, str], **values: Any) -> Options:
+        """These values, with the launcher's own variables (HOROVOD_START_TIMEOUT, …) for those that are unset."""
+        for name, option in all_options().items():
+            if values.get(name) is None and option.launch_variable and environ.get(option.launch_variable):
+                values[name] = check(option, environ[option.launch_variable], where=option.launch_variable)
+        return cls(**values)
 
     @property
     def elastic(self) -> bool:
@@ -226,39 +315,39 @@ class Options:
         return self.host_discovery_script is not None or self.min_num_proc is not None
 
     def effective(self, name: str) -> Any:
-        """The value of a knob, or its default when it is unset."""
+        """The value of an option, or its default when it is unset."""
         value = getattr(self, name)
-        return knobs()[name].default if value is None else value
+        return all_options()[name].default if value is None else value
 
     def without_effect(self) -> list[str]:
         """What was asked for and changes nothing, with the reason, in words for the user."""
         found: dict[str, list[str]] = {}
-        for name, knob in knobs().items():
-            why = knob.idle
+        for name, option in all_options().items():
+            why = option.idle
             # A time limit may come from a variable that is meant for other jobs.
-            if knob.section == "elastic" and not self.elastic and not knob.launch_variable:
+            if option.section == "elastic" and not self.elastic and not option.launch_variable:
                 why = "the job is not elastic; make it so with --min-np or --host-discovery-script"
             if why and getattr(self, name):
-                found.setdefault(why, []).append(knob.name)
+                found.setdefault(why, []).append(option.name)
         return [f"{', '.join(names)}: without effect, {why}" for why, names in found.items()]
 
     def worker_env(self) -> dict[str, str]:
         """The variables that these options set for the workers: only what was asked for."""
         env: dict[str, str] = {}
-        for name, knob in knobs().items():
+        for name, option in all_options().items():
             value = getattr(self, name)
-            silent = knob.export_with and not getattr(self, knob.export_with)
-            if value is not None and knob.variable and not silent:
-                env[knob.variable] = knob.to_variable(value)
+            silent = option.export_with and not getattr(self, option.export_with)
+            if value is not None and option.variable and not silent:
+                env[option.variable] = option.to_variable(value)
         if self.nics:
             env["HOROVOD_GLOO_IFACE"] = min(self.nics)
             env["NCCL_SOCKET_IFNAME"] = ",".join(sorted(self.nics))
         return env
 
 
-_KNOBS = {f.name: f.metadata["knob"] for f in dataclasses.fields(Options) if "knob" in f.metadata}
+_ALL = {f.name: f.metadata["option"] for f in dataclasses.fields(Options) if "option" in f.metadata}
 
 
-def knobs() -> dict[str, Knob]:
-    """The knobs of `Options` by field name, in the order of the help text."""
-    return _KNOBS
+def all_options() -> dict[str, Option]:
+    """The options of `Options` by field name, in the order of the help text."""
+    return _ALL

@@ -1,19 +1,18 @@
-"""`run`: call a function on every rank of a job and get the values back. Users know it as `horovod.run` or
-`hora.run`.
+"""`run`: call a function on every rank of a job and get the values back. Users know it as `horovod.run` or `hora.run`.
 
-It checks the arguments, turns them into `Options` and hands over to the launch path. `HorovodRunner`, its
-sister for Spark clusters, is in `horovod_runner`.
+It checks the arguments, turns them into `Options` and hands over to `start`. `HorovodRunner`, its sister for Spark
+clusters, is in `hora.spark.runner`.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 
+from hora.launch.environment import variables
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.start import start
@@ -62,7 +61,9 @@ def run(
     num_proc = _renamed("np", np, "num_proc", num_proc)
     if isinstance(num_proc, bool) or not isinstance(num_proc, int):
         raise ValueError(f"num_proc must be an integer, but it is {num_proc!r}")
-    options = Options(
+    environ = variables()
+    options = Options.filled(
+        environ,
         num_proc=num_proc,
         min_num_proc=_renamed("min_np", min_np, "min_num_proc", min_num_proc),
         max_num_proc=_renamed("max_np", max_np, "max_num_proc", max_num_proc),
@@ -84,7 +85,7 @@ def run(
         nics=_interfaces(network_interface, network_interfaces),
     )
     function = pickle_call(func, args, kwargs)
-    result = start(options, os.environ, function=function, executable=executable)
+    result = start(options, environ, function=function, executable=executable)
     return [cloudpickle.loads(value) for value in result.results if value is not None]
 
 

@@ -10,14 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hora.launch.control.controller import run_job
 from hora.launch.host.local import LocalLauncher
-from hora.launch.hosts import HostInfo, get_host_assignments, parse_host_files, parse_hosts
-from hora.launch.job import Job, JobResult, Launcher, OutputOptions, Slot
+from hora.launch.job import Job, JobResult, Launcher, OutputOptions
 from hora.launch.options import Options
+from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
 from hora.net import address
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def start(
     """
     if function is None and not options.command:
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
-    options = options.filled_from(environ)
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
     if options.elastic:
@@ -75,7 +74,7 @@ def make_job(
     """The job that `options` ask for: exactly `-np` ranks, with our environment and what was asked for."""
     hosts = find_hosts(options, environ) if hosts is None else hosts
     num_proc = options.num_proc or sum(host.slots for host in hosts)
-    slots = tuple(Slot(**asdict(info)) for info in get_host_assignments(hosts, num_proc, num_proc))
+    slots = tuple(get_host_assignments(hosts, num_proc, num_proc))
     env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
     if not options.nics and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
         env.setdefault("HOROVOD_GLOO_IFACE", "lo")

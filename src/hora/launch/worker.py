@@ -1,9 +1,9 @@
-"""The worker entry point: `python -m hora.launch.worker` fetches the job's function, runs it, and sends
-home the result.
+"""The worker entry point: `python -m hora.launch.worker` fetches the job's function, runs it, and sends home the result.
 
-The function comes over the authenticated connection and from nowhere else. Whatever goes wrong is reported
-with the exception's own traceback; the process then ends with a non-zero status. Commands need no entry
-point: supervisors run them as they are. torch is imported when the function needs it, not before.
+The function comes over the authenticated connection and from nowhere else. What it raises is reported with its own
+traceback; the process then ends with a non-zero status. Commands need no entry point: supervisors run them as they are.
+torch is imported when the function needs it, not before. With `--zygote module …` this is the process from which a
+supervisor has workers forked.
 """
 
 from __future__ import annotations
@@ -21,24 +21,35 @@ from hora.errors import HorovodInternalError
 from hora.net.client import FUNCTION_KEY, PATH_KEY, ControlClient
 from hora.world import World
 
-__all__ = ["leave", "main"]
+__all__ = ["main", "work"]
 
 _CONNECT_LIMIT_S = 60.0
 _FETCH_LIMIT_S = 600.0
 
 
+def work() -> NoReturn:
+    """In a fork: be a worker, to the end of the process."""
+    try:
+        status = main()
+    except BaseException:  # as the interpreter does it at the end of a script
+        traceback.print_exc()
+        status = 1
+    _leave(status)
+
+
 def main() -> int:
+    """Fetch the function, run it, send home what it returned; the status to end with."""
     world = World.from_env()
     client = ControlClient.connect(
         world.meeting, name=f"worker {world.worker}", worker=world.worker, timeout_s=_CONNECT_LIMIT_S
     )
     try:
-        return _work(client, world)
+        return _run(client, world)
     finally:
         client.close()
 
 
-def _work(client: ControlClient, world: World) -> int:
+def _run(client: ControlClient, world: World) -> int:
     import cloudpickle
 
     from hora.launch.pickling import pickle_result
@@ -61,8 +72,7 @@ def _work(client: ControlClient, world: World) -> int:
 
 
 def _extend_path(launcher_path: list[str]) -> None:
-    """Modules that the caller can import are importable here too, after everything that is importable
-    anyway."""
+    """Modules that the caller can import are importable here too, after everything that is importable anyway."""
     sys.path.extend(entry for entry in launcher_path if entry not in sys.path and os.path.exists(entry))
 
 
@@ -101,10 +111,10 @@ def _words(error: BaseException) -> str:
         return f"(its text cannot be had: {problem!r})"
 
 
-def leave(status: int) -> NoReturn:
+def _leave(status: int) -> NoReturn:
     """End the process: wait for its threads, call its exit handlers, and spare it the rest.
 
-    Taking torch's modules apart costs up to a second of processor time for each rank and does nothing for anybody.
+    Taking torch's modules apart costs up to a second of processor time for each rank and is of no use.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does first, and multiprocessing too
     atexit._run_exitfuncs()
@@ -115,10 +125,10 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--nursery"]:
+    if sys.argv[1:2] == ["--zygote"]:
         # Under this module's name, because forked workers keep it: `ps` shall show what they are.
         from hora.launch.host import zygote
 
-        zygote.serve(sys.argv[2:])
+        zygote.serve(sys.argv[2:], work)
     else:
-        leave(main())
+        _leave(main())

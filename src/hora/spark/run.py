@@ -15,8 +15,8 @@ import cloudpickle
 from hora.errors import BadCallError
 from hora.launch.job import OutputOptions
 from hora.launch.pickling import pickle_call
-from hora.launch.spark.environment import start_timeout_s
 from hora.launch.spark.launcher import SparkJob, run_on_spark
+from hora.launch.spark.variables import start_timeout_s
 
 __all__ = ["run"]
 

@@ -16,8 +16,8 @@ import cloudpickle
 from hora.errors import BadCallError
 from hora.launch.job import OutputOptions
 from hora.launch.pickling import pickle_call
-from hora.launch.spark.environment import elastic_timeout_s, start_timeout_s
 from hora.launch.spark.launcher import SparkJob
+from hora.launch.spark.variables import elastic_timeout_s, start_timeout_s
 
 __all__ = ["run_elastic"]
 

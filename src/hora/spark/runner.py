@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,13 +15,14 @@ from typing import Any
 import cloudpickle
 
 from hora.errors import BadCallError
+from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
-from hora.launch.spark.environment import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.spark.launcher import SparkJob, run_on_spark
 from hora.launch.spark.session import context_or_new
 from hora.launch.spark.slots import require_slots
+from hora.launch.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.start import start
 from hora.world import World
 
@@ -72,8 +72,8 @@ class HorovodRunner:
 
 def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int) -> Any:
     """On this machine. What the processes print goes where this process prints: a cell, a terminal."""
-    options = Options(num_proc=num_proc)
-    result = start(options, os.environ, function=_pickled(main, kwargs))
+    environ = variables()
+    result = start(Options.filled(environ, num_proc=num_proc), environ, function=_pickled(main, kwargs))
     return _value_of_rank_0(result)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hora.launch.environment import variables
 from hora.workers import daemon
 from hora.workers.gateway import Gateway, ask
 from hora.workers.machine import measure
@@ -101,7 +102,7 @@ _own: tuple[int, Session, Gateway] | None = None  # with the process it belongs 
 
 def _session() -> _Sessions:
     given = _given_name()
-    if given is not None and os.environ.get("CDSW_MASTER_ID"):
+    if given is not None and variables().get("CDSW_MASTER_ID"):
         return RemoteSession(*given)
     found = daemon.find(os.getcwd())
     if found is not None:
@@ -111,7 +112,8 @@ def _session() -> _Sessions:
 
 def _given_name() -> tuple[str, str] | None:
     """Name and key of the session that the environment speaks of, if it is one of ours."""
-    url, key = os.environ.get("CDSW_API_URL", ""), os.environ.get("CDSW_API_KEY", "")
+    environ = variables()
+    url, key = environ.get("CDSW_API_URL", ""), environ.get("CDSW_API_KEY", "")
     return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
 
 
@@ -126,7 +128,8 @@ def _own_session() -> _Sessions:
                 if error.errno != errno.EADDRINUSE:
                     raise
                 return RemoteSession(name, key)  # of the process that started this one
-            session = Session(measure(os.environ), os.environ, address=gateway.name, key=key)
+            environ = variables()
+            session = Session(measure(environ), environ, address=gateway.name, key=key)
             gateway.open(session)
             atexit.register(_close, os.getpid())
             _own = (os.getpid(), session, gateway)

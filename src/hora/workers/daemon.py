@@ -1,4 +1,4 @@
-"""A standing session: workers that outlive the command that launched them, one session per user and folder.
+"""The daemon session: workers that outlive the command that launched them, one session per user and folder.
 
 `hora workers launch` makes it, `hora workers end` ends it together with its workers. It is found by a socket name made
 of the user and the folder, so nothing is written anywhere. It also ends by itself when it has been without workers for
@@ -85,6 +85,7 @@ def end(folder: str) -> bool:
 
 def main() -> None:
     """Serve until told to end, or until there has been no worker for an hour."""
+    from hora.launch.environment import variables
     from hora.launch.job import OutputOptions
     from hora.workers.gateway import Gateway
     from hora.workers.machine import measure
@@ -96,9 +97,10 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        print("somebody else has just started it", flush=True)
+        print("another process has just started it", flush=True)
         return
-    session = Session(measure(os.environ), os.environ, address=name, key=key, output=OutputOptions(console=False))
+    environ = variables()
+    session = Session(measure(environ), environ, address=name, key=key, output=OutputOptions(console=False))
     gateway.open(session)
     print("ready", flush=True)
     with open(os.devnull, "wb") as nowhere:

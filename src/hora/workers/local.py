@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hora.launch.host.connection import Host, local_supervisor_command
-from hora.launch.job import LaunchEvents, Slot, WorkerSpec
+from hora.launch.job import LaunchEvents, WorkerSpec
+from hora.launch.slots import place_ranks
 from hora.workers.backend import GRACE_S, Launched, order_bytes
 from hora.workers.capacity import Capacity
 from hora.workers.gpu_claims import GpuClaims
@@ -20,6 +21,7 @@ from hora.workers.gpu_claims import GpuClaims
 __all__ = ["LocalWorkers"]
 
 _CLOSE_SLACK_S = 15.0
+(_SLOT,) = place_ranks(["localhost"])  # a world of its own
 
 
 class LocalWorkers:
@@ -76,7 +78,7 @@ class LocalWorkers:
         own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(launched.number)}
         return WorkerSpec(
             worker=launched.number,
-            slot=Slot(hostname="localhost", rank=0, size=1, local_rank=0, local_size=1),
+            slot=_SLOT,
             argv=(sys.executable, "-m", "hora.workers.main"),
             env={**self._environment, **launched.variables, **own, **launched.request["env"]},
             cwd=os.getcwd(),

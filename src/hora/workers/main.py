@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hora.launch.environment import variables
+
 __all__ = ["expand_shell_lines", "main"]
 
 _SHELL_LINE = re.compile(r"^(?P<indent>[ \t]*)!(?P<command>.*)$")
@@ -113,7 +115,7 @@ def _resident_pages(pid: int) -> int:
 def main() -> None:
     """Run what the session asked for, in a fresh `__main__`."""
     sys.excepthook = _show_error
-    order = json.loads(Path(os.environ["HORA_SECRET_FILE"]).read_text())
+    order = json.loads(Path(variables()["HORA_SECRET_FILE"]).read_text())
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
     threading.Thread(target=_watch_memory, args=(order["memory_gib"],), name="hora-memory", daemon=True).start()

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.spark.environment import forwarded_variables
 from hora.launch.spark.launcher import SparkJob, SparkLauncher, driver_addresses
 from hora.launch.spark.placement import place_tasks
 from hora.launch.spark.session import active_context
 from hora.launch.spark.slots import count_slots, require_slots
 from hora.launch.spark.stage import SparkStage
 from hora.launch.spark.tasks import SparkTasks
+from hora.launch.spark.variables import forwarded_variables
 from hora.workers.backend import GRACE_S, Launched, order_bytes
 from hora.workers.capacity import Refused
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hora.launch.spark.environment import assigned_gpus as get_available_devices
+from hora.launch.spark.variables import assigned_gpus as get_available_devices
 
 __all__ = ["get_available_devices"]

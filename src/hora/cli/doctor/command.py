@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -19,9 +18,10 @@ from typing import Any
 
 from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.cli.doctor.probe import MARK
+from hora.launch.environment import variables
 from hora.launch.host.connection import wait_or_kill
 from hora.launch.host.ssh import Ssh, reachable_address
-from hora.launch.hosts import parse_host_files, parse_hosts_and_slots
+from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.net import address
 
 __all__ = ["main"]
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         names = _names(args)
-        ssh = Ssh.from_environ(os.environ, port=args.ssh_port, identity_file=args.ssh_identity_file)
+        ssh = Ssh.from_environ(variables(), port=args.ssh_port, identity_file=args.ssh_identity_file)
         return _examine(names, ssh)
     except ValueError as error:
         print(f"hora doctor: error: {error}", file=sys.stderr)

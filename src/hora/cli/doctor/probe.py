@@ -2,7 +2,7 @@
 
 It prints one JSON line of facts, which name a port where it listens; then it reads one JSON line, a list of
 `[address, port]`, and prints a second one, which of these it could connect to (null, or the error). Standard
-library only at the top: a broken torch must be a fact, not a crash.
+library only at the top, apart from the environment: a broken torch must be a fact, not a crash.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 from typing import Any
+
+from hora.launch.environment import variables
 
 __all__ = ["MARK", "facts"]
 
@@ -117,7 +119,7 @@ def _gpus() -> list[str]:
 
 
 def _java() -> str | None:
-    home = os.environ.get("JAVA_HOME")
+    home = variables().get("JAVA_HOME")
     java = os.path.join(home, "bin", "java") if home else "java"
     text = _tool([java, "-version"])
     return text.splitlines()[0] if text else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from hora.launch.control.elastic_policy import HostSlots
-from hora.launch.hosts import HostInfo
+from hora.launch.slots import HostInfo
 
 __all__ = ["Blacklist", "Place"]
 

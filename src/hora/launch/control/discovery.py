@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hora.launch.hosts import HostInfo
+from hora.launch.slots import HostInfo
 
 __all__ = ["DiscoveryScript", "HostWatch", "parse_discovered"]
 

@@ -25,8 +25,8 @@ from hora.launch.control.members import Roster
 from hora.launch.control.output import Output
 from hora.launch.control.policy import Failure
 from hora.launch.control.rendezvous import ErrorReport
-from hora.launch.hosts import HostInfo
-from hora.launch.job import Job, JobResult, Launcher, Slot, WorkerExit
+from hora.launch.job import Job, JobResult, Launcher, WorkerExit
+from hora.launch.slots import HostInfo, Slot
 from hora.net import address
 from hora.world import World
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hora.config import EngineConfig
 from hora.launch.control.discovery import HostWatch
 from hora.launch.control.elastic_policy import Limits
-from hora.launch.hosts import HostInfo
+from hora.launch.slots import HostInfo
 
 __all__ = ["ElasticSpec"]
 

@@ -23,7 +23,8 @@ from hora.launch.control.failure_report import cause, failure_message
 from hora.launch.control.interrupt import ended_by_signals
 from hora.launch.control.output import Output
 from hora.launch.control.rendezvous import ErrorReport, Rendezvous
-from hora.launch.job import Job, JobResult, Launcher, Slot, WorkerExit, WorkerSpec
+from hora.launch.job import Job, JobResult, Launcher, WorkerExit, WorkerSpec
+from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.wire import new_secret
 from hora.world import MeetingPoint, World

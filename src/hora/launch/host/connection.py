@@ -101,7 +101,7 @@ class Host:
         )
         self._lock = threading.Lock()
         self._running: set[int] = set()
-        self._has_nursery = False
+        self._has_zygote = False
         self._over_now = threading.Event()
         self._ended: str | None = None  # why nothing can be started here any more
         self._complaints = b""
@@ -130,8 +130,8 @@ class Host:
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         orders = bytearray()
-        # One worker alone is not worth a nursery, but an elastic job's newcomer may come from the one there is.
-        self._has_nursery = self._has_nursery or len(workers) > 1
+        # One worker alone is not worth a zygote, but an elastic job's newcomer may come from the one there is.
+        self._has_zygote = self._has_zygote or len(workers) > 1
         for spec in workers:
             order = {
                 "op": "start",
@@ -141,7 +141,7 @@ class Host:
                 "inherit_env": self._inherit_env,
                 "cwd": spec.cwd,
                 "secret": spec.secret.hex(),
-                "preload": spec.preload if self._has_nursery else None,
+                "preload": spec.preload if self._has_zygote else None,
             }
             orders += json.dumps(order).encode() + b"\n"
         with self._lock:

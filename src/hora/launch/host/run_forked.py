@@ -1,21 +1,22 @@
 """Workers forked from a process that has loaded their modules: when that is as good as a fresh one, and what they do then.
 
-Nothing is forked here: the `nursery` does it on a host, `spark_warm` in Spark's Python workers.
+Nothing is forked here: the `zygote` does it on a host, `spark.warm` in Spark's Python workers. Supervisors import this
+too, and start fast.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
+from hora.launch.environment import replace_variables
 from hora.launch.host.processes import name_process
 
-__all__ = ["differ_only_in", "live", "load"]
+__all__ = ["differ_only_in", "load", "run_forked"]
 
-_ALWAYS = ("hora.launch.worker", "hora.launch.pickling")
+_ALWAYS = ("hora.launch.pickling",)
 
 
 def load(modules: Iterable[str]) -> bool:
@@ -37,22 +38,12 @@ def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: t
     return all(name.startswith(prefixes) for name in changed)
 
 
-def live(env: Mapping[str, str]) -> NoReturn:
-    """In a fork that has its streams: be a worker with this environment, to the end of the process."""
+def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn:
+    """In a fork that has its streams: be a worker with this environment. `work` is `worker.work`, which ends the process."""
     name_process(f"hora-rank-{env['HORA_WORKER']}")
-    os.environ.clear()
-    os.environ.update(env)
+    replace_variables(env)
     _reseed_generators()
-    from hora.launch.worker import leave, main
-
-    try:
-        status = main()
-    except BaseException:  # as the interpreter does it at the end of a script
-        import traceback  # not above: supervisors, which start fast, import this module too
-
-        traceback.print_exc()
-        status = 1
-    leave(status)
+    work()
 
 
 def _reseed_generators() -> None:

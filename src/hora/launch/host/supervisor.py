@@ -32,6 +32,7 @@ import sys
 import time
 from typing import Any
 
+from hora.launch.environment import variables
 from hora.launch.host.guardian import guard
 from hora.launch.host.processes import (
     Processes,
@@ -42,7 +43,7 @@ from hora.launch.host.processes import (
     send_signal,
 )
 from hora.launch.host.spawn import Execute, Spawned, spawn
-from hora.launch.host.zygote_client import Brood
+from hora.launch.host.zygote_client import ZygoteClient
 
 MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
 FRAME = struct.Struct(">cii")
@@ -70,7 +71,7 @@ class _Supervisor:
         self._paused = False  # the launcher is slow, workers' pipes are left unread
         self._deaf = False  # nobody listens to us any more
         self._secrets: dict[str, str] = {}  # secret -> path
-        self._brood: Brood | None = None
+        self._zygote: ZygoteClient | None = None
         self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = guardian_pid, execute
@@ -170,11 +171,11 @@ class _Supervisor:
         if self._ending is not None:
             self._exited(worker, 128 + signal.SIGTERM, "the job was ending already")
             return
-        env = dict(os.environ) if command["inherit_env"] else {}
+        env = variables() if command["inherit_env"] else {}
         env |= command["env"] | {"HORA_SECRET_FILE": self._secret_file(command["secret"])}
         # N ranks that each start a thread per core would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", _fair_share(env))
-        if command["preload"] is None or not self._ask_nursery(command, env):
+        if command["preload"] is None or not self._ask_zygote(command, env):
             self._execute(command, env)
 
     def _execute(self, command: dict[str, Any], env: dict[str, str]) -> None:
@@ -191,44 +192,44 @@ class _Supervisor:
             self._listen_to(read_end, worker, kind)
         self._send(STARTED, worker, str(spawned.pid).encode())
 
-    # ---- workers from the nursery -------------------------------------------------------------------------
+    # ---- workers from the zygote --------------------------------------------------------------------------
 
-    def _ask_nursery(self, command: dict[str, Any], env: dict[str, str]) -> bool:
-        """Have the nursery fork this worker. False if it has to be executed instead."""
+    def _ask_zygote(self, command: dict[str, Any], env: dict[str, str]) -> bool:
+        """Have the zygote fork this worker. False if it has to be executed instead."""
         executable, modules, worker = command["argv"][0], command["preload"], command["worker"]
-        if self._brood is None:
+        if self._zygote is None:
             try:
-                # Not this worker's number: nothing that descends from the nursery shall be taken for its own.
+                # Not this worker's number: nothing that descends from the zygote shall be taken for its own.
                 shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
-                self._brood = Brood(executable, modules, shared, command["cwd"])
+                self._zygote = ZygoteClient(executable, modules, shared, command["cwd"])
             except OSError:  # executing the worker fails for the same reason, and reports it
                 return False
-            self._selector.register(self._brood, selectors.EVENT_READ, self._take_in)
-            for read_end, kind in ((self._brood.nursery.stdout, STDOUT), (self._brood.nursery.stderr, STDERR)):
+            self._selector.register(self._zygote, selectors.EVENT_READ, self._adopt_forked)
+            for read_end, kind in ((self._zygote.zygote.stdout, STDOUT), (self._zygote.zygote.stderr, STDERR)):
                 self._listen_to(read_end, worker, kind)
-        if not self._brood.suits(executable, modules, env):
+        if not self._zygote.suits(executable, modules, env):
             return False
         self._asked[worker] = (command, env)
-        self._brood.ask(worker, env, command["cwd"])
+        self._zygote.ask(worker, env, command["cwd"])
         return True
 
-    def _take_in(self) -> None:
-        assert self._brood is not None
+    def _adopt_forked(self) -> None:
+        assert self._zygote is not None
         try:
-            for worker, spawned in self._brood.born():
+            for worker, spawned in self._zygote.forked():
                 if worker in self._asked:
                     del self._asked[worker]
                     self._adopt(worker, spawned)
                     if spawned.pid in self._strays:
                         self._ended(worker, self._strays.pop(spawned.pid))
-                else:  # it was terminated before it was born
+                else:  # it was terminated before it was forked
                     send_signal(spawned.pid, signal.SIGKILL)
                     os.close(spawned.stdout)
                     os.close(spawned.stderr)
         except EOFError:
-            self._selector.unregister(self._brood)
-            self._brood.close()
-            self._brood = None
+            self._selector.unregister(self._zygote)
+            self._zygote.close()
+            self._zygote = None
             asked, self._asked = self._asked, {}
             for worker, (command, env) in asked.items():
                 if self._ending is None:
@@ -314,7 +315,7 @@ class _Supervisor:
             if worker is not None:
                 self._ended(worker, status)
             elif self._asked:
-                self._strays[pid] = status  # perhaps a worker whose birth we have not heard of yet
+                self._strays[pid] = status  # perhaps a worker of whose fork we have not heard yet
 
     def _ended(self, worker: int, status: int) -> None:
         self._drain_pipes(worker)

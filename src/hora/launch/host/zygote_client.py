@@ -1,6 +1,6 @@
-"""A nursery, seen from its supervisor: asks it for workers and takes its answers.
+"""A zygote, seen from its supervisor: asks it for workers and takes its answers.
 
-Called by `supervisor` only; what the nursery does is in `nursery`.
+Called by `supervisor` only; what the zygote does is in `zygote`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from hora.launch.host.run_forked import differ_only_in
 from hora.launch.host.spawn import Spawned, spawn
 
-__all__ = ["Brood"]
+__all__ = ["ZygoteClient"]
 
-# What may differ between the environment that the nursery started with and a worker's.
+# What may differ between the environment that the zygote started with and a worker's.
 _OWN = ("HOROVOD_", "HORA_")
 
 
-class Brood:
-    """A running nursery and the workers that were asked of it. `nursery` is its process."""
+class ZygoteClient:
+    """A running zygote and the workers that were asked of it. `zygote` is its process."""
 
     def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            argv = (executable, "-m", "hora.launch.worker", "--nursery", *modules)
-            self.nursery = spawn(argv, env, cwd, stdin=theirs.fileno())
+            argv = (executable, "-m", "hora.launch.worker", "--zygote", *modules)
+            self.zygote = spawn(argv, env, cwd, stdin=theirs.fileno())
         ours.setblocking(False)
         self._socket = ours
         self._env = dict(env)
@@ -58,20 +58,20 @@ class Brood:
         self._ask_next()
 
     def _ask_next(self) -> None:
-        # One at a time: the nursery may be busy loading, and the socket holds only so much.
+        # One at a time: the zygote may be busy loading, and the socket holds only so much.
         if not self._waiting or self._output:
             return
         request = self._waiting.popleft()
         out, err = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
         self._output[request["worker"]] = out[0], err[0]
-        # If the nursery is gone, so is its answer: `born` tells.
+        # If the zygote is gone, so is its answer: `forked` tells.
         with contextlib.suppress(OSError):
             socket.send_fds(self._socket, [json.dumps(request).encode()], [out[1], err[1]])
         os.close(out[1])
         os.close(err[1])
 
-    def born(self) -> Iterator[tuple[int, Spawned]]:
-        """Workers that run now. Ends with EOFError when the nursery is gone."""
+    def forked(self) -> Iterator[tuple[int, Spawned]]:
+        """Workers that run now. Ends with EOFError when the zygote is gone."""
         while True:
             try:
                 data = self._socket.recv(4096)

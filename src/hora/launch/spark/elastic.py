@@ -19,8 +19,8 @@ from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.elastic import run_elastic_job
 from hora.launch.control.elastic_policy import Limits
 from hora.launch.control.elastic_spec import ElasticSpec
-from hora.launch.hosts import HostInfo
-from hora.launch.job import Job, JobResult, LaunchEvents, Slot, WorkerExit, WorkerSpec
+from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.slots import HostInfo, place_ranks
 from hora.launch.spark.launcher import SparkJob, SparkLauncher, driver_addresses
 from hora.launch.spark.placement import Placement, TaskPlace
 from hora.launch.spark.stage import SparkStage
@@ -48,7 +48,7 @@ def run_elastic_on_spark(context: Any, wanted: SparkJob, limits: Limits) -> JobR
         hosts = _meet(tasks, stage, wanted, limits)
         launcher = _ElasticLauncher(tasks, stage, wanted, bind_address=bind_address, address=address)
         job = Job(
-            slots=_slots(hosts),
+            slots=tuple(place_ranks([host.hostname for host in hosts])),
             function=wanted.function,
             env=wanted.env,
             output=wanted.output,
@@ -168,18 +168,3 @@ def _meet(tasks: _Attempts, stage: SparkStage, wanted: SparkJob, limits: Limits)
                 "the cluster has free task slots and that executors can reach the driver, or raise start_timeout "
                 "(HOROVOD_SPARK_START_TIMEOUT)."
             )
-
-
-def _slots(hosts: Sequence[HostInfo]) -> tuple[Slot, ...]:
-    return tuple(
-        Slot(
-            hostname=host.hostname,
-            rank=rank,
-            size=len(hosts),
-            local_rank=0,
-            local_size=1,
-            cross_rank=rank,
-            cross_size=len(hosts),
-        )
-        for rank, host in enumerate(hosts)
-    )

@@ -24,11 +24,11 @@ from typing import Any
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.controller import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
-from hora.launch.spark.environment import GPU_VARIABLE
 from hora.launch.spark.placement import Placement, TaskPlace, place_tasks
 from hora.launch.spark.stage import SparkStage
 from hora.launch.spark.task import mask_secret
 from hora.launch.spark.tasks import SparkTasks
+from hora.launch.spark.variables import GPU_VARIABLE
 from hora.net.wire import Header
 
 __all__ = ["SparkJob", "SparkLauncher", "driver_addresses", "run_on_spark"]

@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hora.launch.environment import variables
 from hora.launch.host.local import LocalLauncher
-from hora.launch.job import Slot, WorkerExit, WorkerSpec
+from hora.launch.job import WorkerExit, WorkerSpec
+from hora.launch.slots import Slot
 from hora.launch.spark.warm import WarmLauncher, prepare
 from hora.net.wire import Connection, Header
 
@@ -103,7 +105,7 @@ class _Supervisor:
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
         secret = mask_secret(self._task.secret, bytes.fromhex(header["nonce"]), bytes.fromhex(header["secret"]))
         executable = header["executable"]
-        inherited = dict(os.environ)
+        inherited = variables()
         if not executable:
             # Files that Spark shipped (addPyFile, --py-files) are on this interpreter's path, not in its
             # environment.
@@ -168,7 +170,7 @@ def host_hash() -> str:
     container.
     """
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)]
-    facts = [socket.gethostname(), *spaces, os.environ.get("CONTAINER_ID", "")]
+    facts = [socket.gethostname(), *spaces, variables().get("CONTAINER_ID", "")]
     return f"{socket.gethostname()}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}"
 
 

@@ -23,12 +23,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
+from hora.launch.environment import variables
 from hora.launch.host.connection import Host
 from hora.launch.host.local import LocalLauncher
 from hora.launch.host.processes import exit_code, name_process
-from hora.launch.host.run_forked import differ_only_in, live, load
+from hora.launch.host.run_forked import differ_only_in, load, run_forked
 from hora.launch.host.supervisor import supervise
 from hora.launch.job import LaunchEvents
+from hora.launch.worker import work
 
 __all__ = ["WarmLauncher", "prepare"]
 
@@ -38,7 +40,7 @@ _LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONU
 
 def prepare(modules: Sequence[str], env: Mapping[str, str]) -> bool:
     """Load the modules here, and tell whether a rank with this environment can be forked from this process."""
-    if not differ_only_in(env, os.environ, _LATE) or not load(modules):
+    if not differ_only_in(env, variables(), _LATE) or not load(modules):
         return False
     # Only the forking thread lives on in a fork, and with it whatever the others held.
     return len(os.listdir("/proc/self/task")) == 1
@@ -113,7 +115,7 @@ def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.argv = ["-m"]
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), _text_stream(1), _text_stream(2)
-    live(env)
+    run_forked(env, work)
 
 
 def _text_stream(descriptor: int) -> io.TextIOWrapper:

@@ -1,13 +1,13 @@
 """Host lists and the places of ranks."""
 
-from hora.launch.hosts import (
+from hora.launch.slots import (
     HostInfo,
-    SlotInfo,
     get_host_assignments,
     parse_host_files,
     parse_hosts,
     parse_hosts_and_slots,
 )
+from hora.launch.slots import Slot as SlotInfo
 
 __all__ = [
     "HostInfo",

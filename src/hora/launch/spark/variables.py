@@ -1,13 +1,13 @@
 """The environment variables of the Spark side: those the driver forwards, and those a rank is told.
 
-The only place where Spark-related variables are read. Not here: a rank's place in the world (`hora.world`)
-and the engine's settings (`hora.config`).
+Not here: a rank's place in the world (`hora.world`) and the engine's settings (`hora.config`).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+
+from hora.launch.environment import variables
 
 __all__ = ["GPU_VARIABLE", "assigned_gpus", "elastic_timeout_s", "forwarded_variables", "start_timeout_s"]
 
@@ -20,7 +20,7 @@ _OWN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HORA_SECRET_FILE", "HORA_JOB", "HORA_WO
 
 def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The driver's settings for the runtime (`HOROVOD_TIMELINE` and the like), which its ranks get too."""
-    env = os.environ if environ is None else environ
+    env = variables() if environ is None else environ
     return {name: value for name, value in env.items() if name.startswith(_FORWARDED) and name not in _OWN}
 
 
@@ -35,7 +35,7 @@ def elastic_timeout_s(environ: Mapping[str, str] | None = None) -> float:
 
 
 def _seconds(name: str, environ: Mapping[str, str] | None) -> float:
-    text = (os.environ if environ is None else environ).get(name, "")
+    text = (variables() if environ is None else environ).get(name, "")
     try:
         seconds = float(text) if text else _DEFAULT_TIMEOUT_S
     except ValueError:
@@ -47,5 +47,5 @@ def _seconds(name: str, environ: Mapping[str, str] | None) -> float:
 
 def assigned_gpus(environ: Mapping[str, str] | None = None) -> list[str]:
     """The addresses of the GPUs that Spark assigned to this rank's task."""
-    text = (os.environ if environ is None else environ).get(GPU_VARIABLE, "")
+    text = (variables() if environ is None else environ).get(GPU_VARIABLE, "")
     return text.split(",") if text else []

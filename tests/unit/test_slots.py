@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.launch.hosts import (
+from hora.launch.slots import (
     HostInfo,
-    SlotInfo,
+    Slot,
     get_host_assignments,
     parse_host_files,
     parse_hosts,
@@ -58,9 +58,9 @@ def test_unusable_hostfiles_say_why(tmp_path):
 
 def test_ranks_fill_hosts_in_order_and_cross_ranks_count_hosts():
     assert get_host_assignments(parse_hosts("a:1,b:2"), 3) == [
-        SlotInfo("a", rank=0, local_rank=0, cross_rank=0, size=3, local_size=1, cross_size=2),
-        SlotInfo("b", rank=1, local_rank=0, cross_rank=1, size=3, local_size=2, cross_size=2),
-        SlotInfo("b", rank=2, local_rank=1, cross_rank=0, size=3, local_size=2, cross_size=1),
+        Slot("a", rank=0, local_rank=0, cross_rank=0, size=3, local_size=1, cross_size=2),
+        Slot("b", rank=1, local_rank=0, cross_rank=1, size=3, local_size=2, cross_size=2),
+        Slot("b", rank=2, local_rank=1, cross_rank=0, size=3, local_size=2, cross_size=1),
     ]
 
 

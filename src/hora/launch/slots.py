@@ -1,7 +1,8 @@
 """Hosts and slots: reading them from text and giving every rank its place. Pure: no network, no clock.
 
-Not here: whether a host is this machine (`address`), how to reach it (`ssh`), who may use it (`policy`).
-Called by the command line, `run()`, and whoever places ranks on hosts.
+`place_ranks` is the one builder of placements: for jobs of a fixed size (`get_host_assignments`), for the generations of
+elastic ones and for Spark tasks. Not here: whether a host is this machine (`net.address`), how to reach it (`host.ssh`),
+which hosts a job may use (`control.policy`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from hora.world import MeetingPoint, World
+
 __all__ = [
     "HostInfo",
-    "SlotInfo",
+    "Slot",
     "get_host_assignments",
     "parse_host_files",
     "parse_hosts",
     "parse_hosts_and_slots",
+    "place_ranks",
 ]
 
 # A leading dash would make a name look like an option to ssh.
@@ -49,8 +53,11 @@ class HostInfo:
 
 
 @dataclass(frozen=True)
-class SlotInfo:
-    """The place of one rank. `cross_*` count the hosts that own a process with the same `local_rank`."""
+class Slot:
+    """The place of one rank. `cross_*` count the hosts that own a process with the same `local_rank`.
+
+    Horovod's `SlotInfo`: its name there, these fields in this order.
+    """
 
     hostname: str
     rank: int
@@ -59,6 +66,25 @@ class SlotInfo:
     size: int
     local_size: int
     cross_size: int
+
+    def world(
+        self, meeting: MeetingPoint, *, worker: int | None = None, generation: int = 0, elastic: bool = False
+    ) -> World:
+        """The World of the worker in this slot. `worker`: its number, the rank unless given."""
+        return World(
+            rank=self.rank,
+            size=self.size,
+            local_rank=self.local_rank,
+            local_size=self.local_size,
+            cross_rank=self.cross_rank,
+            cross_size=self.cross_size,
+            hostname=self.hostname,
+            generation=generation,
+            worker=self.rank if worker is None else worker,
+            elastic=elastic,
+            launcher="hora",
+            meeting=meeting,
+        )
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
@@ -97,9 +123,7 @@ def parse_host_files(filename: str | Path) -> str:
     return ",".join(hosts)
 
 
-def get_host_assignments(
-    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
-) -> list[SlotInfo]:
+def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None) -> list[Slot]:
     """Gives ranks to slots, filling hosts in order: all slots, or the first `max_num_proc` of them.
 
     Fewer slots than `min_num_proc` is a ValueError.
@@ -112,24 +136,36 @@ def get_host_assignments(
             f"{','.join(map(str, merged)) or 'no host'}. Ask for fewer processes, or add hosts or slots."
         )
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
-    places = list(islice(((host.hostname, slot) for host in merged for slot in range(host.slots)), size))
-    local_sizes: dict[str, int] = {}
-    for hostname, _ in places:
-        local_sizes[hostname] = local_sizes.get(hostname, 0) + 1
+    return place_ranks(list(islice((host.hostname for host in merged for _ in range(host.slots)), size)))
+
+
+def place_ranks(hostnames: Sequence[str], local_order: Sequence[int] | None = None) -> list[Slot]:
+    """The slots of ranks 0, 1, 2, …, of which `hostnames` says where each runs.
+
+    Local ranks follow the ranks, or the numbers of `local_order` where they are given, one for each rank.
+    """
+    size = len(hostnames)
+    order = range(size) if local_order is None else local_order
+    local: dict[str, list[int]] = {name: [] for name in hostnames}  # host -> its ranks, in the order of local ranks
+    for rank in sorted(range(size), key=order.__getitem__):
+        local[hostnames[rank]].append(rank)
     owners: dict[int, list[str]] = {}  # local rank -> the hosts that have it, in order
-    for hostname, local_rank in places:
-        owners.setdefault(local_rank, []).append(hostname)
+    for name, ranks in local.items():
+        for local_rank in range(len(ranks)):
+            owners.setdefault(local_rank, []).append(name)
+    local_ranks = {rank: local_rank for ranks in local.values() for local_rank, rank in enumerate(ranks)}
+    cross_ranks = {(found, name): i for found, names in owners.items() for i, name in enumerate(names)}
     return [
-        SlotInfo(
-            hostname=hostname,
+        Slot(
+            hostname=name,
             rank=rank,
-            local_rank=local_rank,
-            cross_rank=owners[local_rank].index(hostname),
+            local_rank=(local_rank := local_ranks[rank]),
+            cross_rank=cross_ranks[local_rank, name],
             size=size,
-            local_size=local_sizes[hostname],
+            local_size=len(local[name]),
             cross_size=len(owners[local_rank]),
         )
-        for rank, (hostname, local_rank) in enumerate(places)
+        for rank, name in enumerate(hostnames)
     ]
 
 
