@@ -73,7 +73,7 @@ def work(arguments: argparse.Namespace) -> None:
     for case in arguments.cases:
         sizes = [MANY[0] * MANY[1]] if case == "many" else [num_bytes(size) for size in arguments.sizes.split(",")]
         for size in sizes:
-            contenders, clear = prepared(case, size, torch, dist, hvd)
+            contenders, clear = contenders_of(case, size, torch, dist, hvd)
             rows = measured(contenders, clear, arguments.rounds, lambda: dist.barrier(), hvd)
             results.append({"case": case, "bytes": size, "ranks": hvd.size(), **summary(rows)})
             if hvd.rank() == 0:
@@ -93,7 +93,7 @@ def join_gloo(dist, hvd) -> None:
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
 
 
-def prepared(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, Callable[[], object]]:
+def contenders_of(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, Callable[[], object]]:
     """What takes turns, and what is done between turns (so that sums don't grow to infinity)."""
     count, ranks = size // 4, hvd.size()
     if case == "many":

@@ -161,7 +161,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             found.append(json.loads(line))
-        except ValueError:  # somebody was killed while writing it
+        except ValueError:  # a worker was killed while writing it
             continue
     return found
 
@@ -192,7 +192,7 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, float]]:
-    """For each kill the seconds until each phase was reached by whoever reached it first."""
+    """For each kill the seconds until the first worker reached each phase."""
     measured = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

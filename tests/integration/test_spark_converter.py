@@ -33,17 +33,17 @@ def test_ranks_read_what_the_driver_wrote_once(spark, tmp_path, caplog):
         hvd.init()
         with converter.make_torch_dataloader(4, num_epochs=1, cur_shard=hvd.rank(), shard_count=hvd.size()) as loader:
             batches = list(loader)
-        facts = (
+        seen = (
             [int(i) for batch in batches for i in batch["id"]],
             len(batches),
             str(batches[0]["half"].dtype),
             tuple(batches[0]["pair"].shape[1:]),
         )
-        return hvd.allgather_object(facts)
+        return hvd.allgather_object(seen)
 
     found = HorovodRunner(np=2).run(main)
     assert sorted(i for ids, *_ in found for i in ids) == list(range(11))
-    assert [facts[1:] for facts in found] == [(2, "torch.float32", (2,))] * 2
+    assert [seen[1:] for seen in found] == [(2, "torch.float32", (2,))] * 2
 
     removed = []
     register_delete_dir_handler(removed.append)

@@ -176,7 +176,7 @@ def test_trainings_at_the_same_time_share_their_data_and_no_run(frame, store):
         ({"optimizer": linear()[1]}, "parameters that are not the model's"),
         ({"store": None}, "Store parameter is required"),
         ({"backend": SparkBackend(1)}, "num_proc or backend, not both"),
-        ({"loss_constructors": [lambda **facts: F.mse_loss]}, "both are"),
+        ({"loss_constructors": [lambda **known: F.mse_loss]}, "both are"),
         ({"loss": None}, "none of them is"),
         ({"label_cols": None}, "label_cols must name"),
         ({"label_cols": ["z"]}, "there is no column 'z'"),

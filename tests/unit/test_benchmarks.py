@@ -1,0 +1,45 @@
+"""Benchmarks run rarely; so here is checked that what they take from the package is still there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def root_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+
+
+def _imports(source: str) -> Iterator[tuple[str, str | None]]:
+    """(module, name) of all imports, at the top, inside functions and in programs that are written as strings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\nimport " in node.value:
+            yield from _imports(node.value)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_exists(path):
+    for module, name in _imports(path.read_text()):
+        if module.split(".")[0] in ("hora", "horovod", "sparkdl", "benchmarks"):
+            found = importlib.import_module(module)
+            assert name is None or hasattr(found, name) or importlib.import_module(f"{module}.{name}")
+
+
+def test_the_profile_of_shared_memory_wraps_functions_that_exist(monkeypatch):
+    from benchmarks.shm_profile import Clock, instrumented
+
+    wrapped = []
+    monkeypatch.setattr(Clock, "wrap", lambda self, owner, name, phase: wrapped.append(getattr(owner, name)))
+    instrumented()
+    assert len(wrapped) == 5
