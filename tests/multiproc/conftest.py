@@ -3,29 +3,49 @@
     pytestmark = pytest.mark.ranks(1, 2, 3, 4)          # every test of the module, in worlds of these sizes
     @pytest.mark.ranks(3, lost=(1,))                    # rank 1 is expected to die; the pool is then thrown away
     @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "gloo"})
+    @pytest.mark.over_gloo                              # and once more on three ranks, as if each were on its own host
 
 The test function itself is called on every rank at the same time. Pools of ranks are kept for the whole session, one per
 world size and environment, so a test costs milliseconds; a test that calls `hvd.init()` must leave the runtime shut down.
+A test below the engine takes the parameter `place`: its rank, the size, a store, and a way to compare notes.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
-from rank_processes import Pools
+from rank_pool import Pools
 
 _pools = Pools()
 
 
+class World(NamedTuple):
+    """Where a test runs."""
+
+    size: int
+    env: dict[str, str]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("ranks")
-    if marker is not None:
-        metafunc.fixturenames.append("num_ranks")
-        metafunc.parametrize("num_ranks", marker.args, ids=[f"np{size}" for size in marker.args], indirect=True)
+    if marker is None:
+        return
+    worlds = {f"np{size}": World(size, marker.kwargs.get("env", {})) for size in marker.args}
+    if metafunc.definition.get_closest_marker("over_gloo") is not None:
+        worlds["np3-gloo"] = World(3, {"HORA_TRANSPORT": "gloo"})
+    metafunc.fixturenames.append("world")
+    metafunc.parametrize("world", worlds.values(), ids=worlds.keys(), indirect=True)
 
 
 @pytest.fixture
-def num_ranks(request: pytest.FixtureRequest) -> int:
+def world(request: pytest.FixtureRequest) -> World:
     return request.param
+
+
+@pytest.fixture
+def place() -> None:
+    """Filled in on each rank: see `rank_pool.Place`."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,20 +53,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("ranks")
     if marker is None:
         return None
-    size = pyfuncitem.callspec.params["num_ranks"]
+    world = pyfuncitem.callspec.params["world"]
     names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names if name != "num_ranks"}
+    arguments = {name: pyfuncitem.funcargs[name] for name in names if name not in ("world", "place")}
     lost = tuple(marker.kwargs.get("lost", ()))
-    answers = _pools.call(
-        size,
-        marker.kwargs.get("env", {}),
-        lost,
-        pyfuncitem.module.__name__,
-        pyfuncitem.originalname,
-        arguments,
-    )
+    answers = _pools.call(world.size, world.env, lost, pyfuncitem.module.__name__, pyfuncitem.originalname, arguments)
     failures = [
-        f"rank {rank} of {size}: {status}\n{text}"
+        f"rank {rank} of {world.size}: {status}\n{text}"
         for rank, (status, text) in enumerate(answers)
         if status not in ("ok", "skip")
     ]

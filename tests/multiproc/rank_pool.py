@@ -1,94 +1,151 @@
-"""A few processes that wait for functions to run as ranks. Tests of single layers use it, below the engine.
+"""The ranks of a world as processes that wait for functions to call: the one pool of all tests with ranks.
 
-The processes come from a fork server that has torch loaded, so a fresh pool costs milliseconds: tests that
-kill ranks take a pool of their own.
+This folder's conftest runs every test marked `ranks` in it. The processes come from a fork server that has torch
+loaded, so a fresh pool costs milliseconds. A module of its own, because what a fork server starts must be found by its
+module's name.
 """
 
 from __future__ import annotations
 
-import contextlib
+import faulthandler
+import importlib
+import inspect
 import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-LIMIT_S = 60
+LIMIT_S = 90
+_HERE = str(Path(__file__).parent)
 
 
-def _serve(connection: Any, port: int, rank: int) -> None:
+class Place:
+    """What a test below the engine needs (its parameter `place`): its rank, and where the ranks of this test meet."""
+
+    def __init__(self, number: int) -> None:
+        self.rank, self.size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+        port = int(os.environ["MASTER_PORT"])
+        self.store = dist.PrefixStore(f"test{number}", dist.TCPStore("127.0.0.1", port, is_master=False))
+        self._num_gathers = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order."""
+        self._num_gathers += 1
+        self.store.set(f"gather{self._num_gathers}/{self.rank}", pickle.dumps(value))
+        return [pickle.loads(self.store.get(f"gather{self._num_gathers}/{rank}")) for rank in range(self.size)]
+
+
+def _rank_main(connection: Any, env: dict[str, str]) -> None:
+    os.environ.update(env)
+    sys.path.insert(0, _HERE)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     import torch
 
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
-            function, size, prefix, arguments = connection.recv()
+            number, module, function, arguments = connection.recv()
         except EOFError:
             return
         try:
-            answer = (True, function(rank, size, dist.PrefixStore(prefix, store), *arguments))
+            test = getattr(importlib.import_module(module), function)
+            if "place" in inspect.signature(test).parameters:
+                arguments["place"] = Place(number)
+            test(**arguments)
+            answer = ("ok", "")
+        except pytest.skip.Exception as skipped:
+            answer = ("skip", str(skipped))
         except BaseException:
-            answer = (False, traceback.format_exc())
+            answer = ("fail", traceback.format_exc())
         connection.send(answer)
 
 
-class Ranks:
-    """`run` calls `function(rank, size, store, *arguments)` in the first `size` processes."""
+class Pool:
+    """The ranks of one world, waiting for functions to call."""
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, size: int, env: dict[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "numpy", "pytest"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "numpy", "horovod.torch"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._runs = 0
+        self._num_calls = 0
         self.processes, self._connections = [], []
-        for rank in range(num):
+        for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self._store.port, rank), daemon=True)
+            place = {
+                "HOROVOD_RANK": rank,
+                "HOROVOD_SIZE": size,
+                "HOROVOD_LOCAL_RANK": rank,
+                "HOROVOD_LOCAL_SIZE": size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": self._store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": "true",
+            }
+            variables = {name: str(value) for name, value in place.items()} | env
+            process = context.Process(target=_rank_main, args=(there, variables), daemon=False)
             process.start()
             there.close()
             self.processes.append(process)
             self._connections.append(here)
 
-    def run(self, function: Callable[..., Any], size: int, *arguments: Any, lost: tuple[int, ...] = ()) -> list[Any]:
-        """The ranks' results; a rank in `lost` is expected to die and gives None."""
-        self._runs += 1
-        for connection in self._connections[:size]:
-            connection.send((function, size, f"run{self._runs}", arguments))
-        results, failures = [], []
-        for rank, connection in enumerate(self._connections[:size]):
-            if not connection.poll(LIMIT_S):
-                raise TimeoutError(f"rank {rank} of {size} gave no answer within {LIMIT_S} s")
-            try:
-                good, value = connection.recv()
-            except EOFError:
-                good, value = rank in lost, None if rank in lost else "it died\n"
-            results.append(value)
-            if not good:
-                failures.append(f"rank {rank} of {size}:\n{value}")
-        assert not failures, "\n".join(failures)
-        return results
+    def call(
+        self, module: str, function: str, arguments: dict[str, Any], lost: tuple[int, ...]
+    ) -> list[tuple[str, str]]:
+        """Call a function on every rank; how it ended there, and its traceback. Ranks in `lost` are expected to die."""
+        self._num_calls += 1
+        for connection in self._connections:
+            connection.send((self._num_calls, module, function, arguments))
+        deadline = time.monotonic() + LIMIT_S
+        return [self._answer(rank, deadline, lost) for rank in range(len(self.processes))]
+
+    def _answer(self, rank: int, deadline: float, lost: tuple[int, ...]) -> tuple[str, str]:
+        connection = self._connections[rank]
+        if not connection.poll(max(deadline - time.monotonic(), 0.01)):
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            self.processes[rank].join(0.5)
+            return ("hang", f"no answer within {LIMIT_S} s")
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionResetError):
+            return ("ok", "") if rank in lost else ("died", "the process died")
 
     def close(self) -> None:
-        end_ranks(self.processes, self._connections)
+        """Ranks end when their connection does; those that don't are killed."""
+        for connection in self._connections:
+            connection.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
-def end_ranks(processes: Iterable[Any], connections: Iterable[Any]) -> None:
-    """Ranks end when their connection does; those that don't are killed."""
-    for connection in connections:
-        connection.close()
-    for process in processes:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-            process.join()
+class Pools:
+    """One pool for each size and environment, kept from test to test unless a rank failed or was to die."""
 
+    def __init__(self) -> None:
+        self._pools: dict[object, Pool] = {}
 
-@contextlib.contextmanager
-def ranks(num: int) -> Iterator[Ranks]:
-    pool = Ranks(num)
-    try:
-        yield pool
-    finally:
-        pool.close()
+    def call(self, size: int, env: dict[str, str], lost: tuple[int, ...], *call: Any) -> list[tuple[str, str]]:
+        key = (size, tuple(sorted(env.items())))
+        pool = self._pools.pop(key, None) or Pool(size, env)
+        answers = []
+        try:
+            answers = pool.call(*call, lost)
+        finally:
+            if not lost and answers and all(status in ("ok", "skip") for status, _ in answers):
+                self._pools[key] = pool
+            else:
+                pool.close()
+        return answers
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

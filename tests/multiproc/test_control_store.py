@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import ranks
 
 from hora.engine.store import ControlStore
 from hora.engine.transport.gloo import DistributedTransport
@@ -79,18 +78,13 @@ def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
         ControlStore(client, prefix="a", timeout_s=60, guard=guard).get("missing")
 
 
-def meet(rank, size, _, meeting):
-    client = ControlClient.connect(meeting, name=f"rank {rank}", timeout_s=30)
+@pytest.mark.ranks(3)
+def test_gloo_meets_through_it(place, meeting):
+    client = ControlClient.connect(meeting, name=f"rank {place.rank}", timeout_s=30)
     store = ControlStore(client, prefix="gloo", timeout_s=30)
-    transport = DistributedTransport(store, rank, size, lambda: None, 30.0, address="127.0.0.1")
-    tensor = torch.arange(1000.0) * (rank + 1)
+    transport = DistributedTransport(store, place.rank, place.size, lambda: None, 30.0, address="127.0.0.1")
+    tensor = torch.arange(1000.0) * (place.rank + 1)
     transport.allreduce([tensor], [tensor], op=1, prescale=1.0, postscale=1.0)
     transport.close()
     client.close()
-    return tensor
-
-
-def test_gloo_meets_through_it(meeting):
-    with ranks(3) as pool:
-        for result in pool.run(meet, 3, meeting):
-            assert torch.equal(result, torch.arange(1000.0) * 6)
+    assert torch.equal(tensor, torch.arange(1000.0) * 6)

@@ -14,7 +14,9 @@ from hora import engine
 gloo = {"HORA_TRANSPORT": "gloo"}
 
 
-def reuse_a_number():
+@pytest.mark.ranks(3)
+@pytest.mark.over_gloo
+def test_a_new_set_takes_over_a_number():
     """Set 1 is first ranks 0 and 1, then 1 and 2: members of the second one know different pasts."""
     hvd.init(process_sets="dynamic")
     for ranks in ([0, 1], [1, 2], [0, 1], [0, 2]):
@@ -25,16 +27,6 @@ def reuse_a_number():
             assert got.tolist() == [ranks[0]] * 100_000 + [ranks[1]] * 100_000
         assert hvd.remove_process_set(some)
     hvd.shutdown()
-
-
-@pytest.mark.ranks(3)
-def test_a_new_set_takes_over_a_number_in_memory():
-    reuse_a_number()
-
-
-@pytest.mark.ranks(3, env=gloo)
-def test_a_new_set_takes_over_a_number_over_gloo():
-    reuse_a_number()
 
 
 @pytest.mark.ranks(4, env=gloo)

@@ -11,6 +11,7 @@ import horovod.torch as hvd
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
+@pytest.mark.over_gloo
 @session
 def test_uneven_batches():
     n, rank = hvd.size(), hvd.rank()

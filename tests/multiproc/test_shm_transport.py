@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -9,8 +10,8 @@ import time
 
 import pytest
 import torch
-from rank_pool import ranks
-from transport_checks import check_everything, combined, data
+import torch.distributed as dist
+from transport_checks import check_everything, combined, data, fingerprint
 
 from hora.engine.request import ReduceOp
 from hora.engine.shm.reduction import shared_slice
@@ -18,20 +19,14 @@ from hora.engine.shm.segment import Segment
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 
-LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with ranks(4) as made:
-        yield made
+LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
 
 
 class Provider:
     """Gives all ranks the same memory: rank 0 makes it, the others open its descriptor."""
 
-    def __init__(self, rank, size, store):
-        self.rank, self.size, self.store = rank, size, store
+    def __init__(self, place, store):
+        self.rank, self.size, self.store = place.rank, place.size, store
         self.asked: list[int] = []
 
     def __call__(self, num_bytes):
@@ -48,31 +43,29 @@ class Provider:
         return segment
 
 
-def make(rank, size, store, guard=lambda: None, limit_s=LIMIT_S):
-    return ShmTransport(Provider(rank, size, store), rank, size, guard, limit_s)
-
-
-def everything(rank, size, store):
-    transport = make(rank, size, store)
+@contextlib.contextmanager
+def made(place, guard=lambda: None, limit_s=LIMIT_S, store=None):
+    provider = Provider(place, store or place.store)
+    transport = ShmTransport(provider, place.rank, place.size, guard, limit_s)
     try:
-        return check_everything(transport, rank, size)
+        yield transport
     finally:
         transport.close()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_operation_is_right_and_has_the_same_bits_everywhere(pool, size):
-    results = pool.run(everything, size)
-    assert len(results[0]) > 100
-    for rank in range(1, size):
-        for index, (mine, first) in enumerate(zip(results[rank], results[0], strict=True)):
-            assert mine == first, f"result {index} of rank {rank} differs from rank 0's"
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
+    with made(place) as transport:
+        results = check_everything(transport, place.rank, place.size)
+    assert len(results) > 100
+    assert place.gather(results) == [results] * place.size
 
 
-def one_way_or_another(rank, size, store, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.ranks(2, 3)
+def test_bits_do_not_depend_on_fusion_or_on_who_reduces(place, dtype):
     """The same numbers as one large tensor, in small ones one by one, in many fused ones, scattered."""
-    transport = make(rank, size, store)
-    count = 300_000
+    rank, size, count = place.rank, place.size, 300_000
     values = torch.randn(count, generator=torch.Generator().manual_seed(rank)) * 10.0 ** torch.randint(
         -3, 4, (count,), generator=torch.Generator().manual_seed(rank)
     )
@@ -80,179 +73,149 @@ def one_way_or_another(rank, size, store, dtype):
     values = values.to(dtype)
     scales = {"op": ReduceOp.AVERAGE, "prescale": 0.3, "postscale": 1.0}
 
-    whole = torch.empty_like(values)
-    transport.allreduce([values], [whole], **scales)
-    single = values.clone()
-    for part in single.split(7001):
-        transport.allreduce([part], [part], **scales)
-    fused = [part.clone() for part in values.split(997)]
-    transport.allreduce(fused, fused, **scales)
-    counts = [shared_slice(count, size, member) for member in range(size)]
-    scattered = torch.empty(counts[rank][1] - counts[rank][0], dtype=dtype)
-    transport.reducescatter([values], [scattered], [[end - begin for begin, end in counts]], **scales)
-    gathered = torch.empty_like(values)
-    transport.allgather([scattered], [gathered], [[end - begin for begin, end in counts]])
-    transport.close()
-    return [as_bytes(tensor) for tensor in (whole, single, torch.cat(fused), gathered)]
+    with made(place) as transport:
+        whole = torch.empty_like(values)
+        transport.allreduce([values], [whole], **scales)
+        single = values.clone()
+        for part in single.split(7001):
+            transport.allreduce([part], [part], **scales)
+        fused = [part.clone() for part in values.split(997)]
+        transport.allreduce(fused, fused, **scales)
+        counts = [shared_slice(count, size, member) for member in range(size)]
+        scattered = torch.empty(counts[rank][1] - counts[rank][0], dtype=dtype)
+        transport.reducescatter([values], [scattered], [[end - begin for begin, end in counts]], **scales)
+        gathered = torch.empty_like(values)
+        transport.allgather([scattered], [gathered], [[end - begin for begin, end in counts]])
+    ways = [fingerprint(tensor) for tensor in (whole, single, torch.cat(fused), gathered)]
+    assert {way for ways in place.gather(ways) for way in ways} == {ways[0]}
 
 
-def as_bytes(tensor):
-    return tensor.view(torch.uint8).numpy().tobytes()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("size", [2, 3])
-def test_bits_do_not_depend_on_fusion_or_on_who_reduces(pool, size, dtype):
-    ways = [way for rank in pool.run(one_way_or_another, size, dtype) for way in rank]
-    assert set(ways) == {ways[0]}
-
-
-def in_a_hurry(rank, size, store, seed):
+@pytest.mark.ranks(2, 3, 4)
+def test_members_that_are_late_or_early_never_see_each_others_old_or_new_data(place):
     """Random operations one after the other, with members that are late at random."""
-    transport = make(rank, size, store)
-    plan, own = random.Random(seed), random.Random(seed * 100 + rank)
-    for number in range(100):
-        kind = plan.choice(("allreduce", "fused", "gather", "broadcast", "barrier", "alltoall", "scatter"))
-        count = plan.choice((1, 50, 9000, 16384, 40_000, 131_073, 400_000))
-        if own.random() < 0.2:
-            late = time.perf_counter() + own.random() * 0.002
-            while time.perf_counter() < late:
-                pass
-        inputs = [data(number, member, count, torch.float32) for member in range(size)]
-        mine = inputs[rank].clone()
-        if kind == "allreduce":
-            transport.allreduce([mine], [mine], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-            assert torch.equal(mine, combined(inputs, ReduceOp.SUM))
-        elif kind == "fused":
-            parts = list(mine.clone().split(plan.choice((3000, 70_000))))
-            transport.allreduce(parts, parts, op=ReduceOp.MAX, prescale=1.0, postscale=1.0)
-            assert torch.equal(torch.cat(parts), combined(inputs, ReduceOp.MAX))
-        elif kind == "gather":
-            out = torch.empty(size * count)
-            transport.allgather([mine], [out], [[count] * size])
-            assert torch.equal(out, torch.cat(inputs))
-        elif kind == "broadcast":
-            root = plan.randrange(size)
-            transport.broadcast([mine], root)
-            assert torch.equal(mine, inputs[root])
-        elif kind == "scatter":
-            counts = [count // size] * (size - 1) + [count - count // size * (size - 1)]
-            out = torch.empty(counts[rank])
-            transport.reducescatter([mine], [out], [counts], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-            assert torch.equal(out, combined(inputs, ReduceOp.SUM).split(counts)[rank])
-        elif kind == "alltoall":
-            each = count // size
-            out = torch.empty(each * size)
-            transport.alltoall(mine, out, [each] * size, [each] * size)
-            assert torch.equal(out, torch.cat([part[rank * each : (rank + 1) * each] for part in inputs]))
-        else:
-            transport.barrier()
-    transport.close()
-    return transport._segment_provider.asked
+    rank, size = place.rank, place.size
+    plan, own = random.Random(size), random.Random(size * 100 + rank)
+    with made(place) as transport:
+        for number in range(100):
+            kind = plan.choice(("allreduce", "fused", "gather", "broadcast", "barrier", "alltoall", "scatter"))
+            count = plan.choice((1, 50, 9000, 16384, 40_000, 131_073, 400_000))
+            if own.random() < 0.2:
+                late = time.perf_counter() + own.random() * 0.002
+                while time.perf_counter() < late:
+                    pass
+            inputs = [data(number, member, count, torch.float32) for member in range(size)]
+            part = (
+                plan.choice((3000, 70_000)) if kind == "fused" else plan.randrange(size) if kind == "broadcast" else 0
+            )
+            _check_one(transport, kind, inputs, rank, part)
+        assert len(transport._segment_provider.asked) == 2
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_members_that_are_late_or_early_never_see_each_others_old_or_new_data(pool, size):
-    assert len(pool.run(in_a_hurry, size, size)[0]) == 2
+def _check_one(transport, kind, inputs, rank, part):
+    """One operation and its result. `part`: the size of fused tensors, or the root."""
+    mine, size, count = inputs[rank].clone(), len(inputs), len(inputs[0])
+    if kind == "allreduce":
+        transport.allreduce([mine], [mine], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        assert torch.equal(mine, combined(inputs, ReduceOp.SUM))
+    elif kind == "fused":
+        parts = list(mine.clone().split(part))
+        transport.allreduce(parts, parts, op=ReduceOp.MAX, prescale=1.0, postscale=1.0)
+        assert torch.equal(torch.cat(parts), combined(inputs, ReduceOp.MAX))
+    elif kind == "gather":
+        out = torch.empty(size * count)
+        transport.allgather([mine], [out], [[count] * size])
+        assert torch.equal(out, torch.cat(inputs))
+    elif kind == "broadcast":
+        transport.broadcast([mine], part)
+        assert torch.equal(mine, inputs[part])
+    elif kind == "scatter":
+        counts = [count // size] * (size - 1) + [count - count // size * (size - 1)]
+        out = torch.empty(counts[rank])
+        transport.reducescatter([mine], [out], [counts], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        assert torch.equal(out, combined(inputs, ReduceOp.SUM).split(counts)[rank])
+    elif kind == "alltoall":
+        each = count // size
+        out = torch.empty(each * size)
+        transport.alltoall(mine, out, [each] * size, [each] * size)
+        assert torch.equal(out, torch.cat([part[rank * each : (rank + 1) * each] for part in inputs]))
+    else:
+        transport.barrier()
 
 
-def large_operations(rank, size, store):
-    transport = make(rank, size, store)
-    tensor = torch.full((24 << 20,), float(rank + 1))
-    transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-    assert tensor.eq(size * (size + 1) / 2).all()
-    transport.broadcast([tensor], 0)
-    asked = transport._segment_provider.asked
-    transport.close()
-    return asked
+@pytest.mark.ranks(2)
+def test_staging_is_bounded_whatever_the_size(place):
+    with made(place) as transport:
+        tensor = torch.full((24 << 20,), float(place.rank + 1))
+        transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        assert tensor.eq(3).all()
+        transport.broadcast([tensor], 0)
+        asked = transport._segment_provider.asked
+    assert len(asked) == 2
+    assert asked[0] < 1 << 20
+    assert sum(asked) / 2 <= 32 << 20
 
 
-def test_staging_is_bounded_whatever_the_size(pool):
-    for asked in pool.run(large_operations, 2):
-        assert len(asked) == 2
-        assert asked[0] < 1 << 20
-        assert sum(asked) / 2 <= 32 << 20
+@pytest.mark.ranks(2, 3)
+def test_thousand_tensors_at_once(place):
+    tensors = [torch.full((256,), float(place.rank + number)) for number in range(1000)]
+    with made(place) as transport:
+        transport.allreduce(tensors, tensors, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    offset = place.size * (place.size - 1) / 2
+    assert all(bool(tensor.eq(offset + place.size * number).all()) for number, tensor in enumerate(tensors))
 
 
-def thousand_small_tensors(rank, size, store):
-    transport = make(rank, size, store)
-    tensors = [torch.full((256,), float(rank + number)) for number in range(1000)]
-    transport.allreduce(tensors, tensors, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-    offset = size * (size - 1) / 2
-    transport.close()
-    return all(bool(tensor.eq(offset + size * number).all()) for number, tensor in enumerate(tensors))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_thousand_tensors_at_once(pool, size):
-    assert all(pool.run(thousand_small_tensors, size))
-
-
-def wrap_and_propagate(rank, size, store):
-    transport = make(rank, size, store)
+@pytest.mark.ranks(2)
+def test_integers_wrap_nan_spreads_and_averages_truncate(place):
     most = torch.full((5,), torch.iinfo(torch.int32).max, dtype=torch.int32)
-    transport.allreduce([most], [most], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-    lows = torch.tensor([1.0, float("nan") if rank == size - 1 else 2.0, -float("inf")])
-    transport.allreduce([lows], [lows], op=ReduceOp.MIN, prescale=1.0, postscale=1.0)
-    odd = torch.tensor([-7, 7, 5], dtype=torch.int64) if rank == 0 else torch.zeros(3, dtype=torch.int64)
-    transport.allreduce([odd], [odd], op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
-    transport.close()
-    return most.tolist(), lows.tolist(), odd.tolist()
+    lows = torch.tensor([1.0, float("nan") if place.rank == 1 else 2.0, -float("inf")])
+    odd = torch.tensor([-7, 7, 5], dtype=torch.int64) if place.rank == 0 else torch.zeros(3, dtype=torch.int64)
+    with made(place) as transport:
+        transport.allreduce([most], [most], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        transport.allreduce([lows], [lows], op=ReduceOp.MIN, prescale=1.0, postscale=1.0)
+        transport.allreduce([odd], [odd], op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
+    assert most.tolist() == [-2] * 5
+    assert (lows[0], lows[2]) == (1.0, -float("inf"))
+    assert lows[1].isnan()
+    assert odd.tolist() == [-3, 3, 2]
 
 
-def test_integers_wrap_nan_spreads_and_averages_truncate(pool):
-    for most, lows, odd in pool.run(wrap_and_propagate, 2):
-        assert most == [-2] * 5
-        assert lows[0] == 1.0
-        assert lows[1] != lows[1]
-        assert lows[2] == -float("inf")
-        assert odd == [-3, 3, 2]
-
-
-def in_shared_memory(rank, size, store, prescale):
-    transport = make(rank, size, store)
-    count = 700_001
-    segment = Provider(rank, size, store.__class__("regions", store))(size * 4 * (count + 63))
+@pytest.mark.parametrize("prescale", [1.0, 0.7])
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_reduction_in_shared_memory(place, prescale):
+    rank, size, count = place.rank, place.size, 700_001
+    segment = Provider(place, dist.PrefixStore("regions", place.store))(size * 4 * (count + 63))
     views = [segment.tensor(member * 4 * (count + 63), count, torch.float32) for member in range(size)]
     begin, end = shared_slice(count, size, rank)
     inputs = [data(3, member, count, torch.float32) for member in range(size)]
     expected = combined([tensor * prescale for tensor in inputs], ReduceOp.SUM) / size
     arguments = {"op": ReduceOp.AVERAGE, "prescale": prescale, "postscale": 1.0}
-    for _ in range(3):
-        views[rank].copy_(inputs[rank])
-        own = torch.empty(end - begin)
-        transport.reduce_shared_slice(views, own, **arguments)
-        assert torch.equal(own, expected[begin:end])
-        views[rank].copy_(inputs[rank])
-        transport.reduce_shared(views, **arguments)
-        assert torch.equal(views[rank], expected)
-    transport.close()
-    return end - begin
+    with made(place) as transport:
+        for _ in range(3):
+            views[rank].copy_(inputs[rank])
+            own = torch.empty(end - begin)
+            transport.reduce_shared_slice(views, own, **arguments)
+            assert torch.equal(own, expected[begin:end])
+            views[rank].copy_(inputs[rank])
+            transport.reduce_shared(views, **arguments)
+            assert torch.equal(views[rank], expected)
+    assert sum(place.gather(end - begin)) == count
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("prescale", [1.0, 0.7])
-def test_reduction_in_shared_memory(pool, size, prescale):
-    assert sum(pool.run(in_shared_memory, size, prescale)) == 700_001
-
-
-def with_two_threads(rank, size, store):
+@pytest.mark.ranks(2)
+def test_the_users_number_of_threads_stays(place):
     torch.set_num_threads(2)
     try:
-        transport = make(rank, size, store)
-        tensor = torch.full((1 << 20,), float(rank + 1))
-        transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-        transport.close()
-        return torch.get_num_threads(), bool(tensor.eq(size * (size + 1) / 2).all())
+        with made(place) as transport:
+            tensor = torch.full((1 << 20,), float(place.rank + 1))
+            transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        assert torch.get_num_threads() == 2
+        assert tensor.eq(3).all()
     finally:
         torch.set_num_threads(1)
 
 
-def test_the_users_number_of_threads_stays(pool):
-    assert pool.run(with_two_threads, 2) == [(2, True)] * 2
-
-
-def leftovers(rank, size, store):
+@pytest.mark.ranks(2)
+def test_nothing_is_held_after_close(place):
     def held():
         with open("/proc/self/maps") as maps:
             num_mappings = sum("memfd:" in line for line in maps)
@@ -260,16 +223,10 @@ def leftovers(rank, size, store):
 
     before = held()
     for number in range(20):
-        transport = make(rank, size, store.__class__(str(number), store))
-        tensor = torch.ones(100_000)
-        transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-        transport.close()
-    return before, held()
-
-
-def test_nothing_is_held_after_close(pool):
-    for before, after in pool.run(leftovers, 2):
-        assert after == before
+        with made(place, store=dist.PrefixStore(str(number), place.store)) as transport:
+            tensor = torch.ones(100_000)
+            transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+    assert held() == before
 
 
 def is_alive(process_id):
@@ -280,48 +237,41 @@ def is_alive(process_id):
         return False
 
 
-def dies_in_the_middle(rank, size, store, victim, victim_pid):
+def _die_in_the_middle(place, victim):
+    victim_pid = place.gather(os.getpid())[victim]
+
     def guard():
         if not is_alive(victim_pid):
             raise HorovodInternalError(f"rank {victim} died")
 
-    transport = make(rank, size, store, guard)
     tensor = torch.ones(1 << 20)
-    try:
+
+    def train(transport):
         for step in range(10_000):
-            if rank == victim and step == 5:
+            if place.rank == victim and step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
             transport.allreduce([tensor], [tensor], op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
-    except HorovodInternalError as error:
-        return str(error)
-    finally:
-        transport.close()
+
+    with made(place, guard) as transport, pytest.raises(HorovodInternalError, match=f"^rank {victim} died$"):
+        train(transport)
 
 
-def pid(rank, size, store):
-    return os.getpid()
+@pytest.mark.ranks(3, lost=(0,))
+def test_survivors_hear_of_a_killed_first_member(place):
+    _die_in_the_middle(place, victim=0)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_survivors_hear_of_a_killed_member(victim):
-    with ranks(3) as fragile:
-        victim_pid = fragile.run(pid, 3)[victim]
-        started = time.monotonic()
-        results = fragile.run(dies_in_the_middle, 3, victim, victim_pid, lost=(victim,))
-        assert time.monotonic() - started < 30
-    assert [result for rank, result in enumerate(results) if rank != victim] == [f"rank {victim} died"] * 2
+@pytest.mark.ranks(3, lost=(2,))
+def test_survivors_hear_of_a_killed_last_member(place):
+    _die_in_the_middle(place, victim=2)
 
 
-def nobody_comes(rank, size, store):
-    transport = make(rank, size, store, limit_s=0.2)
-    if rank == 0:
-        with pytest.raises(TimeoutError, match=r"0\.2 s for member 1"):
-            transport.barrier()
-    transport.close()
-
-
-def test_a_member_that_never_comes_is_named(pool):
-    pool.run(nobody_comes, 2)
+@pytest.mark.ranks(2)
+def test_a_member_that_never_comes_is_named(place):
+    with made(place, limit_s=0.2) as transport:
+        if place.rank == 0:
+            with pytest.raises(TimeoutError, match=r"0\.2 s for member 1"):
+                transport.barrier()
 
 
 def test_without_memory_for_large_slots_the_transport_can_still_be_closed():
@@ -337,13 +287,8 @@ def test_without_memory_for_large_slots_the_transport_can_still_be_closed():
     transport.close()
 
 
-def three_for_adasum(rank, size, store):
-    transport = make(rank, size, store)
+@pytest.mark.ranks(3)
+def test_adasum_refuses_three_members(place):
     tensor = torch.ones(3)
-    with pytest.raises(ValueError, match="power of 2 of ranks, not 3"):
+    with made(place) as transport, pytest.raises(ValueError, match="power of 2 of ranks, not 3"):
         transport.adasum([tensor], [tensor], prescale=1.0, postscale=1.0)
-    transport.close()
-
-
-def test_adasum_refuses_three_members(pool):
-    pool.run(three_for_adasum, 3)
