@@ -16,7 +16,8 @@ import psutil
 import pytest
 from job_process import JobProcess
 
-from hora.net.wire import ClientHandshake, Connection, new_secret
+from hora.net.connection import connect
+from hora.net.wire import ClientHandshake, Credentials, new_secret
 
 # The ranks meet again and again while the attack goes on, and return what they got once the file is there.
 JOB = """
@@ -143,7 +144,7 @@ def test_a_local_job_listens_on_loopback_only(victim: Victim):
 
 def attacks(trap: Path) -> tuple[bytes, list[bytes]]:
     """A proper hello without the secret, and all that strangers may say."""
-    hello = ClientHandshake(new_secret(), "job").hello
+    hello = ClientHandshake(Credentials(new_secret(), "job")).hello
     pickled = [pickle.dumps(Exploit(trap), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
     lengths = [struct.pack(code, 2**31 - 1) for code in ("<I", ">I", "<Q", ">Q")]
     return hello, [
@@ -196,7 +197,7 @@ def test_another_jobs_secret_is_worth_nothing(victim: Victim):
 
     for port in victim.ports:
         with pytest.raises(AuthenticationError):
-            Connection.connect("127.0.0.1", port, secret=new_secret(), job="job", timeout_s=30)
+            connect(("127.0.0.1", port), Credentials(new_secret(), "job"), timeout_s=30)
     victim.finish()
 
 
@@ -210,7 +211,7 @@ def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Pa
     secret = Path(secret_file).read_bytes()
     for port in victim.ports:
         with Tap(port) as tap:
-            genuine = Connection.connect("127.0.0.1", tap.port, secret=secret, job=job_id, timeout_s=30)
+            genuine = connect(("127.0.0.1", tap.port), Credentials(secret, job_id), timeout_s=30)
             genuine.send({"op": "hello", "id": 1, "name": "me", "worker": -1})
             genuine.receive()
             genuine.send({"op": "add", "id": 2, "key": "counted", "amount": 1})
@@ -224,7 +225,7 @@ def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Pa
             with pytest.raises((EOFError, ConnectionError)):
                 genuine.receive()
             genuine.close()
-        checker = Connection.connect("127.0.0.1", port, secret=secret, job=job_id, timeout_s=30)
+        checker = connect(("127.0.0.1", port), Credentials(secret, job_id), timeout_s=30)
         checker.send({"op": "add", "id": 1, "key": "counted", "amount": 0})
         assert checker.receive()[1] == b"1"
         checker.close()
@@ -233,7 +234,7 @@ def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Pa
 
 def test_1000_open_connections(victim: Victim):
     before_mib, before_fds = victim.resident_mib(), victim.descriptors()
-    hello = ClientHandshake(new_secret(), "job").hello
+    hello = ClientHandshake(Credentials(new_secret(), "job")).hello
     with ExitStack() as stack:
         strangers = []
         for number in range(1000):

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from hora.errors import AuthenticationError
-from hora.net.wire import ClientHandshake, Connection, new_secret
+from hora.net.connection import connect
+from hora.net.wire import ClientHandshake, Credentials, new_secret
 from sparkdl import HorovodRunner
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
@@ -55,7 +56,7 @@ def answer(port, data):
 
 
 def attack(port, trap):
-    hello = ClientHandshake(new_secret(), "job").hello
+    hello = ClientHandshake(Credentials(new_secret(), "job")).hello
     pickled = pickle.dumps(Exploit(trap))
     for data in (
         b"GET / HTTP/1.1\r\n\r\n",
@@ -69,7 +70,7 @@ def attack(port, trap):
     ):
         assert len(answer(port, data)) in ((0, 64) if data.startswith(hello) else (0,))
     with pytest.raises(AuthenticationError):
-        Connection.connect("127.0.0.1", port, secret=new_secret(), job="job", timeout_s=30)
+        connect(("127.0.0.1", port), Credentials(new_secret(), "job"), timeout_s=30)
     with contextlib.ExitStack() as crowd:
         for _ in range(300):
             crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))

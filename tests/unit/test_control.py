@@ -14,9 +14,9 @@ import pytest
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.launch.control.rendezvous import Rendezvous
-from hora.net import server
+from hora.net import strangers
 from hora.net.client import ControlClient
-from hora.net.wire import ClientHandshake, new_secret
+from hora.net.wire import ClientHandshake, Credentials, new_secret
 from hora.world import MeetingPoint, World
 
 LIMIT_S = 20.0
@@ -307,7 +307,7 @@ def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
 
 
 def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(server, "HANDSHAKE_LIMIT_S", 0.1)
+    monkeypatch.setattr(strangers, "HANDSHAKE_LIMIT_S", 0.1)
     with socket.create_connection(("127.0.0.1", place.server.port), timeout=LIMIT_S) as sock:
         assert sock.recv(1) == b""
     place.connect(0).close()
@@ -315,7 +315,7 @@ def test_idle_strangers_are_shown_out(place: Place, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(strangers, "MAX_STRANGERS", 4)
     patient = socket.create_connection(
         ("127.0.0.1", place.server.port), timeout=LIMIT_S, source_address=("127.0.0.2", 0)
     )
@@ -324,7 +324,7 @@ def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytes
         assert crowd[0].recv(1) == b""
         place.connect(0).close()
         # The only stranger from its address is still welcome although it came first.
-        handshake = ClientHandshake(place.secret, "job")
+        handshake = ClientHandshake(Credentials(place.secret, "job"))
         patient.sendall(handshake.hello)
         assert handshake.answer(patient.recv(handshake.challenge_bytes, socket.MSG_WAITALL))
     finally:

@@ -9,11 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hora.errors import AuthenticationError
-from hora.net.wire import MAX_FRAME_BYTES, ClientHandshake, Keys, Opener, Sealer, ServerHandshake, new_secret
+from hora.net.wire import (
+    MAX_FRAME_BYTES,
+    ClientHandshake,
+    Credentials,
+    Keys,
+    Opener,
+    Sealer,
+    ServerHandshake,
+    new_secret,
+)
 
 
 def shake_hands(client_secret: bytes, server_secret: bytes, *, jobs: tuple[str, str] = ("job", "job")):
-    client, server = ClientHandshake(client_secret, jobs[0]), ServerHandshake(server_secret, jobs[1])
+    client, server = (
+        ClientHandshake(Credentials(client_secret, jobs[0])),
+        ServerHandshake(Credentials(server_secret, jobs[1])),
+    )
     challenge = server.feed(client.hello)
     client_keys, proof = client.answer(challenge)
     server.feed(proof)
@@ -46,24 +58,24 @@ def test_a_server_of_another_job_with_the_same_secret_is_recognised():
 
 
 def test_a_client_without_the_secret_is_recognised():
-    server = ServerHandshake(new_secret(), "job")
-    server.feed(ClientHandshake(new_secret(), "job").hello)
+    server = ServerHandshake(Credentials(new_secret(), "job"))
+    server.feed(ClientHandshake(Credentials(new_secret(), "job")).hello)
     with pytest.raises(AuthenticationError, match="does not hold the job's secret"):
         server.feed(b"\0" * 32)
 
 
 def test_a_client_cannot_reflect_the_servers_proof():
-    server = ServerHandshake(new_secret(), "job")
-    challenge = server.feed(ClientHandshake(new_secret(), "job").hello)
+    server = ServerHandshake(Credentials(new_secret(), "job"))
+    challenge = server.feed(ClientHandshake(Credentials(new_secret(), "job")).hello)
     with pytest.raises(AuthenticationError):
         server.feed(challenge[32:])
 
 
 def test_a_recorded_handshake_cannot_be_replayed():
     secret = new_secret()
-    client, server = ClientHandshake(secret, "job"), ServerHandshake(secret, "job")
+    client, server = ClientHandshake(Credentials(secret, "job")), ServerHandshake(Credentials(secret, "job"))
     _, proof = client.answer(server.feed(client.hello))
-    again = ServerHandshake(secret, "job")
+    again = ServerHandshake(Credentials(secret, "job"))
     again.feed(client.hello)
     with pytest.raises(AuthenticationError):
         again.feed(proof)
@@ -71,21 +83,21 @@ def test_a_recorded_handshake_cannot_be_replayed():
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n", b"\x80\x04K*.", b"\xff" * 64, b"HORA/2\r\n"])
 def test_garbage_is_refused_at_its_first_wrong_byte(garbage: bytes):
-    server = ServerHandshake(new_secret(), "job")
+    server = ServerHandshake(Credentials(new_secret(), "job"))
     with pytest.raises(AuthenticationError, match="does not speak"):
         server.feed(garbage[: server.wanted_bytes])
 
 
 def test_a_stranger_is_never_asked_for_more_than_a_few_bytes():
-    server = ServerHandshake(new_secret(), "job")
+    server = ServerHandshake(Credentials(new_secret(), "job"))
     assert server.wanted_bytes == 40
-    server.feed(ClientHandshake(new_secret(), "job").hello)
+    server.feed(ClientHandshake(Credentials(new_secret(), "job")).hello)
     assert server.wanted_bytes == 32
 
 
 def test_a_short_secret_is_refused():
     with pytest.raises(ValueError, match="32 bytes"):
-        Keys(b"short", "job", b"", b"")
+        Credentials(b"short", "job")
 
 
 @settings(max_examples=30, deadline=None)
@@ -140,7 +152,7 @@ def test_reordered_and_dropped_frames_are_noticed():
 
 
 def test_a_frame_of_the_other_direction_is_noticed():
-    keys = Keys(new_secret(), "job", b"c" * 32, b"s" * 32)
+    keys = Keys(Credentials(new_secret(), "job"), b"c" * 32, b"s" * 32)
     frame = next(Sealer(keys.to_server).frames({}, b""))
     with pytest.raises(AuthenticationError):
         list(Opener(keys.to_client).feed(frame))

@@ -1,12 +1,11 @@
-"""The mesh: how the ranks of one world hear of one another, apart from tensors.
+"""The hub: how the ranks of one world hear of one another, apart from tensors.
 
-Every rank keeps one authenticated connection to rank 0, the hub: over a local socket inside rank 0's host, over TCP
-from other hosts. It carries who leaves and why, who was lost (the connection ended without a goodbye), and, for process
-sets that span hosts, announcements. Ranks of one host also fetch shared-memory descriptors from one another here; that
-a descriptor arrives is the proof that two ranks share a host. Abstract socket names live in a network namespace and
-vanish with their process, so nothing is left in a file system.
+Every rank keeps one authenticated connection to rank 0: over a local socket inside rank 0's host, over TCP from other
+hosts. It carries who leaves and why, who was lost (the connection ended without a goodbye), and, for process sets that
+span hosts, announcements. Ranks of one host also fetch shared-memory descriptors from one another here; that a
+descriptor arrives is the proof that two ranks share a host.
 
-One thread per process waits on all sockets; it sleeps unless something happens. The runtime gives it callbacks.
+Each process has one `Server` for all of it, whose thread sleeps unless something happens. The runtime gives callbacks.
 """
 
 from __future__ import annotations
@@ -14,27 +13,25 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
-import socket
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from hora.engine.shm.segment import Segment
-from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net import wire
-from hora.net.link import Link
+from hora.errors import HorovodInternalError
+from hora.net.connection import Connection, connect
+from hora.net.server import Peer, Server
+from hora.net.sockets import Where
+from hora.net.wire import Credentials, Header
 
-__all__ = ["Mesh", "MeshEvents"]
+__all__ = ["Hub", "HubEvents"]
 
-_MAX_STRANGERS = 128
 _TICK_S = 1.0  # how often to look for stalls
+_SILENCE_LIMIT_S = 8
 
 
-class MeshEvents:
-    """What the mesh tells the runtime. All are called on the mesh thread and must not block."""
+class HubEvents:
+    """What the hub tells the runtime. All are called on the hub's thread and must not block."""
 
     def __init__(
         self,
@@ -52,93 +49,76 @@ class MeshEvents:
         self.tick = tick
 
 
-class Mesh:
-    """This rank's part of the mesh."""
+class Hub:
+    """This rank's part of the hub: rank 0 is in the middle, the others hold a connection to it."""
 
-    def __init__(self, rank: int, size: int, events: MeshEvents) -> None:
+    def __init__(self, rank: int, size: int, events: HubEvents) -> None:
         self.rank = rank
         self.size = size
         self.name = f"hora-{secrets.token_hex(16)}"
         self.goodbyes: set[int] = set()
         self._events = events
-        self._secret = b""
-        self._links: dict[int, Link] = {}
-        self._strangers: list[Link] = []
+        self._links: dict[int, Peer] = {}  # rank 0's: to every other rank; theirs: to rank 0
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
-        self._waiting_for_segment: list[tuple[str, Link]] = []
+        self._waiting_for_segment: list[tuple[str, Peer]] = []
         self._changed = threading.Condition()
-        self._stopping = False
         self._hopeless = ""
-        self._announcements: dict[int, list[tuple[int, bytes]]] = {}  # the hub's, per set, until the next round
-        self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind("\0" + self.name)
-        self._listener.listen(256)
-        self._tcp_listener: socket.socket | None = None
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._selector.register(self._listener, selectors.EVENT_READ, "listener")
-        self._selector.register(self._wake_in, selectors.EVENT_READ, "wake")
-        self._thread = threading.Thread(target=self._run, name="hora-mesh", daemon=True)
-        _live.add(self)
+        self._announcements: dict[int, list[tuple[int, bytes]]] = {}  # rank 0's, per set, until the next round
+        self._server = Server(self, name="hora-hub", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
+        self._server.listen(self.name)
 
-    # Setting up, called by the runtime in this order: start, attach, listen_tcp, join_hub.
+    # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join.
 
     def start(self, secret: bytes) -> None:
         """Begin to answer. `secret` is shared by the ranks of this world only."""
-        self._secret = secret
-        self._thread.start()
+        self._credentials = Credentials(secret, "hub")
+        self._server.start(self._credentials)
+        self._server.call(self._plan_tick)
 
     def offer(self, key: str, num_bytes: int, num_readers: int) -> Segment:
         """Make a segment that `num_readers` other ranks of this host will fetch."""
         segment = Segment.create(num_bytes)
         descriptor = segment.take_descriptor()
+        if not num_readers:
+            os.close(descriptor)
+            return segment
         with self._changed:
-            if num_readers:
-                self._segments[key] = (descriptor, num_readers)  # ours until the last reader has it
-            else:
-                os.close(descriptor)
-        self._wake()
+            self._segments[key] = (descriptor, num_readers)  # ours until the last reader has it
+        self._server.call(self._serve_segments)
         return segment
 
     def fetch(self, name: str, key: str, *, limit_s: float) -> Segment:
         """Fetch the segment that the rank listening at `name` offers. OSError when it is not on this host."""
         deadline = time.monotonic() + limit_s
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            link = Link.to(sock, "\0" + name, self._secret, deadline)
-            link.send({"want": "segment", "key": key})
-            sock.settimeout(max(deadline - time.monotonic(), 0.01))
+        with self._connect(name, limit_s) as connection:
+            connection.send({"want": "segment", "key": key})
             try:
-                _, descriptors, _, _ = socket.recv_fds(sock, 1, 1)
+                descriptor = connection.receive_descriptor(limit_s=deadline - time.monotonic())
             except TimeoutError:
                 raise TimeoutError(f"waited {limit_s:g} s for shared memory {key!r} from a rank of this host") from None
-            if not descriptors:
+            if descriptor is None:
                 raise ConnectionError(f"no descriptor came for shared memory {key!r}")
-            return Segment.attach(descriptors[0])
+            return Segment.attach(descriptor)
 
     def listen_tcp(self, address: str) -> int:
-        """The hub listens at `address` for ranks of other hosts; returns the port."""
-        self._tcp_listener = socket.create_server((address, 0), backlog=256)
-        self._selector_register(self._tcp_listener, "listener")
-        return int(self._tcp_listener.getsockname()[1])
+        """Rank 0 listens at `address` for ranks of other hosts; returns the port."""
+        return self._server.listen((address, 0))
 
-    def join_hub(self, where: str | tuple[str, int], *, limit_s: float) -> None:
+    def join(self, where: Where, *, limit_s: float) -> None:
         """Connect to rank 0, at a local socket name or at a TCP address."""
-        deadline = time.monotonic() + limit_s
-        sock = socket.socket(socket.AF_UNIX if isinstance(where, str) else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            link = Link.to(sock, "\0" + where if isinstance(where, str) else where, self._secret, deadline)
-        except BaseException:
-            sock.close()
-            raise
-        link.rank = 0
-        link.send({"want": "mesh", "rank": self.rank})
-        self._links[0] = link
-        self._selector_register(sock, link)
+        connection = self._connect(where, limit_s)
+        connection.send({"want": "hub", "rank": self.rank})
+        link = self._links[0] = self._server.peer_at(connection)
+        link.number, link.name = 0, "rank 0"
+        self._server.serve(link)
+
+    def _connect(self, where: Where, limit_s: float) -> Connection:
+        return connect(where, self._credentials, timeout_s=limit_s, silence_limit_s=_SILENCE_LIMIT_S)
 
     def wait_for_all(self, *, limit_s: float) -> None:
-        """The hub waits until every rank has connected."""
+        """Rank 0 waits until every rank has connected."""
         with self._changed:
-            complete = self._changed.wait_for(lambda: self._hopeless or len(self._links) == self.size - 1, limit_s)
+            complete = self._changed.wait_for(lambda: self._hopeless or self._complete, limit_s)
         if self._hopeless:
             raise HorovodInternalError(self._hopeless)
         if not complete:
@@ -159,7 +139,7 @@ class Mesh:
         self._broadcast({"t": "leaving", "rank": self.rank, "why": why})
 
     def report_fault(self, rank: int, text: str) -> None:
-        """Tell every rank that the world is broken, and through whom."""
+        """Tell every rank that the world is broken, and through which rank."""
         self._broadcast({"t": "fault", "rank": rank, "text": text})
 
     def announce(self, process_set: int, member: int, data: bytes) -> None:
@@ -175,117 +155,57 @@ class Mesh:
             self._changed.wait_for(lambda: len(self.goodbyes) >= self.size, limit_s)
 
     def close(self) -> None:
-        """Stop the thread and close every socket."""
-        _live.discard(self)
-        self._stopping = True
-        self._wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close every descriptor, without a word. Used after a fork as well, in the child."""
-        for sock in self._sockets():
-            sock.close()
-        self._selector.close()
-        for descriptor, _ in self._segments.values():
+        """Stop the thread and close every socket and descriptor."""
+        self._server.close()
+        with self._changed:
+            segments, self._segments = self._segments, {}
+        for descriptor, _ in segments.values():
             os.close(descriptor)
-        self._segments.clear()
 
-    # Inside.
+    # In the server's thread.
 
-    def _sockets(self) -> Iterable[socket.socket]:
-        yield from (self._listener, self._wake_in, self._wake_out)
-        if self._tcp_listener is not None:
-            yield self._tcp_listener
-        yield from (link.sock for link in [*self._links.values(), *self._strangers])
-        yield from (link.sock for _, link in self._waiting_for_segment)
-
-    def _selector_register(self, sock: socket.socket, data: Any) -> None:
-        self._selector.register(sock, selectors.EVENT_READ, data)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"w")
-
-    def _run(self) -> None:
+    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+        """A rank said something. What goes wrong here is a mistake of ours, not a reason to show that rank out."""
         try:
-            self._loop()
-        except Exception as error:
-            if not self._stopping:
-                self._events.fault(
-                    self.rank, f"the mesh of rank {self.rank} failed: {error!r}; Horovod has been shut down"
-                )
-                raise
+            self._on_message(peer, header, payload)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RuntimeError(f"a message of {peer.name} could not be dealt with: {error!r}") from error
 
-    def _loop(self) -> None:
-        tick_at = time.monotonic() + _TICK_S
-        while not self._stopping:
-            for key, _ in self._selector.select(max(tick_at - time.monotonic(), 0.0)):
-                self._on_readable(key.fileobj, key.data)
-            self._serve_segments()
-            if self._announcements and len(self._links) == self.size - 1:
-                # Not before all have connected: a rank that comes last must not miss a round.
-                self._send_rounds()
-            if time.monotonic() >= tick_at:
-                tick_at = time.monotonic() + _TICK_S
-                self._events.tick()
-
-    def _on_readable(self, sock: Any, data: Any) -> None:
-        if data == "listener":
-            self._accept(sock)
-        elif data == "wake":
-            sock.recv(4096)
-        else:
-            self._receive(data)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
+    def closed(self, peer: Peer) -> None:
+        rank = peer.number
+        if self._links.get(rank) is not peer or rank in self.goodbyes:
             return
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop(self._strangers[0])
-        link = Link.accepted(sock, self._secret)
-        self._strangers.append(link)
-        self._selector.register(sock, selectors.EVENT_READ, link)
+        self._goodbye(rank)
+        self._broadcast({"t": "lost", "rank": rank})
+        self._events.lost(rank)
 
-    def _receive(self, link: Link) -> None:
-        try:
-            for header, payload in link.receive():
-                self._on_message(link, header, payload)
-        except (OSError, EOFError, AuthenticationError):
-            self._drop(link)
+    def _on_failure(self, error: Exception) -> None:
+        text = f"the hub of rank {self.rank} failed: {error!r}; Horovod has been shut down"
+        self._events.fault(self.rank, text)
 
-    def _drop(self, link: Link) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(link.sock)
-        link.sock.close()
-        if link in self._strangers:
-            self._strangers.remove(link)
-        if link.rank is None or self._links.get(link.rank) is not link:
-            return
-        if link.rank not in self.goodbyes:
-            self._goodbye(link.rank)
-            self._broadcast({"t": "lost", "rank": link.rank})
-            self._events.lost(link.rank)
+    def _plan_tick(self) -> None:
+        self._server.call_at(time.monotonic() + _TICK_S, self._tick)
 
-    def _on_message(self, link: Link, header: wire.Header, payload: bytes) -> None:
-        if link.rank is None:
-            self._strangers.remove(link)
-            self._introduce(link, header)
-            return
+    def _tick(self) -> None:
+        self._plan_tick()
+        self._events.tick()
+
+    def _on_message(self, peer: Peer, header: Header, payload: bytes) -> None:
         kind = header.get("t")
-        if kind == "announce" and self.rank == 0:
+        if peer.number < 0:
+            self._introduce(peer, header)
+        elif kind == "announce" and self.rank == 0:
             self._relay(int(header["set"]), int(header["member"]), payload)
-            return
-        if kind == "round":
+        elif kind == "round":
             self._events.announced(int(header["set"]), _cut(payload, header["parts"]))
-            return
-        rank = int(header["rank"])
+        else:
+            self._on_news(peer, header)
+
+    def _on_news(self, peer: Peer, header: Header) -> None:
+        """How a rank fares. Rank 0 passes it on."""
+        kind, rank = header.get("t"), int(header["rank"])
         if self.rank == 0:
-            self._broadcast(header, skip=link.rank)
+            self._broadcast(header, skip=peer.number)
         if kind == "leaving":
             self._goodbye(rank)
             self._events.leaving(rank, str(header["why"]))
@@ -295,42 +215,55 @@ class Mesh:
         elif kind == "fault":
             self._events.fault(rank, str(header["text"]))
 
-    def _introduce(self, link: Link, header: wire.Header) -> None:
+    def _introduce(self, peer: Peer, header: Header) -> None:
         if header.get("want") == "segment":
-            self._waiting_for_segment.append((str(header["key"]), link))
+            self._waiting_for_segment.append((str(header["key"]), peer))
+            self._serve_segments()
             return
         with self._changed:
-            link.rank = int(header["rank"])
-            self._links[link.rank] = link
+            peer.number = int(header["rank"])
+            peer.name = f"rank {peer.number}"
+            self._links[peer.number] = peer
             self._changed.notify_all()
+        self._server.call(self._send_rounds)
 
     def _serve_segments(self) -> None:
         waiting, self._waiting_for_segment = self._waiting_for_segment, []
-        for key, link in waiting:
+        for key, peer in waiting:
+            if not peer.open:
+                continue
             with self._changed:
                 found = self._segments.get(key)
                 if found is None:
-                    self._waiting_for_segment.append((key, link))
+                    self._waiting_for_segment.append((key, peer))
                     continue
                 descriptor, num_readers = found
                 with contextlib.suppress(OSError):
-                    socket.send_fds(link.sock, [b"F"], [descriptor])
+                    peer.send_descriptor(descriptor)
                 if num_readers == 1:
                     del self._segments[key]
                     os.close(descriptor)
                 else:
                     self._segments[key] = (descriptor, num_readers - 1)
-            self._drop(link)
+            peer.close()
 
     def _relay(self, process_set: int, member: int, data: bytes) -> None:
         with self._changed:
+            planned = bool(self._announcements)
             self._announcements.setdefault(process_set, []).append((member, data))
-        if threading.current_thread() is not self._thread:
-            self._wake()
+        if not planned:
+            self._server.call(self._send_rounds)
+
+    @property
+    def _complete(self) -> bool:
+        """Whether every rank has connected to rank 0."""
+        return len(self._links) == self.size - 1
 
     def _send_rounds(self) -> None:
-        # What came in together goes out as one round, so that it can be fused. Only this thread sends rounds: all
-        # members see them in one order.
+        # What came in together goes out as one round, so that it can be fused. Only rank 0's server thread sends rounds:
+        # all members see them in one order. Not before all have connected: the last one must not miss a round.
+        if not self._complete:
+            return
         with self._changed:
             rounds, self._announcements = self._announcements, {}
         for process_set, parts in rounds.items():
@@ -338,7 +271,7 @@ class Mesh:
             self._broadcast(header, b"".join(data for _, data in parts))
             self._events.announced(process_set, parts)
 
-    def _broadcast(self, header: wire.Header, payload: bytes = b"", *, skip: int | None = None) -> None:
+    def _broadcast(self, header: Header, payload: bytes = b"", *, skip: int | None = None) -> None:
         for rank, link in list(self._links.items()):
             if rank != skip:
                 link.send(header, payload)
@@ -355,17 +288,3 @@ def _cut(payload: bytes, parts: list[list[int]]) -> list[tuple[int, bytes]]:
         pieces.append((member, payload[at : at + length]))
         at += length
     return pieces
-
-
-# A forked child (a DataLoader worker) inherits the sockets: while it keeps them open, the death of its parent would
-# not be seen by the peers.
-_live: weakref.WeakSet[Mesh] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for mesh in list(_live):
-        mesh.abandon()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,7 +1,7 @@
 """The neighbours: the other ranks of this world, how they were met, and what can be shared with whom.
 
 Set up once per runtime, in three steps that all ranks take together: exchange first facts at the meeting place, prove by
-attaching to one another's memory who shares a host, connect to rank 0's mesh. Afterwards it hands out shared memory and
+attaching to one another's memory who shares a host, connect to rank 0's hub. Afterwards it hands out shared memory and
 what transports need. Nothing here knows of requests.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hora.config import EngineConfig
-from hora.engine.hub import Mesh, MeshEvents
+from hora.engine.hub import Hub, HubEvents
 from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
 from hora.engine.shm.segment import Segment
@@ -40,7 +40,7 @@ class PeerInfo:
     """What a rank tells the others when they meet."""
 
     rank: int
-    mesh_name: str
+    hub_name: str
     fingerprint: str
     pid: int
     hostname: str
@@ -59,7 +59,7 @@ class PeerInfo:
 class Peers:
     """The ranks of a world of several. `epoch` tells one initialisation of this world from another."""
 
-    def __init__(self, world: World, config: EngineConfig, epoch: str, events: MeshEvents) -> None:
+    def __init__(self, world: World, config: EngineConfig, epoch: str, events: HubEvents) -> None:
         self.hosts: list[list[int]] = []  # ranks that proved to share memory
         self._world = world
         self._config = config
@@ -67,7 +67,7 @@ class Peers:
         self._infos: list[PeerInfo] = []
         self._num_segments: dict[str, int] = {}
         self._meeting: Meeting = open_meeting(world, limit_s=config.init_timeout_s)
-        self.mesh = Mesh(world.rank, world.size, events)
+        self.hub = Hub(world.rank, world.size, events)
 
     # Setting up.
 
@@ -78,7 +78,7 @@ class Peers:
         settings = {name: getattr(self._config, name) for name in _COMMON_SETTINGS}
         mine = PeerInfo(
             world.rank,
-            self.mesh.name,
+            self.hub.name,
             _host_fingerprint(),
             os.getpid(),
             world.hostname,
@@ -88,10 +88,10 @@ class Peers:
         )
         self._infos = [PeerInfo.decode(data) for data in self.gather("facts", mine.encode())]
         self._check_agreement_on_sets()
-        self.mesh.start(bytes.fromhex(self._infos[0].secret))
+        self.hub.start(bytes.fromhex(self._infos[0].secret))
         self.hosts = self._prove_hosts()
         with self.peers_may_go():
-            self._join_mesh()
+            self._join_hub()
         return self._infos[0].process_sets
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
@@ -136,29 +136,29 @@ class Peers:
         leader = group[0]
         proven = leader == rank
         if proven:
-            self.mesh.offer("probe", 1, len(group) - 1)
+            self.hub.offer("probe", 1, len(group) - 1)
         else:
             try:
-                self.mesh.fetch(self._infos[leader].mesh_name, "probe", limit_s=_PROBE_LIMIT_S).close()
+                self.hub.fetch(self._infos[leader].hub_name, "probe", limit_s=_PROBE_LIMIT_S).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
         answers = self.gather("hosts", json.dumps([leader if proven else rank]).encode())
         return _same_host_groups([json.loads(answer)[0] for answer in answers])
 
-    def _join_mesh(self) -> None:
-        mesh, world, limit_s = self.mesh, self._world, self._config.init_timeout_s
+    def _join_hub(self) -> None:
+        hub, world, limit_s = self.hub, self._world, self._config.init_timeout_s
         where: list[Any] = ["", 0]
         if len(self.hosts) > 1:
             address = self._address()
-            mine = [address, mesh.listen_tcp(address) if world.rank == 0 else 0]
+            mine = [address, hub.listen_tcp(address) if world.rank == 0 else 0]
             where = json.loads(self.gather("hub", json.dumps(mine).encode())[0])
         if world.rank == 0:
-            mesh.wait_for_all(limit_s=limit_s)
+            hub.wait_for_all(limit_s=limit_s)
         elif world.rank in self.hosts[0]:
-            mesh.join_hub(self._infos[0].mesh_name, limit_s=limit_s)
+            hub.join(self._infos[0].hub_name, limit_s=limit_s)
         else:
-            mesh.join_hub((str(where[0]), int(where[1])), limit_s=limit_s)
+            hub.join((str(where[0]), int(where[1])), limit_s=limit_s)
 
     def _address(self) -> str:
         """This host's IPv4 address: of the interface that the user chose, or the one from which the others are reached."""
@@ -185,8 +185,8 @@ class Peers:
         number = self._num_segments[key] = self._num_segments.get(key, 0) + 1
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
-            return self.mesh.offer(name, num_bytes, len(ranks) - 1)
-        return self.mesh.fetch(self._infos[ranks[0]].mesh_name, name, limit_s=self._config.init_timeout_s)
+            return self.hub.offer(name, num_bytes, len(ranks) - 1)
+        return self.hub.fetch(self._infos[ranks[0]].hub_name, name, limit_s=self._config.init_timeout_s)
 
     def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
         """Like `share`; None on all of them where there is too little memory."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hora.config import EngineConfig
-from hora.engine.agree.agreement import Agreement, LocalAgreement, MeshAgreement, ShmAgreement
+from hora.engine.agree.agreement import Agreement, HubAgreement, LocalAgreement, ShmAgreement
 from hora.engine.peers import Peers
 from hora.engine.plan import Planner
 from hora.engine.queue import OperationQueue, QueueHost
@@ -88,7 +88,7 @@ class ProcessSets:
         self._num_registered += 1  # on every rank, whether a member or not
         self._serials[number] = self._num_registered
         queue = self._make_queue(number, ranks) if self._world.rank in ranks else None
-        with self._rounds_lock:  # the mesh thread must neither drop a round now nor deliver one before the early ones
+        with self._rounds_lock:  # the hub's thread must neither drop a round now nor deliver one before the early ones
             if queue is not None:
                 self._queues[number] = queue
             self._sets[number] = ranks
@@ -110,13 +110,13 @@ class ProcessSets:
         self._queues.clear()
 
     def deliver(self, number: int, parts: list[tuple[int, bytes]]) -> None:
-        """Announcements of members on other hosts. On the mesh's thread."""
+        """Announcements of members on other hosts. On the hub's thread."""
         with self._rounds_lock:
             self._deliver(number, parts)
 
     def _deliver(self, number: int, parts: list[tuple[int, bytes]]) -> None:
         queue = self._queues.get(number)
-        if queue is not None and isinstance(queue.agreement, MeshAgreement):
+        if queue is not None and isinstance(queue.agreement, HubAgreement):
             queue.agreement.deliver(parts)
         elif number not in self._sets:
             self._early_rounds.setdefault(number, []).append(parts)
@@ -163,8 +163,8 @@ class ProcessSets:
             num_bytes = ShmAgreement.num_bytes(len(ranks))
             segment = peers.share(f"{self.label(number)}/control", ranks, num_bytes)
             return ShmAgreement(segment, member, len(ranks), cache_capacity=capacity)
-        send = functools.partial(peers.mesh.announce, number, member)
-        return MeshAgreement(send, len(ranks), cache_capacity=capacity)
+        send = functools.partial(peers.hub.announce, number, member)
+        return HubAgreement(send, len(ranks), cache_capacity=capacity)
 
     def _setting(self, name: str) -> Any:
         """A setting that all ranks must share."""

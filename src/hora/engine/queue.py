@@ -152,7 +152,7 @@ class OperationQueue:
         return found
 
     def inspect(self) -> None:
-        """Look for stalls; called once a second, on the mesh's thread. Nothing is carried out here: other ranks may need
+        """Look for stalls; called once a second, on the hub's thread. Nothing is carried out here: other ranks may need
         this thread before they can do their part."""
         if self._stall is None:
             return

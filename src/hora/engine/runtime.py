@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hora.config import EngineConfig
-from hora.engine.hub import Mesh, MeshEvents
+from hora.engine.hub import Hub, HubEvents
 from hora.engine.peers import Peers, check_ranks, check_ranks_at_init
 from hora.engine.plan import Batch
 from hora.engine.process_sets import ProcessSets
@@ -60,7 +60,7 @@ class Runtime:
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
-                self._peers = Peers(self.world, self.config, self._epoch, self._mesh_events())
+                self._peers = Peers(self.world, self.config, self._epoch, self._hub_events())
                 self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
             sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
@@ -80,8 +80,8 @@ class Runtime:
         return contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go()
 
     @property
-    def _mesh(self) -> Mesh | None:
-        return None if self._peers is None else self._peers.mesh
+    def _hub(self) -> Hub | None:
+        return None if self._peers is None else self._peers.hub
 
     @property
     def hosts(self) -> list[list[int]]:
@@ -284,10 +284,10 @@ class Runtime:
         self.status.close(text)
         for queue in self.process_sets.queues():
             queue.drain()
-        if self._mesh is not None:
-            self._mesh.leave(text)
+        if self._hub is not None:
+            self._hub.leave(text)
             if not self.status.broken:
-                self._mesh.wait_for_goodbyes(_GOODBYE_LIMIT_S)
+                self._hub.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close()
 
     def close(self) -> None:
@@ -296,19 +296,19 @@ class Runtime:
         self.process_sets.close()
         self._handles.clear()
         if self._peers is not None:
-            self._peers.mesh.close()
+            self._peers.hub.close()
             self._peers = self.process_sets.peers = None
         self.stop_timeline()
 
     def settled(self) -> None:
         """Tell the rank that leaves that nothing more is needed of it."""
-        mesh = self._mesh
+        hub = self._hub
         if (
-            mesh is not None
-            and self.world.rank not in mesh.goodbyes
+            hub is not None
+            and self.world.rank not in hub.goodbyes
             and not any(queue.num_in_flight for queue in self.process_sets.queues())
         ):
-            mesh.leave(self.status.reason)
+            hub.leave(self.status.reason)
 
     def stalled(self, ranks: Sequence[int], text: str) -> None:
         """End the job for everybody because these ranks keep the others waiting."""
@@ -320,22 +320,22 @@ class Runtime:
 
     def lost(self, rank: int, how: str) -> None:
         """The launcher tells that a rank is gone."""
-        mesh = self._mesh
-        if rank != self.world.rank and mesh is not None and rank not in mesh.goodbyes:
+        hub = self._hub
+        if rank != self.world.rank and hub is not None and rank not in hub.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
-            mesh.stop_waiting(self.status.reason)
+            hub.stop_waiting(self.status.reason)
 
     def _broken(self, text: str, *, tell: bool = False) -> None:
         self.status.fault(text)
-        if tell and self._mesh is not None:
-            self._mesh.report_fault(self.world.rank, text)
+        if tell and self._hub is not None:
+            self._hub.report_fault(self.world.rank, text)
         for queue in self.process_sets.queues():
             queue.agreement.wake()
 
-    # What the mesh reports, on its thread.
+    # What the hub reports, on its thread.
 
-    def _mesh_events(self) -> MeshEvents:
-        return MeshEvents(
+    def _hub_events(self) -> HubEvents:
+        return HubEvents(
             lost=self._on_lost,
             leaving=self._on_leaving,
             fault=self._on_fault,

@@ -18,7 +18,7 @@ _GRACE_S = 1.0
 
 
 class WorldStatus:
-    """Written by the mesh thread and `shutdown`, read by every wait."""
+    """Written by the hub's thread and `shutdown`, read by every wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net.wire import Connection, Header
+from hora.net.connection import Connection, connect
+from hora.net.wire import Credentials, Header
 from hora.world import MeetingPoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "read_secret"]
@@ -101,11 +102,9 @@ class ControlClient:
 
     @staticmethod
     def _open(meeting: MeetingPoint, timeout_s: float) -> Connection:
-        secret = read_secret(meeting.secret_file)
+        credentials = Credentials(read_secret(meeting.secret_file), meeting.job)
         try:
-            return Connection.connect(
-                meeting.address, meeting.port, secret=secret, job=meeting.job, timeout_s=timeout_s
-            )
+            return connect((meeting.address, meeting.port), credentials, timeout_s=timeout_s)
         except AuthenticationError as error:
             raise AuthenticationError(f"{meeting.endpoint}, the rendezvous of job {meeting.job}: {error}") from None
         except TimeoutError as error:

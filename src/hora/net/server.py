@@ -1,9 +1,8 @@
-"""The listener: one thread that accepts connections, lets in whoever proves to hold the secret, and moves
-messages.
+"""The server: one thread that accepts connections, lets in those that prove to hold the secret, and moves messages.
 
-Strangers cost next to nothing: they get a few dozen bytes of memory, a deadline, a place in a waiting room
-of limited size (the oldest is shown out when it is full) and one rate-limited log line. What messages mean
-is the handler's business (`rendezvous`); everything the handler does happens in the listener's thread.
+The only place in the house that accepts connections: the launcher's rendezvous, the driver of Spark tasks, the hub of
+the ranks and the gateway of a session of workers are handlers of it, so one set of limits holds for all of them
+(`strangers`). What messages mean is the handler's business; everything the handler does happens in the server's thread.
 """
 
 from __future__ import annotations
@@ -11,87 +10,48 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
-import logging
+import os
 import selectors
 import socket
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from hora.errors import AuthenticationError
-from hora.net.wire import MAX_FRAME_BYTES, Header, Opener, Sealer, ServerHandshake, tune
+from hora.net import sockets, strangers
+from hora.net.connection import Connection
+from hora.net.peer import Peer
+from hora.net.sockets import Where
+from hora.net.wire import (
+    MAX_FRAME_BYTES,
+    MAX_PAYLOAD_BYTES,
+    Credentials,
+    Header,
+    Opener,
+    Sealer,
+    ServerHandshake,
+)
 
-__all__ = ["Handler", "Listener", "Peer", "Timer"]
+__all__ = ["Handler", "Peer", "Server", "Timer"]
 
-MAX_STRANGERS = 128
-HANDSHAKE_LIMIT_S = 10.0
 _FLUSH_LIMIT_S = 2.0
-_LOG_INTERVAL_S = 10.0
-
-_log = logging.getLogger("hora.launch")
+_ACCEPT_AT_ONCE = 64
+_REST_S = 0.2
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 
 
 class Handler(Protocol):
-    """What a listener's owner implements. Called in the listener's thread only."""
+    """What a server's owner implements. Called in the server's thread only."""
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
         """An authenticated peer sent a message. ValueError, KeyError or TypeError: the peer is shown out."""
 
     def closed(self, peer: Peer) -> None:
         """An authenticated peer's connection has ended, for whatever reason."""
-
-
-class Peer:
-    """One connection: a stranger until `opener` exists. `name` and `worker` belong to the handler."""
-
-    def __init__(
-        self, listener: Listener, sock: socket.socket, address: tuple[str, int], handshake: ServerHandshake
-    ) -> None:
-        self.sock, self.handshake = sock, handshake
-        self.host, self.where = address[0], f"{address[0]}:{address[1]}"
-        self.since = time.monotonic()
-        self.name = self.where
-        self.worker = -1
-        self.opener: Opener | None = None
-        self.sealer: Sealer | None = None
-        self.open = True
-        self.drained = True
-        self._listener = listener
-        self._outbox: deque[tuple[Header, bytes]] = deque()
-        self._frames: Iterator[bytes] = iter(())
-        self._unsent = memoryview(b"")
-
-    def send(self, header: Header, payload: bytes = b"") -> None:
-        """Queue a message; it leaves as fast as the peer reads. Dropped if the peer is gone."""
-        if self.open:
-            self._outbox.append((header, payload))
-            self._listener._flush(self)
-
-    def push(self) -> bool:
-        """Send what the socket takes now; False when something is left."""
-        self.drained = False
-        while True:
-            if not self._unsent:
-                frame = self._next_frame()
-                if frame is None:
-                    self.drained = True
-                    return True
-                self._unsent = memoryview(frame)
-            try:
-                sent = self.sock.send(self._unsent)
-            except BlockingIOError:
-                return False
-            self._unsent = self._unsent[sent:]
-
-    def _next_frame(self) -> bytes | None:
-        frame = next(self._frames, None)
-        if frame is None and self._outbox:
-            assert self.sealer is not None
-            self._frames = self.sealer.frames(*self._outbox.popleft())
-            frame = next(self._frames)
-        return frame
 
 
 class Timer:
@@ -108,17 +68,28 @@ class Timer:
             self.function()
 
 
-class Listener:
-    """Listens on one address, on a port of the system's choice, until closed."""
+class Server:
+    """Serves the places where it is told to `listen`, from `start` until closed.
 
-    def __init__(self, bind_address: str, *, secret: bytes, job: str, handler: Handler) -> None:
-        self._secret, self._job, self._handler = secret, job, handler
-        family = socket.AF_INET6 if ":" in bind_address else socket.AF_INET
-        self._server = socket.create_server((bind_address, 0), family=family, backlog=1024)
-        self._server.setblocking(False)
-        self.port: int = self._server.getsockname()[1]
+    `name`: of its thread. `failed` is told of an error that ended the thread: a mistake of ours.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        name: str,
+        silence_limit_s: int = 30,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._handler, self._failed = handler, failed
+        self._silence_limit_s, self._max_payload_bytes = silence_limit_s, max_payload_bytes
+        self._credentials: Credentials | None = None
+        self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[Peer, None] = {}  # in order of arrival
+        self._strangers = strangers.WaitingRoom()
+        self._turned_away = strangers.TurnedAway()
         self._peers: dict[Peer, None] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
@@ -127,28 +98,47 @@ class Listener:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, lambda: self._wake_in.recv(4096))
         self._stopping = False
-        self._turned_away = _TurnedAway()
-        self._thread = threading.Thread(target=self._run, name="hora-rendezvous", daemon=True)
-        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wake)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _live.add(self)
 
-    def start(self) -> None:
+    def listen(self, where: Where) -> int:
+        """Take connections at this place, too; returns its port (0: a local socket). Nobody is answered before `start`."""
+        listener = sockets.listen(where)
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self.call(lambda: self._watch(listener))
+        return 0 if isinstance(where, str) else int(listener.getsockname()[1])
+
+    def start(self, credentials: Credentials) -> None:
+        """Begin to answer those who hold the same credentials."""
+        self._credentials = credentials
         self._thread.start()
 
+    def peer_at(self, connection: Connection) -> Peer:
+        """The other end of a connection that this process has opened, as a peer: to `serve` once it has its number."""
+        connection.sock.setblocking(False)
+        peer = self._peer(connection.sock, host="", where="the process that was called")
+        peer.opener, peer.sealer = connection.opener, connection.sealer
+        return peer
+
+    def serve(self, peer: Peer) -> None:
+        """Treat this peer as if it had come to us. From any thread."""
+        self.call(lambda: self._admit(peer))
+
     def call(self, function: Callable[[], None]) -> None:
-        """Run the function in the listener's thread, soon. From any thread."""
+        """Run the function in the server's thread, soon. From any thread."""
         self._calls.append(function)
+        if threading.current_thread() is self._thread:  # which runs calls before it waits again
+            return
         try:
             self._wake_out.send(b"!")
-        except (
-            BlockingIOError,
-            OSError,
-        ):  # full: a wake-up is pending anyway; closed: nobody is left to wake
+        except OSError:  # full: a wake-up is pending anyway; closed: no thread is left to wake
             return
 
     def call_at(self, deadline: float, function: Callable[[], None]) -> Timer:
-        """Run the function at this `time.monotonic()`. In the listener's thread only."""
+        """Run the function at this `time.monotonic()`. In the server's thread only."""
         timer = Timer(function)
         heapq.heappush(self._timers, (deadline, next(self._ids), timer))
         if len(self._timers) > 2 * self._num_timers_kept:
@@ -160,13 +150,17 @@ class Listener:
 
     @property
     def peers(self) -> list[Peer]:
+        """The authenticated ones."""
         return list(self._peers)
 
     def close(self) -> None:
         """Send what is queued (for two seconds at most), then close every connection and end the thread."""
-        if not self._stopping:
+        if self._thread.is_alive():
             self.call(self._stop)
-            self._thread.join(timeout=_FLUSH_LIMIT_S + 5.0)
+            if threading.current_thread() is not self._thread:
+                self._thread.join(timeout=_FLUSH_LIMIT_S + 5.0)
+        elif not self._stopping:
+            self._close_sockets()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -178,19 +172,39 @@ class Listener:
             limit = time.monotonic() + _FLUSH_LIMIT_S
             while time.monotonic() < limit and not all(peer.drained for peer in self._peers):
                 self._turn(0.05)
+        except Exception as error:
+            if self._failed is not None and not self._stopping:
+                self._failed(error)
+            raise
         finally:
             self._turned_away.report()
-            for peer in [*self._peers, *self._strangers]:
-                peer.open = False
-                peer.sock.close()
-            for closing in (self._server, self._wake_in, self._wake_out, self._selector):
-                closing.close()
+            for peer in (*self._peers, *self._strangers):
+                peer.close_socket()
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._stopping = True
+        _live.discard(self)
+        for sock in (*self._listeners, self._wake_in, self._wake_out):
+            sock.close()
+        self._selector.close()
+
+    def abandon(self) -> None:
+        """In a forked child, which has no thread of this server and must not keep its connections open."""
+        for peer in (*self._peers, *self._strangers):
+            peer.open = False
+            peer.sock.close()
+        self._close_sockets()
+
+    # ---- in the server's thread ---------------------------------------------------------------------------
 
     def _wait_s(self) -> float | None:
         if self._calls:
             return 0.0
         deadlines = [timer[0] for timer in self._timers[:1]]
-        deadlines += [peer.since + HANDSHAKE_LIMIT_S for peer in itertools.islice(self._strangers, 1)]
+        limit = self._strangers.next_deadline()
+        if limit is not None:
+            deadlines.append(limit)
         return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
 
     def _turn(self, wait_s: float | None) -> None:
@@ -207,89 +221,115 @@ class Listener:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2].run()
-        for peer in list(itertools.takewhile(lambda p: p.since + HANDSHAKE_LIMIT_S <= now, self._strangers)):
-            self._turn_away(peer, f"it did not identify itself within {HANDSHAKE_LIMIT_S:g} s")
+        for peer in self._strangers.overdue(now):
+            self._turn_away(peer, f"it did not identify itself within {strangers.HANDSHAKE_LIMIT_S:g} s")
 
-    def _drain_wake(self) -> None:
-        self._wake_in.recv(4096)
+    def _watch(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
 
-    def _accept(self) -> None:
-        for _ in range(64):
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPT_AT_ONCE):
             try:
-                sock, where = self._server.accept()
+                sock, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
-                    self._turn_away(self._oldest_of_the_crowd(), "descriptors have run out")
+                if error.errno in _OUT_OF_DESCRIPTORS and len(self._strangers):
+                    self._turn_away(self._strangers.oldest_of_the_crowd(), "descriptors have run out")
                     continue
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._rest()
+                if error.errno in (*_OUT_OF_DESCRIPTORS, *_OUT_OF_MEMORY):
+                    self._rest(listener)
                 return
-            if len(self._strangers) >= MAX_STRANGERS:
-                self._turn_away(self._oldest_of_the_crowd(), f"{MAX_STRANGERS} wait to identify themselves, the limit")
-            sock.setblocking(False)
-            tune(sock)
-            peer = Peer(self, sock, where[:2], ServerHandshake(self._secret, self._job))
-            self._strangers[peer] = None
-            self._selector.register(sock, selectors.EVENT_READ, peer)
+            self._receive_stranger(sock, address)
 
-    def _oldest_of_the_crowd(self) -> Peer:
-        """Whom to show out: the oldest stranger of the host that sent most, so that a crowd harms itself."""
-        crowds = Counter(peer.host for peer in self._strangers)
-        [(host, _)] = crowds.most_common(1)
-        return next(peer for peer in self._strangers if peer.host == host)
+    def _receive_stranger(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        if self._strangers.full:
+            crowd = f"{strangers.MAX_STRANGERS} wait to identify themselves, the limit"
+            self._turn_away(self._strangers.oldest_of_the_crowd(), crowd)
+        if sock.family == socket.AF_UNIX:
+            process = sockets.process_at(sock)
+            host, where = f"process {process.pid}", f"process {process.pid} of user {process.uid}"
+            if not process.trusted:
+                self._turned_away.add(where, "it belongs to another user")
+                sock.close()
+                return
+        else:
+            host, where = address[0], f"{address[0]}:{address[1]}"
+        sock.setblocking(False)
+        sockets.tune(sock, silence_limit_s=self._silence_limit_s)
+        assert self._credentials is not None
+        peer = self._peer(sock, host=host, where=where)
+        peer.handshake = ServerHandshake(self._credentials)
+        self._strangers.add(peer)
+        self._selector.register(sock, selectors.EVENT_READ, peer)
 
-    def _rest(self) -> None:
+    def _peer(self, sock: socket.socket, *, host: str, where: str) -> Peer:
+        return Peer(
+            sock,
+            host=host,
+            where=where,
+            flush=lambda peer: self.call(lambda: self._flush(peer)),
+            drop=lambda peer: self.call(lambda: self._drop(peer)),
+        )
+
+    def _rest(self, listener: socket.socket) -> None:
         # No descriptor is free and no stranger holds one: look again later, do not spin on the backlog.
-        self._selector.unregister(self._server)
-        self.call_at(time.monotonic() + 0.2, self._listen_again)
-
-    def _listen_again(self) -> None:
-        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._selector.unregister(listener)
+        self.call_at(time.monotonic() + _REST_S, lambda: self._watch(listener))
 
     def _read(self, peer: Peer) -> None:
+        handshake = peer.handshake
         try:
-            data = peer.sock.recv(peer.handshake.wanted_bytes if peer.opener is None else MAX_FRAME_BYTES)
+            data = peer.sock.recv(MAX_FRAME_BYTES if handshake is None else handshake.wanted_bytes)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         try:
-            if not data and peer.opener is None:
+            if not data and handshake is not None:
                 self._turn_away(peer, "it hung up without identifying itself")
             elif not data:
                 self._drop(peer)
-            elif peer.opener is None:
-                self._greet(peer, data)
+            elif handshake is not None:
+                self._greet(peer, handshake, data)
             else:
-                for header, payload in peer.opener.feed(data):
-                    self._handler.message(peer, header, payload)
-                    if not peer.open:
-                        return
+                self._take(peer, data)
         except (AuthenticationError, ValueError, KeyError, TypeError) as error:
             self._turn_away(peer, str(error) if isinstance(error, AuthenticationError) else repr(error))
         except OSError:
             self._drop(peer)
 
-    def _greet(self, peer: Peer, data: bytes) -> None:
-        answer = peer.handshake.feed(data)
+    def _greet(self, peer: Peer, handshake: ServerHandshake, data: bytes) -> None:
+        answer = handshake.feed(data)
         if answer and peer.sock.send(answer) != len(answer):
             self._drop(peer)
-        elif peer.handshake.done:
-            keys = peer.handshake.keys
+        elif handshake.done:
+            keys = handshake.keys
             assert keys is not None
-            peer.opener, peer.sealer = Opener(keys.to_server), Sealer(keys.to_client)
-            del self._strangers[peer]
+            peer.opener = Opener(keys.to_server, max_payload_bytes=self._max_payload_bytes)
+            peer.sealer = Sealer(keys.to_client)
+            peer.handshake = None
+            self._strangers.remove(peer)
             self._peers[peer] = None
 
+    def _admit(self, peer: Peer) -> None:
+        self._peers[peer] = None
+        self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+
+    def _take(self, peer: Peer, data: bytes) -> None:
+        assert peer.opener is not None
+        for header, payload in peer.opener.feed(data):
+            self._handler.message(peer, header, payload)
+            if not peer.open:
+                return
+
     def _flush(self, peer: Peer) -> None:
+        if not peer.open:
+            return
         try:
             events = selectors.EVENT_READ if peer.push() else selectors.EVENT_READ | selectors.EVENT_WRITE
         except OSError:
-            self.call(
-                lambda: self._drop(peer)
-            )  # later: the handler, which sends, is not told in the middle of its work
+            self._drop(peer)
             return
         if self._selector.get_key(peer.sock).events != events:
             self._selector.modify(peer.sock, events, peer)
@@ -301,33 +341,24 @@ class Listener:
     def _drop(self, peer: Peer) -> None:
         if not peer.open:
             return
-        peer.open = False
         self._selector.unregister(peer.sock)
-        peer.sock.close()
+        peer.close_socket()
         if peer in self._strangers:
-            del self._strangers[peer]
+            self._strangers.remove(peer)
         elif peer in self._peers:
             del self._peers[peer]
             self._handler.closed(peer)
 
 
-class _TurnedAway:
-    """Logs refused connections: the first at once, the others as a number now and then."""
+# A forked child (a DataLoader worker) inherits the sockets: while it keeps them open, the death of its parent would
+# not be seen by the peers, and a name that the parent took stays taken.
+_live: weakref.WeakSet[Server] = weakref.WeakSet()
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._next_report = 0.0
 
-    def add(self, where: str, why: str) -> None:
-        now = time.monotonic()
-        if now >= self._next_report:
-            self.report()
-            _log.warning("closed a connection from %s: %s", where, why)
-            self._next_report = now + _LOG_INTERVAL_S
-        else:
-            self._count += 1
+def _after_fork_in_child() -> None:
+    for server in list(_live):
+        server.abandon()
+    _live.clear()
 
-    def report(self) -> None:
-        if self._count:
-            _log.warning("closed %d further connections that could not identify themselves", self._count)
-            self._count = 0
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -11,8 +11,9 @@ frames: nothing here unpickles or evaluates.
     client -> server   proof      client's proof
     both               frames     length, MAC(number, length, body), body
 
-The classes hold state and move no bytes (`rendezvous` drives them from its event loop, `Connection` from a
-blocking socket). What the messages mean is decided in `control` and `launch.rendezvous`.
+The classes hold state and move no bytes: `server` drives them from its event loop, `connection` from a blocking socket.
+What messages mean is decided by the owners of servers and connections. A later kind of protection (keys derived for
+each rank, encryption) belongs here and into `Credentials`: all of the network is behind it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ import hashlib
 import hmac
 import json
 import os
-import socket
 import struct
-import time
-from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from hora.errors import AuthenticationError
@@ -35,15 +34,13 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "MAX_PAYLOAD_BYTES",
     "ClientHandshake",
-    "Connection",
+    "Credentials",
     "Header",
     "Keys",
     "Opener",
     "Sealer",
     "ServerHandshake",
     "new_secret",
-    "shake_hands",
-    "tune",
 ]
 
 Header = dict[str, Any]
@@ -68,28 +65,28 @@ def new_secret() -> bytes:
     return os.urandom(SECRET_BYTES)
 
 
-def tune(sock: socket.socket, *, silence_limit_s: int = 30) -> None:
-    """Small messages leave at once; a peer whose host has vanished is noticed within the silence limit.
+@dataclass(frozen=True)
+class Credentials:
+    """What both ends of a connection must hold: a secret, and what it is for.
 
-    The kernel answers keep-alive probes, so a process that is merely stopped or busy is not taken for dead.
+    The purpose (a job, the hub of a world, a session of workers) is part of every proof, so that what was said in one
+    place is worth nothing in another.
     """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(silence_limit_s // 4, 1))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(silence_limit_s // 4, 1))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_limit_s * 1000)
+
+    secret: bytes = field(repr=False)
+    purpose: str
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < SECRET_BYTES:
+            raise ValueError(f"a job's secret must have {SECRET_BYTES} bytes, but this one has {len(self.secret)}")
 
 
 class Keys:
     """The proofs and the two directions' keys of one connection."""
 
-    def __init__(self, secret: bytes, job: str, client_nonce: bytes, server_nonce: bytes) -> None:
-        if len(secret) < SECRET_BYTES:
-            raise ValueError(f"a job's secret must have {SECRET_BYTES} bytes, but this one has {len(secret)}")
-        name = job.encode()
-        self._secret = secret
+    def __init__(self, credentials: Credentials, client_nonce: bytes, server_nonce: bytes) -> None:
+        name = credentials.purpose.encode()
+        self._secret = credentials.secret
         self._transcript = _MAGIC + _LENGTH.pack(len(name)) + name + client_nonce + server_nonce
         self.server_proof = self._derive(b"server proof")
         self.client_proof = self._derive(b"client proof")
@@ -103,8 +100,8 @@ class Keys:
 class ServerHandshake:
     """The server's half. It reads at most 72 bytes of a stranger and stores no more than these."""
 
-    def __init__(self, secret: bytes, job: str) -> None:
-        self._secret, self._job = secret, job
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._received = bytearray()
         self.keys: Keys | None = None
         self.done = False
@@ -125,7 +122,7 @@ class ServerHandshake:
         received, self._received = bytes(self._received), bytearray()
         if self.keys is None:
             nonce = os.urandom(_NONCE_BYTES)
-            self.keys = Keys(self._secret, self._job, received[len(_MAGIC) :], nonce)
+            self.keys = Keys(self._credentials, received[len(_MAGIC) :], nonce)
             return nonce + self.keys.server_proof
         if not hmac.compare_digest(received, self.keys.client_proof):
             raise AuthenticationError("it does not hold the job's secret")
@@ -136,16 +133,15 @@ class ServerHandshake:
 class ClientHandshake:
     """The client's half: say `hello`, then answer the challenge."""
 
-    def __init__(self, secret: bytes, job: str) -> None:
-        self._secret, self._job = secret, job
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._nonce = os.urandom(_NONCE_BYTES)
         self.hello = _MAGIC + self._nonce
         self.challenge_bytes = _CHALLENGE_BYTES
 
     def answer(self, challenge: bytes) -> tuple[Keys, bytes]:
-        """The connection's keys and the proof to send. Raises AuthenticationError if the server has no
-        secret."""
-        keys = Keys(self._secret, self._job, self._nonce, challenge[:_NONCE_BYTES])
+        """The connection's keys and the proof to send. AuthenticationError if the server has no secret."""
+        keys = Keys(self._credentials, self._nonce, challenge[:_NONCE_BYTES])
         if not hmac.compare_digest(challenge[_NONCE_BYTES:], keys.server_proof):
             raise AuthenticationError("the server does not hold this job's secret")
         return keys, keys.client_proof
@@ -191,11 +187,11 @@ class Sealer:
 
 
 class Opener:
-    """Turns received bytes back into messages; raises AuthenticationError at the first frame that is not
-    genuine."""
+    """Turns received bytes back into messages; AuthenticationError at the first frame that is not genuine."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._mac = _Mac(key)
+        self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
         self._header: Header | None = None
         self._payload = bytearray()
@@ -233,95 +229,17 @@ class Opener:
             if not isinstance(header, dict) or not isinstance(header.get("_n"), int):
                 raise AuthenticationError("a message had no proper header")
             self._header, self._missing = header, header.pop("_n")
+            if self._missing > self._max_payload_bytes:
+                raise AuthenticationError(
+                    f"a payload of {self._missing} bytes was announced; the limit is {self._max_payload_bytes}"
+                )
             body = body[_LENGTH.size + length :]
         self._payload += body
         self._missing -= len(body)
-        if self._missing < 0 or self._missing > MAX_PAYLOAD_BYTES:
+        if self._missing < 0:
             raise AuthenticationError("a message's length does not match its header")
         if self._missing:
             return None
         message = self._header, bytes(self._payload)
         self._header, self._payload = None, bytearray()
         return message
-
-
-class Connection:
-    """The client's end of an authenticated connection, on a blocking socket. One sender and one receiver at
-    a time."""
-
-    def __init__(self, sock: socket.socket, keys: Keys) -> None:
-        self._sock = sock
-        self._sealer, self._opener = Sealer(keys.to_server), Opener(keys.to_client)
-        self._ready: deque[tuple[Header, bytes]] = deque()
-
-    @classmethod
-    def connect(cls, address: str, port: int, *, secret: bytes, job: str, timeout_s: float) -> Connection:
-        """Connect and prove one another's identity within the time limit."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return cls._attempt(address, port, secret, job, deadline)
-            except EOFError:
-                # A crowd of strangers can push a handshake out of the server's waiting room: come again.
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"{address}:{port} closed every connection during the handshake for {timeout_s:g} s"
-                    ) from None
-
-    @classmethod
-    def _attempt(cls, address: str, port: int, secret: bytes, job: str, deadline: float) -> Connection:
-        sock = socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001))
-        try:
-            tune(sock)
-            keys = shake_hands(sock, secret, job, deadline)
-            sock.settimeout(None)
-        except ConnectionResetError:
-            sock.close()
-            raise EOFError from None
-        except BaseException:
-            sock.close()
-            raise
-        return cls(sock, keys)
-
-    def send(self, header: Header, payload: bytes | memoryview = b"") -> None:
-        for frame in self._sealer.frames(header, payload):
-            self._sock.sendall(frame)
-
-    def receive(self) -> tuple[Header, bytes]:
-        """The next message. Raises EOFError when the server has closed the connection."""
-        while not self._ready:
-            data = self._sock.recv(MAX_FRAME_BYTES)
-            if not data:
-                raise EOFError("the server closed the connection")
-            self._ready.extend(self._opener.feed(data))
-        return self._ready.popleft()
-
-    def shutdown(self) -> None:
-        """Wake a blocked receiver with EOFError. Harmless on a dead connection."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # already disconnected: nothing is left to wake
-            return
-
-    def close(self) -> None:
-        self._sock.close()
-
-
-def shake_hands(sock: socket.socket, secret: bytes, job: str, deadline: float) -> Keys:
-    """The client's part of the handshake on a connected socket. EOFError when the server closes it."""
-    handshake = ClientHandshake(secret, job)
-    sock.sendall(handshake.hello)
-    keys, proof = handshake.answer(_receive_exactly(sock, handshake.challenge_bytes, deadline))
-    sock.sendall(proof)
-    return keys
-
-
-def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    received = bytearray()
-    while len(received) < num_bytes:
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        data = sock.recv(num_bytes - len(received))
-        if not data:
-            raise EOFError
-        received += data
-    return bytes(received)

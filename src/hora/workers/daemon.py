@@ -30,11 +30,11 @@ def name_of(folder: str) -> tuple[str, str]:
 
 def find(folder: str) -> tuple[str, str] | None:
     """Name and key of the folder's session, if it runs."""
-    from hora.workers.gateway import connect
+    from hora.workers.gateway import server_pid
 
     name, key = name_of(folder)
     try:
-        connect(name).close()
+        server_pid(name)
     except OSError:
         return None
     return name, key

@@ -3,7 +3,7 @@
 Inside one host (`ShmAgreement`) each member owns a ring of announcements in shared memory, which the others read. The
 first member is the coordinator: whenever something has become ready it publishes a cut, that is how far into every ring
 the round reaches. Nobody polls on a timer: a member with news rings the coordinator's bell, the coordinator's round
-number wakes the members. Across hosts `mesh` carries the same announcements (`MeshAgreement`).
+number wakes the members. Across hosts `hub` carries the same announcements (`HubAgreement`).
 
 What is announced is in `announcement`.
 """
@@ -24,7 +24,7 @@ from hora.engine.request import Kind, Signature
 from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment, aligned
 
-__all__ = ["Agreement", "LocalAgreement", "MeshAgreement", "ShmAgreement"]
+__all__ = ["Agreement", "LocalAgreement", "HubAgreement", "ShmAgreement"]
 
 
 # How long the coordinator holds back news of some members in the hope that the others announce the same.
@@ -168,7 +168,7 @@ class ShmAgreement:
 
     def wake(self) -> None:
         if self._member == 0:
-            with contextlib.suppress(IndexError):  # closed meanwhile: the mesh's thread wakes queues until it ends
+            with contextlib.suppress(IndexError):  # closed meanwhile: the hub's thread wakes queues until it ends
                 self._ring()
 
     def close(self) -> None:
@@ -310,8 +310,8 @@ class ShmAgreement:
         self._bells[0].set((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
 
 
-class MeshAgreement:
-    """Agreement of a set that spans hosts: rank 0's mesh gives all members the same rounds."""
+class HubAgreement:
+    """Agreement of a set that spans hosts: rank 0's hub gives all members the same rounds."""
 
     _SLICE_S = 0.05
 
@@ -326,7 +326,7 @@ class MeshAgreement:
         self._changed = threading.Condition()
 
     def deliver(self, parts: list[tuple[int, bytes]]) -> None:
-        """A round has come, on the mesh thread."""
+        """A round has come, on the hub's thread."""
         with self._changed:
             self._rounds.append(parts)
             self._changed.notify_all()

@@ -2,7 +2,7 @@
 
 It keeps the job's key-value table, completes all-gathers, knows which ranks are lost, hands out worlds
 generation by generation, and passes results, errors and log lines on to the controller
-(`RendezvousEvents`). It starts nothing and decides nothing. All state belongs to the listener's thread;
+(`RendezvousEvents`). It starts nothing and decides nothing. All state belongs to the server's thread;
 public methods may be called from anywhere.
 
 A request is answered with `{"re": id}` on success and `{"re": id, "error": kind, "message": text}`
@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hora.net.server import Listener, Peer, Timer
-from hora.net.wire import Header
+from hora.net.server import Peer, Server, Timer
+from hora.net.wire import Credentials, Header
 from hora.world import World
 
 __all__ = ["ErrorReport", "Rendezvous", "RendezvousEvents"]
@@ -114,24 +114,24 @@ class Rendezvous:
         self._heard: dict[int, float] = {}  # worker -> when
         self._given_up: set[int] = set()  # workers that have no place ever again, should they turn up
         self._ranks: dict[Peer, tuple[int, int]] = {}  # generation and rank for which a peer spoke last
-        self._listener = Listener(bind_address, secret=secret, job=job, handler=self)
-        self.port = self._listener.port
-        self._listener.start()
+        self._server = Server(self, name="hora-rendezvous")
+        self.port = self._server.listen((bind_address, 0))
+        self._server.start(Credentials(secret, job))
 
     def set(self, key: str, value: bytes) -> None:
-        self._listener.call(lambda: self._store(key, value))
+        self._server.call(lambda: self._store(key, value))
 
     def notify(self, notice: Header) -> None:
         """Push a notice to every connected worker."""
-        self._listener.call(lambda: self._broadcast(notice))
+        self._server.call(lambda: self._broadcast(notice))
 
     def worker_exited(self, worker: int, how: str, *, failed: bool) -> None:
         """A worker's process has ended: whoever waits for it need not wait any longer."""
-        self._listener.call(lambda: self._worker_gone(worker, how, failed))
+        self._server.call(lambda: self._worker_gone(worker, how, failed))
 
     def ping(self) -> None:
         """Ask every connected worker for a sign of life; `heard_at` tells of it."""
-        self._listener.call(lambda: self._broadcast({"notice": "ping"}))
+        self._server.call(lambda: self._broadcast({"notice": "ping"}))
 
     def heard_at(self, worker: int) -> float | None:
         """When a message of this worker came last."""
@@ -139,25 +139,25 @@ class Rendezvous:
 
     def give_up(self, worker: int) -> None:
         """Have nothing to do with this worker any more, should it still be alive somewhere."""
-        self._listener.call(lambda: self._dismiss(worker))
+        self._server.call(lambda: self._dismiss(worker))
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
         """Give workers (by number) their places in a new generation; a worker without one is told to
         leave."""
-        self._listener.call(lambda: self._publish(generation, dict(worlds)))
+        self._server.call(lambda: self._publish(generation, dict(worlds)))
 
     def close(self) -> None:
-        self._listener.close()
+        self._server.close()
 
-    # ---- in the listener's thread -------------------------------------------------------------------------
+    # ---- in the server's thread -------------------------------------------------------------------------
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
         operation = _OPERATIONS.get(header["op"])
         if operation is None:
             raise ValueError(f"unknown operation {header['op']!r}")
         operation(self, peer, header, payload)
-        if peer.worker >= 0:
-            self._heard[peer.worker] = time.monotonic()
+        if peer.number >= 0:
+            self._heard[peer.number] = time.monotonic()
 
     def closed(self, peer: Peer) -> None:
         for parked in self._gets.values():
@@ -172,26 +172,26 @@ class Rendezvous:
                 self._fail_gather(key, f"rank {rank} closed its connection without a good-bye")
             elif any(one.peer is peer for one in gather.parked.values()):
                 self._fail_gather(key, f"{peer.name} closed its connection without a good-bye")
-        if peer.worker >= 0:
-            self._events.lost(peer.worker)
+        if peer.number >= 0:
+            self._events.lost(peer.number)
 
     def _hello(self, peer: Peer, header: Header, payload: bytes) -> None:
-        peer.name, peer.worker = str(header["name"]), int(header["worker"])
-        if peer.worker in self._given_up:
-            message = f"worker {peer.worker} was given up by the launcher and its place is somebody else's"
-            peer.worker = -1
+        peer.name, peer.number = str(header["name"]), int(header["worker"])
+        if peer.number in self._given_up:
+            message = f"worker {peer.number} was given up by the launcher and its place is somebody else's"
+            peer.number = -1
             peer.send({"re": header["id"], "error": "refused", "message": message})
             return
         self._answer(peer, header["id"])
-        if peer.worker >= 0:
-            self._events.joined(peer.worker)
+        if peer.number >= 0:
+            self._events.joined(peer.number)
 
     def _pong(self, peer: Peer, header: Header, payload: bytes) -> None:
         """Taken note of already."""
 
     def _bye(self, peer: Peer, header: Header, payload: bytes) -> None:
         # A polite leaver is nobody's loss: forget who it was, so that the end of its connection is no news.
-        peer.worker = -1
+        peer.number = -1
         self._ranks.pop(peer, None)
         self._answer(peer, header["id"])
 
@@ -248,7 +248,7 @@ class Rendezvous:
             parked.answer({"lengths": lengths}, joined)
 
     def _returned(self, peer: Peer, header: Header, payload: bytes) -> None:
-        self._events.returned(peer.worker, payload)
+        self._events.returned(peer.number, payload)
         self._answer(peer, header["id"])
 
     def _raised(self, peer: Peer, header: Header, payload: bytes) -> None:
@@ -259,23 +259,23 @@ class Rendezvous:
             consequence=bool(header["consequence"]),
             pickled=payload,
         )
-        self._events.raised(peer.worker, report)
+        self._events.raised(peer.number, report)
         self._answer(peer, header["id"])
 
     def _said(self, peer: Peer, header: Header, payload: bytes) -> None:
-        self._events.said(peer.worker, payload.decode(errors="replace"))
+        self._events.said(peer.number, payload.decode(errors="replace"))
 
     def _next_world(self, peer: Peer, header: Header, payload: bytes) -> None:
         generation = int(header["generation"])
         parked = self._park(peer, header, lambda: f"no world after generation {generation} was announced")
-        worker = peer.worker
+        worker = peer.number
         # A newcomer (its generation is negative) waits until there is a place for it.
         known = generation >= 0 or worker in self._worlds.by_worker or worker in self._given_up
         if self._worlds.generation > generation and known:
-            self._give_world(parked, peer.worker)
+            self._give_world(parked, peer.number)
         else:
-            self._next_worlds[peer.worker] = (parked, generation)
-            self._events.waiting(peer.worker, generation)
+            self._next_worlds[peer.number] = (parked, generation)
+            self._events.waiting(peer.number, generation)
 
     def _publish(self, generation: int, worlds: dict[int, World]) -> None:
         self._worlds = _Worlds(generation, worlds)
@@ -306,7 +306,7 @@ class Rendezvous:
             parked.answer({}, value)
 
     def _broadcast(self, notice: Header) -> None:
-        for peer in self._listener.peers:
+        for peer in self._server.peers:
             peer.send(notice)
 
     def _worker_gone(self, worker: int, how: str, failed: bool) -> None:
@@ -339,7 +339,7 @@ class Rendezvous:
     def _park(self, peer: Peer, header: Header, describe: Callable[[], str], payload: bytes = b"") -> _Parked:
         parked = _Parked(peer, int(header["id"]), describe, payload)
         deadline = time.monotonic() + float(header["timeout_s"])
-        parked.timer = self._listener.call_at(deadline, lambda: self._expire(parked))
+        parked.timer = self._server.call_at(deadline, lambda: self._expire(parked))
         return parked
 
     def _expire(self, parked: _Parked) -> None:

@@ -80,15 +80,15 @@ class _Attempts(SparkTasks):
         if self.changed is not None:
             self.changed(self.hosts())
 
-    # ---- in the listener's thread -------------------------------------------------------------------------
+    # ---- in the server's thread -------------------------------------------------------------------------
 
     def closed(self, peer: Peer) -> None:
-        if self._peers.get(peer.worker) is not peer:
+        if self._peers.get(peer.number) is not peer:
             return
         with self._arrived:
-            del self._peers[peer.worker]
-            del self._places[peer.worker]
-        self.on_message(peer.worker, {"kind": "gone"}, b"")
+            del self._peers[peer.number]
+            del self._places[peer.number]
+        self.on_message(peer.number, {"kind": "gone"}, b"")
         self.tell()
 
     def _register(self, peer: Peer, header: Header) -> None:

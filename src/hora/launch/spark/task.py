@@ -26,7 +26,8 @@ from hora.launch.host.local import LocalLauncher
 from hora.launch.job import WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.launch.spark.warm import WarmLauncher, prepare
-from hora.net.wire import Connection, Header
+from hora.net.connection import Connection, connect
+from hora.net.wire import Credentials, Header
 
 __all__ = ["SparkTask", "host_hash", "mask_secret"]
 
@@ -52,9 +53,8 @@ class SparkTask:
 
     def __call__(self, task: int) -> None:
         try:
-            connection = Connection.connect(
-                self.address, self.port, secret=self.secret, job=self.job, timeout_s=_CONNECT_LIMIT_S
-            )
+            credentials = Credentials(self.secret, self.job)
+            connection = connect((self.address, self.port), credentials, timeout_s=_CONNECT_LIMIT_S)
         except OSError as error:
             raise RuntimeError(
                 f"task {task} on {socket.gethostname()} cannot reach the driver at "

@@ -14,8 +14,8 @@ from typing import Any
 
 from hora.launch.spark.placement import TaskPlace
 from hora.launch.spark.task import SparkTask
-from hora.net.server import Listener, Peer
-from hora.net.wire import Header, new_secret
+from hora.net.server import Peer, Server
+from hora.net.wire import Credentials, Header, new_secret
 
 __all__ = ["SparkTasks"]
 
@@ -26,7 +26,7 @@ class SparkTasks:
     """The connections to `num_tasks` tasks. `on_message(task, header, payload)` gets what they say after
     "here".
 
-    A connection that ends is told as the message `{"kind": "gone"}`. Both are called in the listener's
+    A connection that ends is told as the message `{"kind": "gone"}`. Both are called in the server's
     thread.
     """
 
@@ -40,12 +40,9 @@ class SparkTasks:
         self._secret = new_secret()
         self._job = f"spark-{secrets.token_hex(8)}"
         self.on_message: Callable[[int, Header, bytes], None] = _ignore
-        self._listener = Listener(bind_address, secret=self._secret, job=self._job, handler=self)
-        self._listener.start()
-
-    @property
-    def port(self) -> int:
-        return self._listener.port
+        self._server = Server(self, name="hora-spark-tasks")
+        self.port = self._server.listen((bind_address, 0))
+        self._server.start(Credentials(self._secret, self._job))
 
     @property
     def secret(self) -> bytes:
@@ -87,32 +84,32 @@ class SparkTasks:
             return list(self._places.values())
 
     def send(self, task: int, header: Header, payload: bytes = b"") -> None:
-        self._listener.call(lambda: self._send(task, header, payload))
+        self._server.call(lambda: self._send(task, header, payload))
 
     def dismiss(self) -> None:
         """Have every task end its process, if it still runs, and return to Spark."""
-        self._listener.call(self._dismiss)
+        self._server.call(self._dismiss)
 
     def close(self) -> None:
-        self._listener.close()
+        self._server.close()
 
-    # ---- in the listener's thread -------------------------------------------------------------------------
+    # ---- in the server's thread -------------------------------------------------------------------------
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
         if header["kind"] == "here":
             self._register(peer, header)
         else:
-            self.on_message(peer.worker, header, payload)
+            self.on_message(peer.number, header, payload)
 
     def closed(self, peer: Peer) -> None:
-        if self._peers.get(peer.worker) is not peer:
+        if self._peers.get(peer.number) is not peer:
             return
         with self._arrived:
-            del self._peers[peer.worker]
+            del self._peers[peer.number]
             if self.on_message is _ignore:  # nothing runs yet: Spark repeats the stage, and the task comes again
-                del self._places[peer.worker]
+                del self._places[peer.number]
             self.lost_one = self.lost_one or not self._dismissed
-        self.on_message(peer.worker, {"kind": "gone"}, b"")
+        self.on_message(peer.number, {"kind": "gone"}, b"")
 
     def _register(self, peer: Peer, header: Header) -> None:
         task = int(header["task"])
@@ -122,7 +119,7 @@ class SparkTasks:
                 # to go.
                 peer.send({"kind": "leave"})
                 return
-            peer.worker, peer.name = task, f"Spark task {task}"
+            peer.number, peer.name = task, f"Spark task {task}"
             self._peers[task] = peer
             self._places[task] = TaskPlace(task=task, host=str(header["host"]), gpus=tuple(map(str, header["gpus"])))
             self._arrived.notify_all()

@@ -1,0 +1,122 @@
+"""The client's end of an authenticated connection: connect, prove, send and receive.
+
+Every client in the house connects through `connect`: workers and Spark tasks to their launcher, ranks to rank 0 and to
+one another for shared memory, callers to a session of workers. Its other end is a `server`.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from types import TracebackType
+
+from hora.net import sockets
+from hora.net.sockets import Where
+from hora.net.wire import MAX_FRAME_BYTES, ClientHandshake, Credentials, Header, Keys, Opener, Sealer
+
+__all__ = ["Connection", "connect"]
+
+_SHORTEST_REST_S, _LONGEST_REST_S = 0.005, 0.2
+
+
+def connect(where: Where, credentials: Credentials, *, timeout_s: float, silence_limit_s: int = 30) -> Connection:
+    """Connect and prove one another's identity within the time limit.
+
+    AuthenticationError if the server does not hold the secret, TimeoutError after the limit, another OSError (refused,
+    unreachable, another user's socket) at once.
+    """
+    deadline, rest_s = time.monotonic() + timeout_s, _SHORTEST_REST_S
+    while True:
+        try:
+            return _attempt(where, credentials, deadline, silence_limit_s)
+        except EOFError:
+            # A crowd of strangers can push a handshake out of the server's waiting room: come again.
+            if time.monotonic() + rest_s >= deadline:
+                name = where if isinstance(where, str) else f"{where[0]}:{where[1]}"
+                raise TimeoutError(f"{name} closed every connection during the handshake for {timeout_s:g} s") from None
+            time.sleep(rest_s)
+            rest_s = min(2 * rest_s, _LONGEST_REST_S)
+
+
+def _attempt(where: Where, credentials: Credentials, deadline: float, silence_limit_s: int) -> Connection:
+    sock = sockets.open_socket(where, limit_s=deadline - time.monotonic())
+    try:
+        sockets.tune(sock, silence_limit_s=silence_limit_s)
+        keys = _shake_hands(sock, credentials, deadline)
+        sock.settimeout(None)
+    except (ConnectionResetError, BrokenPipeError):
+        sock.close()
+        raise EOFError from None
+    except BaseException:
+        sock.close()
+        raise
+    return Connection(sock, keys)
+
+
+def _shake_hands(sock: socket.socket, credentials: Credentials, deadline: float) -> Keys:
+    """The client's part of the handshake. EOFError when the server closes the connection."""
+    handshake = ClientHandshake(credentials)
+    sock.sendall(handshake.hello)
+    keys, proof = handshake.answer(_receive_exactly(sock, handshake.challenge_bytes, deadline))
+    sock.sendall(proof)
+    return keys
+
+
+def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
+    received = bytearray()
+    while len(received) < num_bytes:
+        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        data = sock.recv(num_bytes - len(received))
+        if not data:
+            raise EOFError
+        received += data
+    return bytes(received)
+
+
+class Connection:
+    """An authenticated connection on a blocking socket. One sender and one receiver at a time."""
+
+    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+        self.sock = sock
+        self.sealer, self.opener = Sealer(keys.to_server), Opener(keys.to_client)
+        self._ready: deque[tuple[Header, bytes]] = deque()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, header: Header, payload: bytes | memoryview = b"") -> None:
+        for frame in self.sealer.frames(header, payload):
+            self.sock.sendall(frame)
+
+    def receive(self, *, limit_s: float | None = None) -> tuple[Header, bytes]:
+        """The next message. EOFError when the server has closed the connection, TimeoutError after so long a silence."""
+        if limit_s is not None:
+            self.sock.settimeout(limit_s)
+        while not self._ready:
+            data = self.sock.recv(MAX_FRAME_BYTES)
+            if not data:
+                raise EOFError("the server closed the connection")
+            self._ready.extend(self.opener.feed(data))
+        return self._ready.popleft()
+
+    def receive_descriptor(self, *, limit_s: float) -> int | None:
+        """The file descriptor that the server at the other end of a local socket hands over; None: it has none."""
+        self.sock.settimeout(max(limit_s, 0.001))
+        _, descriptors, _, _ = socket.recv_fds(self.sock, 1, 1)
+        return descriptors[0] if descriptors else None
+
+    def shutdown(self) -> None:
+        """Wake a blocked receiver with EOFError. Harmless on a dead connection."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # already disconnected: nothing is left to wake
+            return
+
+    def close(self) -> None:
+        self.sock.close()

@@ -1,0 +1,102 @@
+"""One connection of a server, from the handshake to its last message. The server makes and reads it; any thread sends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from hora.net.wire import Header, Opener, Sealer, ServerHandshake
+
+__all__ = ["Peer"]
+
+
+class Peer:
+    """States: stranger (until `handshake` is done) -> authenticated (`opener` and `sealer` exist) -> closed (not `open`).
+
+    `name`, and the `number` of the worker, task or rank for which it speaks, belong to the server's handler. `host`:
+    the address from which it comes, or its process where that is local; `where`: the same in more detail, for messages.
+    `flush` and `drop` are the server's; it calls them in its thread.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        host: str,
+        where: str,
+        flush: Callable[[Peer], None],
+        drop: Callable[[Peer], None],
+    ) -> None:
+        self.sock, self.host, self.where = sock, host, where
+        self.since = time.monotonic()
+        self.name, self.number = where, -1
+        self.handshake: ServerHandshake | None = None
+        self.opener: Opener | None = None
+        self.sealer: Sealer | None = None
+        self.open = True
+        self.drained = True  # nothing waits to be sent
+        self._flush, self._drop = flush, drop
+        self._lock = threading.Lock()
+        self._outbox: deque[tuple[Header, bytes]] = deque()
+        self._frames: Iterator[bytes] = iter(())
+        self._unsent = memoryview(b"")
+
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        """Send a message as fast as the peer reads, without waiting for it. Dropped if the peer is gone."""
+        with self._lock:
+            if not self.open:
+                return
+            self._outbox.append((header, payload))
+            if not self.drained:  # the server's thread is at it
+                return
+            with contextlib.suppress(OSError):  # the server's thread will meet it again
+                if self._push():
+                    return
+        self._flush(self)
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Hand a file descriptor to the process at the other end of a local socket. OSError if it is gone."""
+        with self._lock:
+            socket.send_fds(self.sock, [b"F"], [descriptor])
+
+    def push(self) -> bool:
+        """Send what the socket takes now; False when something is left."""
+        with self._lock:
+            return self._push()
+
+    def close(self) -> None:
+        """End the connection, soon."""
+        self._drop(self)
+
+    def close_socket(self) -> None:
+        """The end, for the server: no other thread is sending now, none will any more."""
+        with self._lock:
+            self.open = False
+            self.sock.close()
+
+    def _push(self) -> bool:
+        self.drained = False
+        while True:
+            if not self._unsent:
+                frame = self._next_frame()
+                if frame is None:
+                    self.drained = True
+                    return True
+                self._unsent = memoryview(frame)
+            try:
+                sent = self.sock.send(self._unsent)
+            except BlockingIOError:
+                return False
+            self._unsent = self._unsent[sent:]
+
+    def _next_frame(self) -> bytes | None:
+        frame = next(self._frames, None)
+        if frame is None and self._outbox:
+            assert self.sealer is not None
+            self._frames = self.sealer.frames(*self._outbox.popleft())
+            frame = next(self._frames)
+        return frame

@@ -1,0 +1,254 @@
+"""The server without a launcher or ranks: local and TCP connections in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hora.errors import AuthenticationError
+from hora.net import sockets, strangers
+from hora.net.connection import connect
+from hora.net.server import Peer, Server
+from hora.net.wire import Credentials, new_secret
+
+LIMIT_S = 20.0
+
+
+class Echo:
+    """Sends every message back, or does what it is told to do with it."""
+
+    def __init__(self, react: Callable[[Peer, dict, bytes], None] | None = None) -> None:
+        self.react = react
+        self.closings: queue.SimpleQueue[Peer] = queue.SimpleQueue()
+
+    def message(self, peer: Peer, header: dict, payload: bytes) -> None:
+        if self.react is not None:
+            self.react(peer, header, payload)
+        else:
+            peer.send(header, payload)
+
+    def closed(self, peer: Peer) -> None:
+        self.closings.put(peer)
+
+
+class Place:
+    """A server at a local socket and at a port."""
+
+    def __init__(self) -> None:
+        self.echo, self.credentials = Echo(), Credentials(new_secret(), "test")
+        self.name = f"hora-test-{new_secret().hex()}"
+        self.server = Server(self.echo, name="test", max_payload_bytes=1 << 20)
+        self.server.listen(self.name)
+        self.tcp = ("127.0.0.1", self.server.listen(("127.0.0.1", 0)))
+        self.server.start(self.credentials)
+
+    def connect(self, where: sockets.Where | None = None, timeout_s: float = LIMIT_S):
+        return connect(where or self.name, self.credentials, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    place = Place()
+    yield place
+    place.server.close()
+
+
+def test_one_server_at_a_local_socket_and_at_a_port(place: Place):
+    for where in (place.name, place.tcp):
+        with place.connect(where) as connection:
+            connection.send({"n": 1}, b"payload")
+            assert connection.receive(limit_s=LIMIT_S) == ({"n": 1}, b"payload")
+        assert place.echo.closings.get(timeout=LIMIT_S)
+
+
+def test_another_secret_and_another_purpose_are_refused(place: Place):
+    for credentials in (Credentials(new_secret(), "test"), Credentials(place.credentials.secret, "other")):
+        for where in (place.name, place.tcp):
+            with pytest.raises(AuthenticationError):
+                connect(where, credentials, timeout_s=LIMIT_S)
+
+
+def test_a_process_of_another_user_is_not_let_in(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(sockets, "process_at", lambda sock: sockets.Process(7, os.geteuid() + 1))
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(LIMIT_S)
+        sock.connect("\0" + place.name)
+        assert sock.recv(1) == b""
+    assert "it belongs to another user" in caplog.text
+    with pytest.raises(ConnectionError, match=f"belongs to user {os.geteuid() + 1}"):
+        place.connect()
+    monkeypatch.undo()
+    place.connect().close()
+
+
+def test_a_payload_above_the_servers_limit_ends_the_connection(place: Place):
+    with place.connect() as connection:
+        connection.send({}, bytes(1 << 20))
+        assert len(connection.receive(limit_s=LIMIT_S)[1]) == 1 << 20
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it hung up before it had read everything
+            connection.send({}, bytes((1 << 20) + 1))
+        with pytest.raises((EOFError, ConnectionResetError)):
+            connection.receive(limit_s=LIMIT_S)
+
+
+def test_a_descriptor_travels_over_a_local_socket(place: Place):
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, b"shared")
+
+    def hand_over(peer: Peer, header: dict, payload: bytes) -> None:
+        peer.send_descriptor(descriptor)
+        peer.close()
+
+    place.echo.react = hand_over
+    with place.connect() as connection:
+        connection.send({})
+        received = connection.receive_descriptor(limit_s=LIMIT_S)
+        assert os.pread(received, 10, 0) == b"shared"
+        assert connection.receive_descriptor(limit_s=LIMIT_S) is None
+    os.close(descriptor)
+    os.close(received)
+
+
+def test_any_thread_may_send_and_a_peer_that_does_not_read_delays_nobody(place: Place):
+    found: queue.SimpleQueue[Peer] = queue.SimpleQueue()
+    place.echo.react = lambda peer, header, payload: found.put(peer)
+    with place.connect() as slow, place.connect() as other:
+        peers = []
+        for connection in (slow, other):
+            connection.send({})
+            peers.append(found.get(timeout=LIMIT_S))
+        chunk = os.urandom(1 << 18)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda n: peers[0].send({"n": n}, chunk), range(32)))  # far more than its socket takes
+        assert not peers[0].drained
+        peers[1].send({"quick": True})
+        assert other.receive(limit_s=LIMIT_S)[0] == {"quick": True}
+        came = [slow.receive(limit_s=LIMIT_S) for _ in range(32)]
+    assert {header["n"] for header, _ in came} == set(range(32))
+    assert {payload for _, payload in came} == {chunk}
+
+
+def test_a_connection_of_our_own_is_served_like_the_others(place: Place):
+    echo = Echo(lambda peer, header, payload: heard.put((peer.number, header)))
+    heard: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+    own = Server(echo, name="own")
+    try:
+        peer = own.peer_at(place.connect())
+        peer.number = 3
+        own.serve(peer)
+        own.start(Credentials(new_secret(), "own"))
+        peer.send({"say": "it"})
+        assert heard.get(timeout=LIMIT_S) == (3, {"say": "it"})
+        place.server.close()
+        assert echo.closings.get(timeout=LIMIT_S) is peer
+    finally:
+        own.close()
+
+
+def test_the_owner_hears_of_an_error_that_ends_the_thread(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    told: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    server = Server(Echo(), name="test", failed=told.put)
+    server.start(Credentials(new_secret(), "test"))
+    server.call(lambda: 1 / 0)
+    assert isinstance(told.get(timeout=LIMIT_S), ZeroDivisionError)
+    server.close()
+
+
+def test_a_client_that_is_pushed_out_by_a_crowd_comes_again(place: Place, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(strangers, "MAX_STRANGERS", 2)
+    crowd = [sockets.open_socket(place.name, limit_s=LIMIT_S) for _ in range(20)]
+    place.connect().close()
+    for sock in crowd:
+        sock.close()
+
+
+def test_a_server_that_closes_every_handshake_is_named():
+    with sockets.listen(("127.0.0.1", 0)) as listener:
+        where = listener.getsockname()[:2]
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(connect, where, Credentials(new_secret(), "test"), timeout_s=0.2)
+            listener.settimeout(LIMIT_S)
+            while not waiting.done():
+                listener.settimeout(0.5)
+                try:
+                    listener.accept()[0].close()
+                except TimeoutError:
+                    break
+            with pytest.raises(TimeoutError, match=r"closed every connection during the handshake for 0\.2 s"):
+                waiting.result(LIMIT_S)
+
+
+def test_a_local_name_that_is_taken_is_refused_and_a_closed_one_is_free(place: Place):
+    with pytest.raises(OSError, match="in use"):
+        sockets.listen(place.name)
+    place.server.close()
+    sockets.listen(place.name).close()
+
+
+def test_a_server_that_was_never_started_closes():
+    server = Server(Echo(), name="test")
+    name = f"hora-test-{new_secret().hex()}"
+    server.listen(name)
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        sockets.open_socket(name, limit_s=1)
+
+
+def test_an_abandoned_server_leaves_its_peers_to_others(place: Place):
+    """What a forked child does with the server that it inherited."""
+    server = Server(Echo(), name="never started")
+    name = f"hora-test-{new_secret().hex()}"
+    server.listen(name)
+    server.abandon()
+    server.close()
+    sockets.listen(name).close()
+
+
+def test_the_handler_is_not_told_of_a_dead_peer_in_the_middle_of_its_work(place: Place):
+    """It may be walking through what the dead peer's end would change."""
+    came, dead, told = threading.Event(), threading.Event(), queue.SimpleQueue()
+
+    class Handler:
+        at_work = False
+        first: Peer | None = None
+
+        def message(self, peer: Peer, header: dict, payload: bytes) -> None:
+            if self.first is None:
+                self.first = peer
+                came.set()
+                return
+            self.at_work = True
+            assert dead.wait(LIMIT_S)
+            for _ in range(3):
+                self.first.send({"notice": "too late"})
+            self.at_work = False
+
+        def closed(self, peer: Peer) -> None:
+            told.put((peer is self.first, self.at_work))
+
+    server = Server(Handler(), name="test")
+    where = ("127.0.0.1", server.listen(("127.0.0.1", 0)))
+    server.start(place.credentials)
+    first, second = (place.connect(where) for _ in range(2))
+    try:
+        first.send({"op": "here"})
+        assert came.wait(LIMIT_S)
+        second.send({"op": "here"})
+        first.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        first.close()
+        dead.set()
+        assert told.get(timeout=LIMIT_S) == (True, False)
+    finally:
+        second.close()
+        server.close()
