@@ -65,9 +65,6 @@ class ProcessSets:
         """The queues of the sets that this rank is in, by number."""
         return [queue for _, queue in sorted(self._queues.items())]
 
-    def queue_or_none(self, number: int) -> OperationQueue | None:
-        return self._queues.get(number)
-
     def queue(self, number: int) -> OperationQueue:
         """ValueError for a set that does not exist, or that this rank is not in."""
         queue = self._queues.get(number)

@@ -14,16 +14,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hora.engine.agree.agreement import Agreement
 from hora.engine.execute import execute, execute_on_device
-from hora.engine.plan import Batch, Planner
+from hora.engine.plan import Batch, Part, Planner
 from hora.engine.recording import operation_name, recorded
 from hora.engine.request import Key, Kind, Request, Signature, full_names
-from hora.engine.shm.barrier import Gate
-from hora.engine.shm.bound import Binding, reduce_bound
+from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.stall import StallInspector
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
@@ -36,6 +36,7 @@ __all__ = ["OperationQueue", "QueueHost"]
 log = logging.getLogger("hora")
 
 _WAITER_SLICE_S = 0.5
+ExecuteBound = Callable[[Part, "Request | None", Transport], None]  # no request: this rank has joined
 
 
 class QueueHost(Protocol):
@@ -87,8 +88,8 @@ class OperationQueue:
         self._core = core
         self._transports: dict[str, Transport] = {}
         self._in_flight: dict[Key, Request] = {}
-        self.bindings: dict[str, Binding] = {}
-        self.gates: list[Gate] = []
+        self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
+        self.barriers: weakref.WeakSet[SharedMemoryBarrier] = weakref.WeakSet()  # of bound reductions and their owners
         self._unnamed: dict[str, int] = {}
         self._lock = threading.Lock()  # submission: in-flight table, numbering, announcements
         self._progress = threading.Lock()  # held by whoever drives
@@ -209,9 +210,14 @@ class OperationQueue:
                 for transport in self._transports.values():
                     transport.close()
                 self._transports.clear()
+                self.bound.clear()
                 self.agreement.close()
             finally:
                 self._progress.release()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        return self._host.timeline
 
     @property
     def num_in_flight(self) -> int:
@@ -274,7 +280,7 @@ class OperationQueue:
             self._end_join(batch)
         elif batch.error is not None:
             self._finish(requests.values(), HorovodInternalError(batch.error))
-        elif batch.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET, Kind.REGION):
+        elif batch.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET, Kind.SHARED_MEMORY):
             result = self._host.control_batch(batch)
             for request in requests.values():
                 request.result = result
@@ -303,8 +309,7 @@ class OperationQueue:
             execute_on_device(batch, requests, transport, self.member, self.ranks)
         elif batch.signature.extra and batch.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
             (part,) = batch.parts
-            binding = self.bindings[str(part.key[1])]
-            reduce_bound(part, requests.get(part.key), binding, transport, self.member)
+            self.bound[str(part.key[1])](part, requests.get(part.key), transport)
         else:
             execute(batch, requests, transport, self.member, self.ranks)
 

@@ -20,6 +20,7 @@ __all__ = [
     "ITEM_BYTES",
     "Key",
     "Kind",
+    "Reduce",
     "ReduceOp",
     "Request",
     "Signature",
@@ -40,7 +41,7 @@ class Kind(IntEnum):
     JOIN = 6
     ADD_PROCESS_SET = 7
     REMOVE_PROCESS_SET = 8
-    REGION = 9
+    SHARED_MEMORY = 9
 
 
 KINDS = tuple(Kind)  # by number: indexing is several times faster than calling the enum
@@ -55,6 +56,14 @@ class ReduceOp(IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+
+
+class Reduce(NamedTuple):
+    """A reduction: times `prescale`, combined by `op`, times `postscale`."""
+
+    op: int = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
 
 
 # Requests match by operation name and either the user's name or the running number of unnamed ones.
@@ -75,6 +84,10 @@ class Signature(NamedTuple):
     root: int = -1
     device: str = "cpu"
     extra: tuple[int, ...] = ()
+
+    @property
+    def reduce(self) -> Reduce:
+        return Reduce(self.op, self.prescale, self.postscale)
 
     def key(self, instance: int) -> Key:
         """The key of the request with this running number, which counts only if it has no name."""

@@ -23,8 +23,8 @@ from hora.engine.plan import Batch
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
 from hora.engine.request import Kind, ReduceOp, Request, Signature
-from hora.engine.shm.prepared import Prepared
-from hora.engine.shm.segment import Segment
+from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.shm.segment import SharedMemory
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.transport.factory import make_transport
@@ -51,7 +51,6 @@ class Runtime:
         self._next_handle = itertools.count()
         self._peers: Peers | None = None  # none in a world of one
         self.process_sets = ProcessSets(world, config, self.status, host=self)
-        self.prepared = Prepared(self)
         self.pid = os.getpid()
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
@@ -180,17 +179,17 @@ class Runtime:
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
         # In every set, so that its other members need not wait for what will not come.
-        gates = [gate for queue in self.process_sets.queues() for gate in queue.gates]
-        for gate in gates:
-            gate.leave()
+        barriers = [barrier for queue in self.process_sets.queues() for barrier in queue.barriers]
+        for barrier in barriers:
+            barrier.leave()
         others = [queue.process_set_id for queue in self.process_sets.queues() if queue.process_set_id]
         handles = [self.submit(Kind.JOIN, process_set_id=number) for number in others]
         last = int(self.execute(Kind.JOIN))
         for handle in handles:
             self.synchronize(handle)
-        for gate in gates:
-            gate.come_back()
-        self.barrier()  # nobody may pass a gate before all have come back to it
+        for barrier in barriers:
+            barrier.come_back()
+        self.barrier()  # no rank may wait at one of them before all have come back to it
         return last
 
     # Process sets.
@@ -211,23 +210,41 @@ class Runtime:
             return False
         return bool(self._control(self.process_sets.queue(0), Kind.REMOVE_PROCESS_SET, (process_set_id,)))
 
-    def shared_segment(self, process_set_id: int, num_bytes: int) -> Segment | None:
+    def shared_memory(self, process_set_id: int, num_bytes: int) -> SharedMemory | None:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
-        queue, near = self.process_sets.queue(process_set_id), self._peers
-        if near is None or len(queue.ranks) == 1 or not near.share_memory(queue.ranks):
+        queue, peers = self.process_sets.queue(process_set_id), self._peers
+        if peers is None or len(queue.ranks) == 1 or not peers.share_memory(queue.ranks):
             return None
-        segment: Segment | None = self._control(queue, Kind.REGION, (process_set_id, num_bytes))
-        return segment
+        segment = self._control(queue, Kind.SHARED_MEMORY, (process_set_id, num_bytes))
+        return None if segment is None else SharedMemory(segment)
+
+    def shared_barrier(self, memory: SharedMemory, *, name: str, process_set_id: int = 0) -> SharedMemoryBarrier:
+        """A barrier of the members in the next piece of their memory (collective)."""
+        queue, config = self.process_sets.queue(process_set_id), self.config
+        barrier = SharedMemoryBarrier(
+            memory.segment,
+            memory.reserve(SharedMemoryBarrier.num_bytes(len(queue.ranks))),
+            member=queue.member,
+            ranks=queue.ranks,
+            name=name,
+            # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
+            guard=self.status.check_open,
+            warning_s=0.0 if config.stall_check_disable else config.stall_warning_s,
+            shutdown_s=config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0,
+            stalled=self.stalled,
+        )
+        queue.barriers.add(barrier)
+        return barrier
 
     def control_batch(self, batch: Batch) -> Any:
         """Carry out what `_control` requested when all have agreed to it, on the thread that drives the queue."""
         values = batch.signature.extra
         if batch.kind is Kind.ADD_PROCESS_SET:
             return self.process_sets.register(tuple(values))
-        if batch.kind is Kind.REGION:
+        if batch.kind is Kind.SHARED_MEMORY:
             assert self._peers is not None
             number, num_bytes = values
-            label = f"{self.process_sets.label(number)}/region"
+            label = f"{self.process_sets.label(number)}/memory"
             return self._peers.share_or_none(label, self.process_sets.ranks(number), num_bytes)
         (number,) = values
         self.process_sets.remove(number)

@@ -55,8 +55,8 @@ from hora.torch.ops import (
     reducescatter,
     reducescatter_async,
 )
-from hora.torch.optimizer.base import DistributedOptimizer
 from hora.torch.optimizer.clip import clip_grad_norm_
+from hora.torch.optimizer.distributed import DistributedOptimizer
 from hora.torch.optimizer.error_feedback import ErrorFeedback
 from hora.torch.optimizer.state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set

@@ -1,9 +1,9 @@
-"""A gate: where the members of a set on one host wait for one another, by counters alone.
+"""A barrier in shared memory: where the members of a set on one host wait for one another, by counters alone.
 
-What is prepared on all members, blocks its caller and is passed by all of them in the same order needs no agreement:
-everybody says how often it has come and looks at the others' numbers, which takes microseconds. Bound reductions use it.
+What all members have set up, blocks its caller and is passed by all of them in the same order needs no agreement: each
+member says how often it has come and looks at the others' numbers, which takes microseconds. Bound reductions use it.
 
-Joining: a member that joins leaves the gate open and says how often it really came. Whoever passes later takes it for
+Joining: a member that joins leaves the barrier open and says how often it really came. Those that come later take it for
 absent. When all have joined, all go on from the highest number.
 """
 
@@ -17,7 +17,7 @@ from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard
 
-__all__ = ["Gate"]
+__all__ = ["SharedMemoryBarrier"]
 
 log = logging.getLogger("hora")
 
@@ -25,7 +25,7 @@ _OPEN = 2**62
 _LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead one the guard's
 
 
-class Gate:
+class SharedMemoryBarrier:
     """`name` is what a stall report says is waited for. `stalled(ranks, text)` ends the job."""
 
     def __init__(
@@ -42,10 +42,10 @@ class Gate:
         stalled: Callable[[Sequence[int], str], None],
     ) -> None:
         self.name = name
+        self.guard = guard
         self.num_passed = 0
         self._member = member
         self._ranks = ranks
-        self._guard = guard
         self._warning_s, self._shutdown_s = warning_s, shutdown_s
         self._stalled = stalled
         places = [offset + 2 * LINE_BYTES * peer for peer in range(len(ranks))]
@@ -55,37 +55,37 @@ class Gate:
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
-        """What a gate needs of shared memory."""
+        """What a barrier needs of shared memory."""
         return 2 * LINE_BYTES * num_members
 
-    def pass_through(self) -> list[int]:
+    def wait(self) -> list[int]:
         """Return when every member has come as often as this one; gives the members that are absent (joined)."""
         self.num_passed = number = self.num_passed + 1
         self._came[self._member].set(number)
         absent: list[int] = []
         for peer, counter in self._peers:
             if counter.value < number:
-                self._wait(counter, number)
+                self._wait_for(counter, number)
             if counter.value >= _OPEN and self._really_came[peer].value < number:
                 absent.append(peer)
         return absent
 
     def leave(self) -> None:
-        """This member joins: nobody needs to wait for it."""
+        """This member joins: the others need not wait for it."""
         self._really_came[self._member].store(self.num_passed)
         self._came[self._member].set(_OPEN)
 
     def come_back(self) -> None:
-        """All members have left: go on together. Nobody may pass before all have come back."""
+        """All members have left: go on together. No member may `wait` before all have come back."""
         self.num_passed = max(counter.value for counter in self._really_came)
         self._came[self._member].set(self.num_passed)
 
-    def _wait(self, counter: Counter, number: int) -> None:
+    def _wait_for(self, counter: Counter, number: int) -> None:
         begin = warned = time.monotonic()
 
         def guard() -> None:
             nonlocal warned
-            self._guard()
+            self.guard()
             now = time.monotonic()
             if not self._warning_s or now - warned < self._warning_s:
                 return

@@ -1,17 +1,18 @@
-"""A binding: a reduction of the same shared memory, requested again and again under one name.
+"""A bound reduction: what the optimizer reduces in every step, in memory that all members of a set have mapped.
 
-Every member's data lies in memory that all members have mapped, so it is reduced where it is. What never changes is put
-together once, by `Prepared.bind`; afterwards a request costs little more than its announcement. That all members have
-announced a request also says that all data is there, so nobody waits before reading it.
+Every member's data lies in that memory, so it is reduced where it is. What never changes is put together once, when the
+reduction is bound; afterwards a step costs little more than an announcement. That all members have announced it also
+says that all data is there, so no member waits before reading it.
 
-Three ways. *Sliced* allreduce: member m reduces slice m into everybody's data, and all wait for one another at the end.
-*Direct* allreduce of little data: everybody reduces all of it into a private result; nobody waits, because the data of
-the next request goes to a second place and the one after that is agreed on by members that are done with this one.
-*Scatter*: everybody reduces its slice; the caller sees to it that nobody writes new data before all have read, or has
-the request end together.
-The last two need no order among requests, so a caller that would wait anyway can meet the others at a `Gate` instead.
+Three ways. *Sliced* allreduce: member m reduces slice m into all members' data, and all wait for one another at the end.
+*Direct* allreduce of little data: each member reduces all of it into a private result; none waits, because the data of
+the next step goes to a second place, and the step after that is agreed on by members that are done with this one.
+*Scatter*: each member reduces its slice; the caller sees to it that no member writes new data before all have read, or
+has the reduction end together.
+The last two need no order among requests, so a caller that would wait anyway meets the others at a barrier instead.
 
-The queue keeps the bindings of its set, because a rank that has joined takes part in what it has not requested.
+The optimizer's buckets call `start` and `wait`. The queue of the set calls `_execute` when the members have agreed, also
+on a rank that has joined and takes part in what it has not started.
 """
 
 from __future__ import annotations
@@ -20,106 +21,164 @@ from collections.abc import Sequence
 
 import torch
 
-from hora.engine.plan import Part
-from hora.engine.request import Kind, Request, Signature
-from hora.engine.shm.barrier import Gate
+from hora.engine.plan import Batch, Part
+from hora.engine.queue import OperationQueue
+from hora.engine.recording import operation_name, recorded
+from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name, full_names
+from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, reduce_slice
 from hora.engine.transport.arithmetic import reduction
 from hora.engine.transport.base import Transport
 from hora.engine.transport.threads import single_threaded
 from hora.errors import HorovodInternalError
 
-__all__ = ["Binding", "reduce_at_gate", "reduce_bound"]
+__all__ = ["BoundReduction"]
 
 
-class Binding:
+class BoundReduction:
     """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce.
 
-    `ends_together`: when a request is done here, all members have read the data.
+    All members must have bound it before one starts it. `ends_together`: when it is done here, all members have read the
+    data. In a step: idle --`start`--> in flight --`wait`--> idle; with a `barrier`, `wait` alone does the work.
     """
-
-    __slots__ = ("_cuts", "_turn", "ends_together", "gate", "out", "places", "process_set_id", "scratch", "signature")
 
     def __init__(
         self,
-        process_set_id: int,
-        signature: Signature,
+        queue: OperationQueue,
+        kind: Kind,
         places: Sequence[Sequence[torch.Tensor]],
-        out: torch.Tensor | None,
-        gate: Gate | None = None,
         *,
+        name: str,
+        reduce: Reduce,
+        out: torch.Tensor | None = None,
+        barrier: SharedMemoryBarrier | None = None,
         ends_together: bool = False,
     ) -> None:
-        self.gate = gate
-        self.ends_together = ends_together or out is None
-        self.process_set_id = process_set_id
-        self.signature = signature
+        example = places[0][0]
         self.places = places
         self.out = out
-        self.scratch = torch.empty_like(out) if out is not None and len(places) > 1 else None
+        self.barrier = barrier
+        self._queue = queue
+        self._name = name
+        self._signature = Signature(
+            int(kind),
+            kind.name.lower(),
+            name,
+            (dtype_name(example.dtype),),
+            ((example.numel(),),),
+            *reduce,
+            extra=(1,),
+        )
+        self._arithmetic = reduction(reduce.op, example.dtype, reduce.prescale, reduce.postscale, len(places[0]))
+        self._scatters = kind is Kind.REDUCESCATTER
+        self._ends_together = ends_together or out is None
+        self._scratch = torch.empty_like(out) if out is not None and len(places) > 1 else None
         self._turn = 0
         self._cuts: list[Cut] | None = None
+        self._request: Request | None = None  # in flight
+        queue.bound[name] = self._execute
 
     @property
     def turn(self) -> int:
-        """The place for the data of the next request. At a gate, the number of those that came before: a rank that had
-        joined knows it, although it did not take part."""
-        return self.gate.num_passed % len(self.places) if self.gate is not None else self._turn
-
-    def next_turn(self) -> None:
-        self._turn = (self._turn + 1) % len(self.places)
-
-    def cuts(self, member: int) -> list[Cut]:
-        """The pieces of the member's slice, the same in every step: only direct reductions have several places."""
-        if self._cuts is None:
-            self._cuts = cut_slice(self.places[0], member)
-        return self._cuts
+        """Which place takes the data of the next step. At a barrier, the number of those that came before: a rank that
+        had joined knows it, although it did not take part."""
+        return self.barrier.num_passed % len(self.places) if self.barrier is not None else self._turn
 
     @property
-    def kind(self) -> Kind:
-        return Kind(self.signature.kind)
+    def in_flight(self) -> bool:
+        """Whether it was started and not yet waited for."""
+        return self._request is not None
 
+    @property
+    def done(self) -> bool:
+        """Whether it was started and `wait` would return at once."""
+        return self._request is not None and self._request.done
 
-def reduce_bound(part: Part, request: Request | None, binding: Binding, transport: Transport, member: int) -> None:
-    """Carry out one bound request, agreed on by all; None: this rank has joined and adds nothing."""
-    signature, views, out = binding.signature, binding.places[binding.turn], binding.out
-    arithmetic = reduction(signature.op, views[0].dtype, signature.prescale, signature.postscale, len(views))
-    if request is None:
-        views[member].zero_()
-    if any(announced is None for announced in part.signatures):
-        transport.barrier()  # who has joined has cleared its data just now
-    with single_threaded():
-        if binding.kind is Kind.REDUCESCATTER:
-            assert out is not None, signature.name
-            reduce_slice(binding.cuts(member), arithmetic, out)
-        elif out is not None and binding.scratch is not None:
-            arithmetic.combine(views, out, binding.scratch)
-            arithmetic.finish_(out)
-        else:
-            reduce_everywhere(binding.cuts(member), arithmetic)
-    if binding.ends_together:
-        transport.barrier()
-    binding.next_turn()
+    def start(self, *, background: bool) -> None:
+        """This rank's data is in its place: reduce it. Without `background` only `wait` drives it."""
+        mine = self.places[self.turn][self._queue.member]
+        request = Request(self._signature, (mine,), None)
+        self._queue.submit(request, background=background)
+        self._request = request
 
+    def wait(self) -> torch.Tensor:
+        """The result, when it is there. What was not started is carried out here and now, at the barrier if it has one."""
+        if self._request is None:
+            if self.barrier is not None:
+                return self._wait_at(self.barrier)
+            self.start(background=False)
+        request, self._request = self._request, None
+        assert request is not None, self._name
+        self._queue.wait(request)
+        if request.error is not None:
+            raise HorovodInternalError(*request.error.args)
+        return request.tensors[0] if self.out is None else self.out
 
-def reduce_at_gate(binding: Binding, member: int, ranks: Sequence[int]) -> torch.Tensor:
-    """Carry out a direct or scattered reduction when all members have come to its gate. Returns the result."""
-    signature, views, out = binding.signature, binding.places[binding.turn], binding.out
-    assert binding.gate is not None, signature.name
-    assert out is not None, signature.name
-    absent = binding.gate.pass_through()
-    arithmetic = reduction(signature.op, views[0].dtype, signature.prescale, signature.postscale, len(views))
-    with single_threaded():
-        if binding.kind is Kind.REDUCESCATTER:
+    def release(self) -> None:
+        """Let the queue forget it; the memory goes with the last view of it."""
+        self._queue.bound.pop(self._name, None)
+        if self.barrier is not None:
+            self._queue.barriers.discard(self.barrier)
+
+    def _execute(self, part: Part, request: Request | None, transport: Transport) -> None:
+        """All members have agreed on it; `request` is None if this rank has joined and adds nothing."""
+        views = self.places[self.turn]
+        if request is None:
+            views[self._queue.member].zero_()
+        if any(announced is None for announced in part.signatures):
+            transport.barrier()  # a rank that has joined has cleared its data just now
+        with single_threaded():
+            if self._scatters:
+                self._reduce_own_slice()
+            elif self._scratch is not None:
+                self._reduce_directly(views)
+            else:
+                reduce_everywhere(self._own_cuts(), self._arithmetic)
+        if self._ends_together:
+            transport.barrier()
+        self._turn = (self._turn + 1) % len(self.places)
+
+    def _wait_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:
+        """A direct or scattered reduction, in the calling thread, without agreement."""
+        barrier.guard()
+        timeline = self._queue.timeline
+        if timeline is None:
+            return self._reduce_at(barrier)
+        signature = self._signature
+        part = Part(signature.key(0), 0, (signature,))
+        timeline.arrived(full_names(*part.key, 1), operation_name(signature), self._queue.member)
+        with recorded(timeline, Batch(Kind(signature.kind), signature, [part]), "shm"):
+            return self._reduce_at(barrier)
+
+    def _reduce_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:
+        views = self.places[self.turn]
+        absent = barrier.wait()
+        with single_threaded():
+            if not self._scatters:
+                if absent:
+                    views = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(views)]
+                return self._reduce_directly(views)
             if absent:
-                joined = ", ".join(str(ranks[peer]) for peer in absent)
+                joined = ", ".join(str(self._queue.ranks[peer]) for peer in absent)
                 raise HorovodInternalError(
-                    f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({signature.name})"
+                    f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
                 )
-            reduce_slice(binding.cuts(member), arithmetic, out)
-        else:
-            assert binding.scratch is not None, signature.name
-            operands = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(views)]
-            arithmetic.combine(operands if absent else views, out, binding.scratch)
-            arithmetic.finish_(out)
-    return out
+            return self._reduce_own_slice()
+
+    def _reduce_directly(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        assert self.out is not None, self._name
+        assert self._scratch is not None, self._name
+        self._arithmetic.combine(operands, self.out, self._scratch)
+        self._arithmetic.finish_(self.out)
+        return self.out
+
+    def _reduce_own_slice(self) -> torch.Tensor:
+        assert self.out is not None, self._name
+        reduce_slice(self._own_cuts(), self._arithmetic, self.out)
+        return self.out
+
+    def _own_cuts(self) -> list[Cut]:
+        """The pieces of this member's slice, the same in every step: only direct reductions have several places."""
+        if self._cuts is None:
+            self._cuts = cut_slice(self.places[0], self._queue.member)
+        return self._cuts

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["PAGE_BYTES", "Segment", "aligned"]
+__all__ = ["PAGE_BYTES", "Segment", "SharedMemory", "aligned"]
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -93,6 +93,30 @@ class Segment:
             object.__setattr__(self, "descriptor", None)
         with contextlib.suppress(BufferError):  # tensors still look into it; the last of them unmaps it
             self.memory.close()
+
+
+class SharedMemory:
+    """A segment that all members of a set have mapped, handed out piece by piece. Every member takes the same pieces in
+    the same order."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._position = 0
+
+    @staticmethod
+    def space(count: int, dtype: torch.dtype) -> int:
+        """The bytes that `take` uses up."""
+        return aligned(count * dtype.itemsize)
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next piece, which begins on a page of its own."""
+        return self.segment.tensor(self.reserve(count * dtype.itemsize), count, dtype)
+
+    def reserve(self, num_bytes: int) -> int:
+        """The place of the next piece in the segment."""
+        offset = self._position
+        self._position += aligned(num_bytes)
+        return offset
 
 
 def _refusal(num_bytes: int, label: str, why: str) -> str:

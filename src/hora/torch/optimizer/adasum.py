@@ -35,7 +35,7 @@ class DeltaOptimizer(_DistributedOptimizer):
         super()._start_over()
         self._deltas = {}
         self._reducer = self
-        self._adaptation.possible = False
+        self._bucket_order.possible = False
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Step `parameter` alone and start reducing its change; the parameter itself is put back."""
@@ -52,7 +52,7 @@ class DeltaOptimizer(_DistributedOptimizer):
                 self.param_groups = groups
             delta = (parameter - start).contiguous()
             parameter.copy_(start)
-        wire, context = self._recipe.compression.compress(delta)
+        wire, context = self._options.compression.compress(delta)
         handle = engine.current_runtime().submit(
             Kind.ALLREDUCE, [wire], outputs=[wire], name=self._parameter_names[parameter], op=ReduceOp.ADASUM
         )
@@ -65,10 +65,10 @@ class DeltaOptimizer(_DistributedOptimizer):
         with torch.no_grad():
             for parameter, (handle, context) in deltas.items():
                 reduced = runtime.synchronize(handle)
-                parameter.add_(self._recipe.compression.decompress(reduced[0], context))
+                parameter.add_(self._options.compression.decompress(reduced[0], context))
 
     def note_missing(self) -> None:
-        """Nothing to adapt: changes travel one by one."""
+        """Nothing to arrange: changes travel one by one."""
 
     def synchronize(self) -> None:
         """Nothing to do: the changes are reduced by `step`."""
@@ -79,7 +79,7 @@ class DeltaOptimizer(_DistributedOptimizer):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate the closure, wait for everybody's changes and apply them."""
+        """Evaluate the closure, wait for all ranks' changes and apply them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,7 +1,7 @@
 """`DistributedOptimizer`: any torch optimizer, with its gradients reduced over the ranks while backward runs.
 
 This file holds Horovod's behaviour: budgets of backward passes, `synchronize`, `skip_synchronize`, `zero_grad`'s guard,
-closures. How gradients travel is a `Reducer`'s business: the first step goes through `reduction.EachAlone`, later ones
+closures. How gradients travel is a `Reducer`'s business: the first step goes through `PerParameterReducer`, later ones
 through `buckets.Buckets` once the ranks have agreed on an order. `sharded.py` extends this class, `delta_optimizer.py`
 is the Adasum one.
 
@@ -14,19 +14,28 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hora import engine
 from hora.engine.request import Kind, ReduceOp
-from hora.torch.compression import Compression, Compressor
-from hora.torch.optimizer.order import Adaptation, in_common_order
-from hora.torch.optimizer.parameters import parameter_groups, parameter_names, unnamed
-from hora.torch.optimizer.per_parameter import EachAlone, Recipe, Reducer
-from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.optimizer.order import BucketOrder
+from hora.torch.optimizer.parameters import unnamed
+from hora.torch.optimizer.per_parameter import PerParameterReducer
+from hora.torch.optimizer.reducer import ReduceOptions, Reducer
+from hora.torch.process_sets import ProcessSet
 
-__all__ = ["DistributedOptimizer", "bare_copy", "optimizers_of"]
+__all__ = ["SliceNorm", "bare_copy", "optimizers_of", "takes_part"]
+
+
+class SliceNorm(NamedTuple):
+    """The norm of gradients that are divided among the ranks, whose they are, and how to scale them."""
+
+    norm: torch.Tensor
+    parameters: set[torch.Tensor]
+    scale: Callable[[torch.Tensor], None]
+
 
 _live: weakref.WeakSet[_DistributedOptimizer] = weakref.WeakSet()
 
@@ -43,13 +52,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _distribute(
         self,
-        recipe: Recipe,
+        options: ReduceOptions,
         *,
         names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
         backward_passes_per_step: int,
     ) -> None:
-        self._recipe = recipe
+        self._options = options
         self._groups = groups
         self._parameter_names = names
         self._requires_update: set[torch.Tensor] = set()
@@ -63,11 +72,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._backward_seen = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.backward_passes_per_step = backward_passes_per_step
-        self.op = recipe.op
-        self.gradient_predivide_factor = recipe.gradient_predivide_factor
-        self.process_set = recipe.process_set
-        self._runtime: Any = engine.current_runtime()
-        self._active = _takes_part(recipe.process_set)
+        self.op = options.op
+        self.gradient_predivide_factor = options.gradient_predivide_factor
+        self.process_set = options.process_set
+        self._runtime = engine.current_runtime()
+        self._active = takes_part(options.process_set)
         if self._active:
             self._register_hooks()
             _live.add(self)
@@ -101,8 +110,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _start_over(self) -> None:
         """Forget reductions and agreements, as after a change of the world or of the parameters."""
         self._runtime = engine.current_runtime()
-        self._reducer: Reducer = EachAlone(self._recipe, self._parameter_names, self._hooked, self._groups)
-        self._adaptation = Adaptation(self._recipe, self._parameter_names, self._hooked, grouped=bool(self._groups))
+        self._reducer: Reducer = PerParameterReducer(self._options, self._parameter_names, self._hooked, self._groups)
+        self._bucket_order = BucketOrder(self._options, self._parameter_names, self._hooked, grouped=bool(self._groups))
         self._reset_budgets()
 
     def _reset_budgets(self) -> None:
@@ -162,7 +171,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                         reducer.ready(parameter)
             reducer.finish()
             self._last_arrivals = list(self._arrivals)
-            self._reducer = self._adaptation.next_reducer(reducer, self._arrivals)
+            self._reducer = self._bucket_order.next_reducer(reducer, self._arrivals)
         finally:
             self._reset_budgets()
         self._take_in_thawed()
@@ -175,7 +184,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Reduce the gradients of thawed parameters, this time without hooks, from the next step on with them."""
         thawed = self._thawed() if self._frozen else []
         if thawed:
-            late = EachAlone(self._recipe, self._parameter_names, thawed)
+            late = PerParameterReducer(self._options, self._parameter_names, thawed)
             for parameter in thawed:
                 late.ready(parameter)
             late.finish()
@@ -233,17 +242,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return synchronised
 
     def _averaged(self, loss: Any) -> Any:
-        rt = engine.current_runtime()
+        runtime = engine.current_runtime()
         tensor = torch.as_tensor(loss).detach().clone()
-        handle = rt.submit(
+        handle = runtime.submit(
             Kind.ALLREDUCE,
             [tensor],
             outputs=[tensor],
             name="loss",
             op=ReduceOp.AVERAGE,
-            process_set_id=self.process_set.process_set_id,
+            process_set_id=self._options.process_set_id,
         )
-        rt.synchronize(handle)
+        runtime.synchronize(handle)
         return tensor
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -264,8 +273,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
         self._clipped = True
 
-    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> Any:
-        """None: gradients are whole on every rank. A sharded optimizer gives (norm, covered parameters, scale function)."""
+    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
+        """None: gradients are whole on every rank. A sharded optimizer has slices of them."""
         return None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -298,97 +307,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._register_hooks()
 
 
-def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[_DistributedOptimizer]:
     """The distributed optimizers that reduce any of these parameters' gradients."""
     wanted = set(parameters)
     return [optimizer for optimizer in _live if not wanted.isdisjoint(optimizer._requires_update)]
 
 
-def _takes_part(process_set: ProcessSet) -> bool:
+def takes_part(process_set: ProcessSet) -> bool:
     runtime = engine.current_runtime()
     if process_set.included() is False:
         return False
     return (process_set.size() or 1) > 1 or runtime.world.elastic
-
-
-def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] | Compressor = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: int = ReduceOp.AVERAGE,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
-    *,
-    sharded: bool = False,
-) -> Any:
-    """The same optimizer (hyper-parameters, groups and state kept), with gradients reduced over `process_set`.
-
-    `sharded=True` divides optimizer work and state over the ranks, and on one host keeps parameters once in shared memory.
-    """
-    if isinstance(optimizer, _DistributedOptimizer):
-        raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
-    op = int(op)
-    if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
-        raise ValueError(
-            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, only with "
-            "Average"
-        )
-    if gradient_predivide_factor != 1.0 and torch.version.hip is not None:
-        raise ValueError("gradient_predivide_factor not supported yet with ROCm")
-    if num_groups != 0:
-        warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
-    names = parameter_names(optimizer, named_parameters)
-    hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    grouped = parameter_groups(groups, hooked)
-    # In an elastic world newcomers make their optimizers while the others train: nobody would answer.
-    if isinstance(groups, int) and _takes_part(process_set) and not engine.current_runtime().world.elastic:
-        grouped = parameter_groups(groups, in_common_order(hooked, names, process_set))
-    recipe = Recipe(
-        process_set=process_set,
-        op=op,
-        compression=compression,
-        gradient_predivide_factor=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-    )
-    result = _of_class(optimizer, _kind_of_optimizer(recipe, optimizer, grouped, sharded=sharded))
-    result._distribute(recipe, names=names, groups=grouped, backward_passes_per_step=backward_passes_per_step)
-    return result
-
-
-def _kind_of_optimizer(
-    recipe: Recipe,
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Sequence[torch.Tensor]],
-    *,
-    sharded: bool,
-) -> type:
-    if sharded:
-        from hora.torch.sharded.optimizer import ShardedOptimizer, check_shardable
-
-        check_shardable(recipe, optimizer, groups)
-        return ShardedOptimizer
-    if recipe.op == ReduceOp.ADASUM:
-        if recipe.process_set is not global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet")
-        if engine.current_runtime().world.size > 1:
-            from hora.torch.optimizer.adasum import DeltaOptimizer
-
-            return DeltaOptimizer
-    return _DistributedOptimizer
-
-
-def _of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """A new object of a class made for it, sharing groups and state with `optimizer`, whatever its constructor needs."""
-    base = type(optimizer)
-    names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}
-    return bare_copy(optimizer, type(base.__name__, (mixin, base), names))
 
 
 def bare_copy(optimizer: torch.optim.Optimizer, wanted: type) -> Any:

@@ -1,6 +1,6 @@
 """Which gradient goes into which bucket: a pure function of what the ranks have agreed on.
 
-`adaptation.py` collects the facts (in which order gradients really arrive, on all ranks) and calls `plan_buckets`; every
+`BucketOrder` collects the facts (in which order gradients really arrive, on all ranks) and calls `plan_buckets`; every
 rank computes the same plan.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["BucketSpec", "plan_buckets"]
 
 # Big enough that a request costs little per byte, small enough that reduction starts early and ends soon after backward.
 BUCKET_BYTES = 4 * 2**20
-# Slots start on cache lines: vector loads are aligned.
+# Gradients start on cache lines: vector loads are aligned.
 _ALIGNMENT = 16
 
 _Kind = tuple[torch.dtype, torch.dtype, torch.device]  # on the wire, of the parameter, where

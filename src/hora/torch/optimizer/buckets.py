@@ -1,272 +1,159 @@
 """Gradient buckets: many gradients in one flat buffer, reduced as one request while backward goes on.
 
 A gradient is copied into its bucket when it is ready (with the cast of the compression, in the same pass), the bucket's last
-one submits it, and `.grad` becomes a view of the bucket, so that nothing is copied back. Where the members share memory
-the buckets lie in it and are reduced in place. The last bucket is submitted by `finish`, in the thread that then waits
-for it. Which gradient goes where was agreed by `adaptation.py`; the optimizer calls `ready` and `finish`.
+one starts its reduction, and `.grad` becomes a view of the bucket, so that nothing is copied back. Where the members share
+memory the buckets lie in it and are reduced in place. The last bucket is reduced by `finish`, in the thread that then waits
+for it. Which gradient goes where was agreed on by `order`; the optimizer calls `ready` and `finish`.
 
-States of a bucket: filling --last gradient--> submitted --finish--> filling.
+States of a bucket: filling --last gradient--> started --finish--> filling.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from hora import engine
 from hora.engine.request import Kind
+from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.shm.bound import BoundReduction
+from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.error_feedback import ErrorFeedback
-from hora.torch.optimizer.per_parameter import EachAlone, Recipe
+from hora.torch.optimizer.per_parameter import PerParameterReducer
+from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 
-__all__ = ["Bucket", "Buckets", "unbind_all", "view_like"]
+__all__ = ["Bucket", "Buckets", "make_buckets", "release_all", "view_like"]
 
 # Gradients smaller than this are copied together when the bucket is complete: a call costs more than the bytes.
 _SMALL_BYTES = 16 * 1024
+# Up to this many bytes of all members together every member reduces everything: waiting for slices would take longer.
+_DIRECT_BYTES = 256 * 1024
 
 
 def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
     """`parameter.numel()` elements of `flat` from `offset`, in the shape and, if possible, the strides of `parameter`."""
-    piece = flat[offset : offset + parameter.numel()]
+    elements = flat[offset : offset + parameter.numel()]
     if not parameter.is_contiguous() and (
         (parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last))
         or (parameter.dim() == 5 and parameter.is_contiguous(memory_format=torch.channels_last_3d))
     ):
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view(parameter.shape)
+        return elements.as_strided(parameter.shape, parameter.stride())
+    return elements.view(parameter.shape)
 
 
-def unbind_all(runtime: Any, bindings: Sequence[Any], gate: Any = None) -> None:
-    """Let the runtime forget these reductions, and a gate."""
-    for binding in bindings:
-        runtime.prepared.unbind(binding)
-        if gate is not None:
-            runtime.prepared.drop_gate(gate, binding.process_set_id)
-
-
-def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
-    return [view_like(flat, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
+def release_all(bound: Sequence[BoundReduction]) -> None:
+    """Let the engine forget these reductions."""
+    for reduction in bound:
+        reduction.release()
 
 
 class Bucket:
-    """One flat buffer and the gradients in it. One more element than they need tells the peers about a changed order."""
+    """One flat buffer and the gradients in it. One more element than they need tells the peers about a changed order.
 
-    __slots__ = (
-        "binding",
-        "converts",
-        "expected",
-        "flat",
-        "handle",
-        "index",
-        "name",
-        "num_ready",
-        "offsets",
-        "parameters",
-        "places",
-        "residuals",
-        "scale",
-        "small",
-        "views",
-    )
-
-    def __init__(
-        self, spec: BucketSpec, index: int, flat: torch.Tensor, binding: Any, member: int, *, error_feedback: bool
-    ) -> None:
-        self.index = index
-        self.name = spec.name
-        self.parameters = spec.parameters
-        self.offsets = spec.offsets
-        self.expected = len(spec.parameters)
-        self.converts = spec.dtype is not spec.parameters[0].dtype  # results are copied to gradients of another kind
-        self.flat = flat
-        self.binding = binding  # the prepared reduction, where the members share memory
-        self.views = _views_of(flat, spec)
-        # Where gradients are put: into the buffer itself, or where a direct reduction wants them in this turn.
-        self.places = [(flat, self.views)]
-        if binding is not None and binding.out is not None:
-            self.places = [(views[member], _views_of(views[member], spec)) for views in binding.places]
-        self.residuals = [torch.zeros_like(p) for p in spec.parameters] if error_feedback else None
-        self.small: list[int] = []
-        self.scale = 1.0  # gradients are multiplied with it when they are copied
-        self.num_ready = 0
-        self.handle: int | None = None
-
-    def place(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The flat memory that gradients are to be put into now, and its views."""
-        return self.places[self.binding.turn] if len(self.places) > 1 else self.places[0]
-
-
-class Buckets:
-    """Reduces dense gradients in buckets, and what does not fit in (`alone`) one by one."""
+    `flat` is where results are; gradients are multiplied with `scale` when they are copied.
+    """
 
     def __init__(
         self,
-        runtime: Any,
-        recipe: Recipe,
-        specs: Sequence[BucketSpec],
-        memory: Sequence[tuple[torch.Tensor, Any]],
-        alone: EachAlone | None,
+        spec: BucketSpec,
+        flat: torch.Tensor,
+        reduction: BoundReduction | RequestedReduction,
+        options: ReduceOptions,
+        *,
+        scale: float = 1.0,
     ) -> None:
-        self._runtime = runtime
-        self._arguments = recipe.arguments()
-        self._alone = alone
-        self._error_feedback = isinstance(recipe.compression, ErrorFeedback)
-        member = recipe.process_set.rank()
-        self.specs = tuple(specs)
-        self.buckets = [
-            Bucket(spec, index, flat, binding, member, error_feedback=self._error_feedback)
-            for index, (spec, (flat, binding)) in enumerate(zip(specs, memory, strict=True))
-        ]
-        for bucket in self.buckets:
-            if bucket.binding is not None and bucket.binding.out is None:
-                bucket.scale = recipe.early_scale
-        self._slots: dict[int, tuple[Bucket, int, bool]] = {}  # by the parameter's id
-        for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                is_small = parameter.numel() * bucket.flat.element_size() < _SMALL_BYTES
-                self._slots[id(parameter)] = (bucket, index, is_small)
-        self._last = self.buckets[-1]
-        self._control = self._last.flat[-1]
-        self._told = [0.0] * len(self._last.places)
-        bindings = [bucket.binding for bucket in self.buckets if bucket.binding is not None]
-        self._finalizer = weakref.finalize(self, unbind_all, runtime, bindings)
-        self._submitted: list[Bucket] = []
-        self._in_order = True
-        self._next = 0
-        self.change_wanted = False
+        self.parameters = spec.parameters
+        self.flat = flat
+        self.reduction = reduction
+        self.bound = reduction if isinstance(reduction, BoundReduction) else None
+        self.num_ready = 0
+        self._scale = scale
+        self._casts = spec.dtype is not spec.parameters[0].dtype
+        self._converts = self._casts  # or a gradient is sparse: `.grad` is not where its result is
+        self._views = _views_of(flat, spec)
+        # Where gradients are put: into the buffer itself, or where a direct reduction wants them in this turn.
+        self.places = [(flat, self._views)]
+        if self.bound is not None and self.bound.out is not None:
+            mine = [views[options.member] for views in self.bound.places]
+            self.places = [(place, _views_of(place, spec)) for place in mine]
+        feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
+        self._residuals = [torch.zeros_like(p) for p in spec.parameters] if feeds_back else None
+        self._small: list[int] = []  # gradients that came and have still to be copied
 
-    def ready(self, parameter: torch.Tensor) -> None:
-        slot = self._slots.get(id(parameter))
-        if slot is None:
-            assert self._alone is not None
-            self._alone.ready(parameter)
-            return
-        bucket, index, is_small = slot
+    @property
+    def turn(self) -> int:
+        """Which of the places takes the gradients of this step."""
+        return self.bound.turn if self.bound is not None and len(self.places) > 1 else 0
+
+    def put(self, index: int, *, is_small: bool) -> None:
+        """The gradient of parameter `index` is ready."""
         if is_small:
-            bucket.small.append(index)
+            self._small.append(index)
         else:
-            self._fill(bucket, [index])
-        bucket.num_ready += 1
-        if bucket.num_ready == bucket.expected:
-            # Whatever arrives in an unexpected order is still right, only slower: note it, and agree on a better one later.
-            if bucket.index != self._next:
-                self._in_order = False
-            self._next += 1
-            if bucket is not self._last:
-                self._submit(bucket)
+            self._fill([index])
+        self.num_ready += 1
 
-    def note_missing(self) -> None:
-        """Some gradient did not arrive by itself: its bucket could not be reduced during backward."""
-        self._in_order = False
+    def complete(self) -> None:
+        """Copy what has not been copied yet: the gradients are in their places then, to be reduced."""
+        if self._small:
+            self._fill(self._small)
+            self._small = []
 
-    def finish(self) -> None:
-        self._tell(0.0 if self._in_order else 1.0)
-        self._in_order, self._next = True, 0
-        first_error: Exception | None = None
-        at_gate = self._last.binding is not None and self._last.binding.gate is not None
-        if not at_gate:
-            self._submit(self._last)
-        submitted, self._submitted = self._submitted, []
-        if at_gate:
-            self._fill_small(self._last)
-            submitted.append(self._last)
-        for bucket in submitted:
-            handle, bucket.handle, bucket.num_ready = bucket.handle, None, 0
-            try:
-                if handle is None:
-                    self._runtime.prepared.reduce_at_gate(bucket.binding)
-                else:
-                    self._runtime.synchronize(handle)
-            except Exception as error:  # every handle must be collected, whatever becomes of the others
-                first_error = first_error or error
-        if self._alone is not None:
-            self._alone.finish()
-        if first_error is not None:
-            raise first_error
-        answer = self._control.item()
-        self.change_wanted = answer != 0.0
-        if len(self._told) == 1:
-            self._told[0] = answer  # reduced in place
-        for bucket in submitted:
-            if bucket.converts:
-                self._give_back(bucket)
-
-    def _tell(self, value: float) -> None:
-        """Put the control element beside the gradients, unless it is there. Other turns' places may still be read."""
-        turn = self._last.binding.turn if len(self._told) > 1 else 0
-        if self._told[turn] != value:
-            self._told[turn] = value
-            self._last.places[turn][0][-1] = value
-
-    def _fill(self, bucket: Bucket, indices: Sequence[int]) -> None:
-        """Copy gradients to where they are reduced; without compression `.grad` is where the result will be."""
+    def _fill(self, indices: Sequence[int]) -> None:
+        """Put gradients where they are reduced. Unless the bucket casts, `.grad` is where the result will be."""
+        places = self.places[self.turn][1]
         targets, sources = [], []
-        places = bucket.place()[1]
         for index in indices:
-            parameter, view, place = bucket.parameters[index], bucket.views[index], places[index]
+            parameter, place = self.parameters[index], places[index]
             gradient = parameter.grad
             if gradient is None:
                 place.zero_()
-                if view.dtype is not parameter.dtype:
-                    parameter.grad = torch.zeros_like(parameter)
-                    continue
-            elif gradient is not place:
+                parameter.grad = torch.zeros_like(parameter) if self._casts else self._views[index]
+                continue
+            if gradient.is_sparse:  # and stays so until `give_back`
+                self._converts = True
+                torch.mul(gradient.detach().to_dense(), self._scale, out=place)
+                continue
+            if gradient is not place:
                 gradient = gradient.detach()
-                if gradient.is_sparse:
-                    gradient = gradient.to_dense()
-                    bucket.converts = True
-                    torch.mul(gradient, bucket.scale, out=place)
-                    continue
-                if bucket.residuals is not None:
-                    gradient.add_(bucket.residuals[index])
+                if self._residuals is not None:
+                    gradient.add_(self._residuals[index])
                 targets.append(place)
                 sources.append(gradient)
-            elif bucket.scale != 1.0:
-                place.mul_(bucket.scale)
-            if view.dtype is parameter.dtype:
-                parameter.grad = view
-        if bucket.scale != 1.0:
+            elif self._scale != 1.0:
+                place.mul_(self._scale)
+            if not self._casts:
+                parameter.grad = self._views[index]
+        self._copy(targets, sources)
+        if self._residuals is not None:
+            self._note_residuals(indices, places, self._residuals)
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if self._scale != 1.0:
             for target, source in zip(targets, sources, strict=True):
-                torch.mul(source, bucket.scale, out=target)
+                torch.mul(source, self._scale, out=target)
         elif len(targets) == 1:
             targets[0].copy_(sources[0])
         elif targets:
             torch._foreach_copy_(targets, sources)
-        if bucket.residuals is not None:
-            for index in indices:
-                gradient = bucket.parameters[index].grad
-                if gradient is not None:
-                    torch.sub(gradient, places[index], out=bucket.residuals[index])
 
-    def _fill_small(self, bucket: Bucket) -> None:
-        if bucket.small:
-            self._fill(bucket, bucket.small)
-            bucket.small = []
+    def _note_residuals(
+        self, indices: Sequence[int], places: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
+    ) -> None:
+        """What the cast has lost, to be added in the next step."""
+        for index in indices:
+            gradient = self.parameters[index].grad
+            if gradient is not None and not gradient.is_sparse:
+                torch.sub(gradient, places[index], out=residuals[index])
 
-    def _submit(self, bucket: Bucket) -> None:
-        self._fill_small(bucket)
-        background = bucket is not self._last
-        if bucket.binding is not None:
-            bucket.handle = self._runtime.prepared.submit(bucket.binding, background=background)
-        else:
-            bucket.handle = self._runtime.submit(
-                Kind.ALLREDUCE,
-                [bucket.flat],
-                outputs=[bucket.flat],
-                name=bucket.name,
-                background=background,
-                **self._arguments,
-            )
-        self._submitted.append(bucket)
-
-    def release(self) -> None:
-        """Forget the prepared reductions; gradients that look into the buckets keep the memory."""
-        self._finalizer()
-
-    def _give_back(self, bucket: Bucket) -> None:
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+    def give_back(self) -> None:
+        """Copy results to gradients that are not where the results are."""
+        if not self._converts:
+            return
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 parameter.grad = view.to(parameter.dtype, copy=True)
@@ -275,3 +162,149 @@ class Buckets:
                     parameter.grad = view.to(parameter.dtype).to_sparse(1)
                 else:
                     gradient.detach().copy_(view)
+
+
+def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
+    return [view_like(flat, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
+
+
+def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> list[Bucket]:
+    """Empty buckets, bound in shared memory where the members have some in common (collective)."""
+    memory = _shared_memory(runtime, options, specs)
+    if memory is None:
+        return [_private_bucket(runtime, options, spec) for spec in specs]
+    buckets = [_shared_bucket(runtime, options, spec, memory, is_last=spec is specs[-1]) for spec in specs]
+    runtime.barrier(options.process_set_id)  # a reduction may start only when all members have bound it
+    return buckets
+
+
+def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> SharedMemory | None:
+    """Room for all members' buckets and a barrier."""
+    if any(spec.device.type != "cpu" for spec in specs):
+        return None
+    size = options.num_members
+    num_bytes = SharedMemory.space(SharedMemoryBarrier.num_bytes(size), torch.uint8)
+    for spec in specs:
+        num_bytes += size * _num_turns(options, spec) * SharedMemory.space(spec.num_elements, spec.dtype)
+    return runtime.shared_memory(options.process_set_id, num_bytes)
+
+
+def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
+    """Two for a direct reduction, which each member makes of all data; one for a sliced one."""
+    if options.gradient_predivide_factor != 1.0:
+        return 1  # scaling changes the data itself, which all members read in a direct reduction
+    return 2 if spec.num_elements * spec.dtype.itemsize * options.num_members <= _DIRECT_BYTES else 1
+
+
+def _private_bucket(runtime: engine.Runtime, options: ReduceOptions, spec: BucketSpec) -> Bucket:
+    flat = torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device)
+    set_id = options.process_set_id
+    reduction = RequestedReduction(
+        runtime, Kind.ALLREDUCE, flat, name=spec.name, reduce=options.reduce, process_set_id=set_id
+    )
+    return Bucket(spec, flat, reduction, options)
+
+
+def _shared_bucket(
+    runtime: engine.Runtime, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory, *, is_last: bool
+) -> Bucket:
+    set_id, num_turns = options.process_set_id, _num_turns(options, spec)
+    queue = runtime.process_sets.queue(set_id)
+    places = [
+        [memory.take(spec.num_elements, spec.dtype) for _ in range(options.num_members)] for _ in range(num_turns)
+    ]
+    if num_turns == 1:
+        reduce = options.reduce_after_early_scale
+        sliced = BoundReduction(queue, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
+        return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale)
+    out = torch.zeros(spec.num_elements, dtype=spec.dtype)
+    barrier = None
+    if is_last:  # the caller waits for it: no need to agree on it
+        barrier = runtime.shared_barrier(memory, name=f"allreduce.{spec.name}", process_set_id=set_id)
+    direct = BoundReduction(
+        queue, Kind.ALLREDUCE, places, name=spec.name, reduce=options.reduce, out=out, barrier=barrier
+    )
+    return Bucket(spec, out, direct, options)
+
+
+class Buckets:
+    """Reduces dense gradients in buckets, and what does not fit in (`others`) one by one."""
+
+    def __init__(
+        self, specs: Sequence[BucketSpec], buckets: Sequence[Bucket], others: PerParameterReducer | None
+    ) -> None:
+        self.specs = tuple(specs)
+        self.change_wanted = False  # some rank has seen another order
+        self._others = others
+        self._where: dict[int, tuple[Bucket, int, int, bool]] = {}  # by the parameter's id
+        for number, bucket in enumerate(buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                is_small = parameter.numel() * bucket.flat.element_size() < _SMALL_BYTES
+                self._where[id(parameter)] = (bucket, number, index, is_small)
+        self._last = buckets[-1]
+        self._control = self._last.flat[-1]
+        self._told = [0.0] * len(self._last.places)
+        bound = [bucket.bound for bucket in buckets if bucket.bound is not None]
+        self._finalizer = weakref.finalize(self, release_all, bound)
+        self._started: list[Bucket] = []
+        self._in_order = True
+        self._next = 0
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        where = self._where.get(id(parameter))
+        if where is None:
+            assert self._others is not None
+            self._others.ready(parameter)
+            return
+        bucket, number, index, is_small = where
+        bucket.put(index, is_small=is_small)
+        if bucket.num_ready == len(bucket.parameters):
+            # What arrives in an unexpected order is still right, only slower: note it, and agree on a better one later.
+            if number != self._next:
+                self._in_order = False
+            self._next += 1
+            if bucket is not self._last:
+                bucket.complete()
+                bucket.reduction.start(background=True)
+                self._started.append(bucket)
+
+    def note_missing(self) -> None:
+        """Some gradient did not arrive by itself: its bucket could not be reduced during backward."""
+        self._in_order = False
+
+    def finish(self) -> None:
+        self._tell(0.0 if self._in_order else 1.0)
+        self._in_order, self._next = True, 0
+        last = self._last
+        last.complete()
+        if last.bound is None or last.bound.barrier is None:
+            last.reduction.start(background=False)
+        buckets, self._started = [*self._started, last], []
+        first_error: Exception | None = None
+        for bucket in buckets:
+            bucket.num_ready = 0
+            try:
+                bucket.reduction.wait()
+            except Exception as error:  # every reduction must be waited for, whatever becomes of the others
+                first_error = first_error or error
+        if self._others is not None:
+            self._others.finish()
+        if first_error is not None:
+            raise first_error
+        answer = self._control.item()
+        self.change_wanted = answer != 0.0
+        if len(self._told) == 1:
+            self._told[0] = answer  # reduced in place
+        for bucket in buckets:
+            bucket.give_back()
+
+    def _tell(self, value: float) -> None:
+        """Put the control element beside the gradients, unless it is there. Other turns' places may still be read."""
+        turn = self._last.turn
+        if self._told[turn] != value:
+            self._told[turn] = value
+            self._last.places[turn][0][-1] = value
+
+    def release(self) -> None:
+        """Forget the bound reductions; gradients that look into the buckets keep the memory."""
+        self._finalizer()

@@ -6,8 +6,7 @@ every rank sees the same norm; a sharded optimizer clips its slice by the norm o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -37,15 +36,14 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     norms: list[torch.Tensor] = []
     plain = parameters
-    scalers: list[Any] = []
+    scalers: list[Callable[[torch.Tensor], None]] = []
     for owner in owners:
         owner._prepare_to_clip()
         sharded = owner._shard_norm(parameters, norm_type)
         if sharded is not None:
-            norm, covered, scale = sharded
-            norms.append(norm)
-            scalers.append(scale)
-            plain = [p for p in plain if p not in covered]
+            norms.append(sharded.norm)
+            scalers.append(sharded.scale)
+            plain = [p for p in plain if p not in sharded.parameters]
     gradients = [p.grad for p in plain if p.grad is not None]
     if gradients or not norms:
         norms.append(torch.nn.utils.get_total_norm(gradients, norm_type, error_if_nonfinite, foreach))

@@ -1,95 +1,25 @@
 """Gradient reduction, one request per parameter or per group: the way that always works.
 
-`Recipe` says how the gradients of one optimizer are reduced. `EachAlone` carries it out with one named request per
-parameter (or per group of parameters): the first step of every optimizer, groups, sparse gradients, user compressors
-and unusual reduce ops go this way. `buckets.py` and `sharded.py` are faster ways for the common cases. Called by
-`optimizer.py`, whose hooks say when a gradient is ready.
+The first step of every optimizer, groups, sparse gradients, user compressors and unusual reduce ops go this way.
+`Buckets` and `Shards` are faster ways for the common cases. Called by the optimizer, whose hooks say when a gradient is
+ready.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, ReduceOp
-from hora.torch.compression import Compressor, NoneCompressor
+from hora.engine.request import Kind
+from hora.torch.optimizer.reducer import ReduceOptions, summed
 
-__all__ = ["EachAlone", "Recipe", "Reducer", "summed"]
+__all__ = ["PerParameterReducer"]
 
 Parameter = torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How the gradients of one optimizer are reduced."""
-
-    process_set: Any
-    op: int = ReduceOp.AVERAGE
-    compression: type[Compressor] | Compressor = NoneCompressor
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
-
-    @property
-    def prescale(self) -> float:
-        return 1.0 / self.gradient_predivide_factor
-
-    @property
-    def postscale(self) -> float:
-        return self.gradient_predivide_factor
-
-    @property
-    def early_scale(self) -> float:
-        """What gradients can be multiplied with when they are copied, so that a sum gives the average; 1.0: nothing.
-
-        Only where it changes no bit, and saves a pass: Average over a power of two of members, without compression.
-        """
-        size = self.process_set.size() or 1
-        plain = self.compression is NoneCompressor and self.gradient_predivide_factor == 1.0
-        return 1.0 / size if plain and self.op == ReduceOp.AVERAGE and size & (size - 1) == 0 else 1.0
-
-    def arguments_after_early_scale(self) -> dict[str, Any]:
-        """`arguments` for gradients that were multiplied with `early_scale`."""
-        return self.arguments() | ({"op": ReduceOp.SUM} if self.early_scale != 1.0 else {})
-
-    def arguments(self) -> dict[str, Any]:
-        """The part of `submit`'s arguments that is the same for every gradient."""
-        return {
-            "op": self.op,
-            "prescale": self.prescale,
-            "postscale": self.postscale,
-            "process_set_id": self.process_set.process_set_id,
-        }
-
-
-def summed(ballot: torch.Tensor, recipe: Recipe, name: str) -> list[int]:
-    """The members' ballots added up (collective): how the ranks agree on something about gradients."""
-    engine.current_runtime().execute(
-        Kind.ALLREDUCE,
-        [ballot],
-        outputs=[ballot],
-        name=name,
-        op=ReduceOp.SUM,
-        process_set_id=recipe.process_set.process_set_id,
-    )
-    result: list[int] = ballot.tolist()
-    return result
-
-
-class Reducer(Protocol):
-    """What the optimizer needs: told which gradients are ready, it gives back the reduced ones."""
-
-    def ready(self, parameter: Parameter) -> None:
-        """The gradient of `parameter` is complete on this rank (None: it takes part with zeros)."""
-
-    def note_missing(self) -> None:
-        """Some gradients have not arrived during backward; `ready` is about to be called for them."""
-
-    def finish(self) -> None:
-        """Wait for all reductions; every parameter was `ready` before. Results are in `.grad` afterwards."""
 
 
 @dataclass(slots=True)
@@ -113,7 +43,7 @@ class _InFlight:
     was_sparse: bool = False
 
 
-class EachAlone:
+class PerParameterReducer:
     """One request per parameter; with `groups`, one grouped request per group.
 
     A rank that misses a gradient cannot see whether the others' is sparse. So until every parameter's layout is agreed on,
@@ -122,19 +52,19 @@ class EachAlone:
 
     def __init__(
         self,
-        recipe: Recipe,
+        options: ReduceOptions,
         names: dict[Parameter, str],
         parameters: Sequence[Parameter],
         groups: Sequence[Sequence[Parameter]] = (),
         *,
         sparse: Sequence[Parameter] | None = None,
     ) -> None:
-        self._recipe = recipe
+        self._options = options
         self._names = names
         self._units: dict[Parameter, _Unit] = {}
         self._submitted: list[_Unit] = []
         self._waiting: list[_Unit] = []
-        self._layouts_agreed = sparse is not None or recipe.sparse_as_dense
+        self._layouts_agreed = sparse is not None or options.sparse_as_dense
         self.sparse: set[Parameter] = set(sparse or ())  # a missing gradient of these is sparse and empty
         managed = set(parameters)
         for group in groups:
@@ -181,13 +111,13 @@ class EachAlone:
         """Find out which gradients are sparse on any rank (collective), and submit those that waited for it."""
         parameters = sorted(self._units, key=self._names.__getitem__)
         gradients = [parameter.grad for parameter in parameters]
-        size = self._recipe.process_set.size() or 1
+        size = self._options.num_members
         # Sums of: every member 1, then a gradient that is missing 0, a dense one 1, a sparse one more than all dense ones.
         ballot = torch.tensor([1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients])
         name = "optimizer.layouts (1 + number of parameters)"  # what a mismatch error shows
-        num_members, *sums = summed(ballot, self._recipe, name)
+        num_members, *sums = summed(ballot, self._options, name)
         self.sparse |= {parameter for parameter, total in zip(parameters, sums, strict=True) if total > size}
-        self._layouts_agreed = num_members == size and all(sums)  # somebody may have joined, and heard nothing
+        self._layouts_agreed = num_members == size and all(sums)  # a rank may have joined, and heard nothing
         waiting, self._waiting = self._waiting, []
         for unit in waiting:
             self._submit(unit)
@@ -207,25 +137,29 @@ class EachAlone:
         sparse: list[Callable[[], None]] = []
         for parameter in unit.parameters:
             if self._reduces_sparse(parameter):
-                sparse.append(_submit_sparse(parameter, self._names[parameter], self._recipe))
+                sparse.append(_submit_sparse(parameter, self._names[parameter], self._options))
             else:
                 dense.append(self._prepare(parameter))
         handle = None
-        rt = engine.current_runtime()
+        runtime = engine.current_runtime()
         if dense:
             tensors = [item.tensor for item in dense]
-            handle = rt.submit(
+            op, prescale, postscale = self._options.reduce
+            handle = runtime.submit(
                 Kind.ALLREDUCE,
                 tensors,
                 outputs=tensors,
                 name=unit.name,
                 grouped=unit.grouped,
-                **self._recipe.arguments(),
+                op=op,
+                prescale=prescale,
+                postscale=postscale,
+                process_set_id=self._options.process_set_id,
             )
 
         def finish() -> None:
             if handle is not None:
-                reduced = rt.synchronize(handle)
+                reduced = runtime.synchronize(handle)
                 for item, tensor in zip(dense, reduced or (), strict=True):
                     self._put_back(item, tensor)
             for finish_sparse in sparse:
@@ -247,7 +181,7 @@ class EachAlone:
             )
         else:
             return False
-        return not self._recipe.sparse_as_dense
+        return not self._options.sparse_as_dense
 
     def _prepare(self, parameter: Parameter) -> _InFlight:
         if parameter.grad is None:
@@ -256,11 +190,11 @@ class EachAlone:
         was_sparse = gradient.is_sparse
         if was_sparse:
             gradient = gradient.to_dense()
-        tensor, context = self._recipe.compression.compress(gradient.contiguous())
+        tensor, context = self._options.compression.compress(gradient.contiguous())
         return _InFlight(parameter, tensor.contiguous(), context, was_sparse)
 
     def _put_back(self, item: _InFlight, reduced: torch.Tensor) -> None:
-        result = self._recipe.compression.decompress(reduced, item.context)
+        result = self._options.compression.decompress(reduced, item.context)
         gradient = item.parameter.grad
         if item.was_sparse:
             item.parameter.grad = result.to_sparse(1 if result.dim() else 0)
@@ -270,12 +204,12 @@ class EachAlone:
             gradient.detach().copy_(result)
 
 
-def _submit_sparse(parameter: Parameter, name: str, recipe: Recipe) -> Callable[[], None]:
+def _submit_sparse(parameter: Parameter, name: str, options: ReduceOptions) -> Callable[[], None]:
     from hora.torch.sparse import sparse_allreduce_async  # only models with sparse gradients need it
 
     gradient = parameter.grad
     assert gradient is not None, name
-    finish = sparse_allreduce_async(gradient, name=name, op=recipe.op, process_set=recipe.process_set)
+    finish = sparse_allreduce_async(gradient, name=name, op=options.op, process_set=options.process_set)
 
     def put_back() -> None:
         parameter.grad = finish()

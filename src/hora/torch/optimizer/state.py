@@ -1,6 +1,6 @@
 """Bringing the optimizers of all ranks to the root's state, whatever their state was before.
 
-The root describes its state (values, and tensors as slots with shape, dtype and device type); every other
+The root describes its state (values, and in the place of tensors their shapes, dtypes and device types); every other
 rank builds what is described, reusing its own tensors where they fit; then the tensors are broadcast. So it
 does not matter whether a rank had no state, or another one, for instance because only the root loaded a
 checkpoint.
@@ -23,7 +23,7 @@ __all__ = ["broadcast_optimizer_state"]
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _TensorSpec:
     """Stands for a tensor in the description of a state."""
 
     index: int
@@ -57,7 +57,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
 
 
 def _check_same_groups(optimizer: Optimizer) -> None:
-    """ValueError on all ranks if their parameters differ, instead of waiting for tensors nobody will send."""
+    """ValueError on all ranks if their parameters differ, instead of waiting for tensors that the root will not send."""
     mine = [len(group["params"]) for group in optimizer.param_groups]
     everybody = allgather_object(mine, "broadcast_optimizer_state.groups")
     for other, counts in enumerate(everybody):
@@ -122,10 +122,10 @@ def _snapshot(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value with every tensor replaced by a slot; the tensors are appended to `tensors`."""
+    """The value with a spec in the place of every tensor; the tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
+        return _TensorSpec(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
     if type(value) is dict:
         return {k: _describe(v, tensors) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -151,8 +151,8 @@ def _build(optimizer: Optimizer, description: dict[str, Any]) -> list[torch.Tens
 
 
 def _fill(value: Any, old: Any, device: torch.device, received: dict[int, torch.Tensor]) -> Any:
-    """The described value with tensors in its slots: the old one where it fits, else a new one."""
-    if isinstance(value, _Slot):
+    """The described value with tensors in the place of specs: the old one where it fits, else a new one."""
+    if isinstance(value, _TensorSpec):
         fits = isinstance(old, torch.Tensor) and tuple(old.shape) == value.shape and old.dtype == value.dtype
         where = device if value.device_type == device.type else torch.device("cpu")
         received[value.index] = old if fits else torch.empty(value.shape, dtype=value.dtype, device=where)

@@ -1,52 +1,85 @@
 """One bucket of a sharded optimizer: parameters, this rank's gradients on their way, and this rank's reduced slice.
 
-In a step: empty --`put` of every gradient--> complete --`submit`--> in flight --`wait`--> reduced --`take`--> empty. The last
-bucket is not submitted: `wait`, in the thread that needs the result, carries it out. Several buckets may use the same
-memory for their gradients, one after the other (`before`); a gradient that comes too early is held until it `is_free`.
+In a step: empty --`put` of every gradient--> complete --`start`--> in flight --`wait`--> reduced --`take`--> empty. The last
+bucket is not started: `wait`, in the thread that needs the result, reduces it.
+
+A slice is reduced out of the memory of the gradients, so that can serve another bucket afterwards: a model of many buckets
+has a few places (`GradientPlaces`) that its buckets use in turn, which saves most of the memory that gradients would take
+on every rank. A gradient that comes while the bucket before is in its place (`before`) is held until the place `is_free`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from hora.engine.request import Kind
+from hora.engine.shm.bound import BoundReduction
+from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import view_like
-from hora.torch.optimizer.per_parameter import Recipe
+from hora.torch.optimizer.reducer import RequestedReduction
 
-__all__ = ["ShardBucket"]
+__all__ = ["NUM_PLACES", "GradientPlaces", "ShardBucket"]
+
+# One bucket is being filled and one reduced; two more keep backward from waiting for ranks that are a little behind.
+NUM_PLACES = 4
+
+
+class GradientPlaces:
+    """Bucket i lies in place i modulo `NUM_PLACES`, in the memory of every member; few buckets have a place each."""
+
+    def __init__(self, specs: Sequence[BucketSpec], num_members: int, memory: SharedMemory) -> None:
+        self._specs = specs
+        self.in_turn = len(specs) > NUM_PLACES
+        self._places = [
+            [memory.take(num_bytes, torch.uint8) for _ in range(num_members)] for num_bytes in _place_bytes(specs)
+        ]
+
+    @staticmethod
+    def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
+        """What the places of all members take of shared memory."""
+        return num_members * sum(SharedMemory.space(num_bytes, torch.uint8) for num_bytes in _place_bytes(specs))
+
+    def of(self, index: int) -> list[torch.Tensor]:
+        """Every member's place for this bucket."""
+        spec = self._specs[index]
+        place = self._places[index % NUM_PLACES]
+        return [memory[: spec.num_elements * spec.dtype.itemsize].view(spec.dtype) for memory in place]
+
+
+def _place_bytes(specs: Sequence[BucketSpec]) -> list[int]:
+    """The size of each place: that of the largest bucket that uses it."""
+    sizes = [spec.num_elements * spec.dtype.itemsize for spec in specs]
+    return [max(sizes[place::NUM_PLACES]) for place in range(min(NUM_PLACES, len(sizes)))]
 
 
 class ShardBucket:
-    """This rank owns the elements from `begin` to `end`. `binding` is the prepared reduction where memory is shared."""
+    """This rank owns the elements from `begin` to `end`. Gradients are multiplied with `scale` when they are put in."""
 
     def __init__(
         self,
-        runtime: Any,
-        recipe: Recipe,
         spec: BucketSpec,
         values: torch.Tensor,
         gradients: torch.Tensor,
         begin: int,
         end: int,
-        binding: Any = None,
+        reduction: BoundReduction | RequestedReduction,
+        *,
+        scale: float,
     ) -> None:
-        self._runtime = runtime
-        self._arguments = recipe.arguments_after_early_scale()
-        self._scale = recipe.early_scale
         self.spec = spec
         self.values = values  # parameters: the same memory on all members when shared
-        self.gradients = gradients  # this rank's, to be reduced
         self.begin, self.end = begin, end
-        self.binding = binding
-        self.views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
+        self.bound = reduction if isinstance(reduction, BoundReduction) else None
         self.before: ShardBucket | None = None
-        self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that came while the memory was in use
+        self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that came while the place was in use
         self.num_ready = 0
+        self._gradients = gradients  # this rank's, to be reduced
+        self._views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
+        self._scale = scale
         self._gaps: list[torch.Tensor] = []
-        self._handle: int | None = None  # of the reduction in flight
+        self._reduction = reduction
         self._reduced: torch.Tensor | None = None
 
     @property
@@ -55,27 +88,30 @@ class ShardBucket:
 
     @property
     def in_flight(self) -> bool:
-        return self._handle is not None
+        return self._reduction.in_flight
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients of this step have come."""
+        return self.num_ready == len(self.spec.parameters)
 
     def comes_after(self, before: ShardBucket | None) -> None:
-        """The memory of `gradients` is used by other buckets too, in this step by `before`."""
+        """The place of the gradients is used by other buckets too, in this step by `before`."""
         self.before = before
         # Between the gradients and behind them the others leave numbers, which must not count in a norm.
         ends = [offset + p.numel() for offset, p in zip(self.spec.offsets, self.spec.parameters, strict=True)]
         begins = [*self.spec.offsets[1:], self.spec.num_elements]
         pairs = zip(ends, begins, strict=True)
-        self._gaps = [self.gradients[end:begin] for end, begin in pairs if begin > end]
+        self._gaps = [self._gradients[end:begin] for end, begin in pairs if begin > end]
 
     def is_free(self) -> bool:
-        """Whether all members are done with the bucket that uses the memory earlier in this step."""
+        """Whether all members are done with the bucket that uses the place earlier in this step."""
         before = self.before
-        if before is None or before._reduced is not None:
-            return True
-        return before._handle is not None and bool(self._runtime.poll(before._handle))
+        return before is None or before._reduced is not None or before._reduction.done
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Copy a gradient in, None for one that is missing here."""
-        view = self.views[index]
+        view = self._views[index]
         if gradient is None:
             view.zero_()
         elif self._scale != 1.0:
@@ -83,32 +119,17 @@ class ShardBucket:
         else:
             view.copy_(gradient.detach())
 
-    def submit(self, *, background: bool) -> None:
-        """All gradients are in: reduce them."""
-        if self.binding is not None:
-            self._clear_gaps()
-            self._handle = self._runtime.prepared.submit(self.binding, background=background)
-        else:
-            self._handle = self._runtime.submit(
-                Kind.REDUCESCATTER,
-                [self.gradients],
-                name=self.spec.name,
-                background=background,
-                **self._arguments,
-            )
+    def start(self) -> None:
+        """All gradients are in: reduce them in the background."""
+        self._clear_gaps()
+        self._reduction.start(background=True)
 
     def wait(self) -> None:
-        """Return when this rank's slice is reduced; reduce it if that has not been requested."""
-        if self._reduced is not None:
-            return
-        if self._handle is None and self.binding is not None and self.binding.gate is not None:
-            self._clear_gaps()
-            self._reduced = self._runtime.prepared.reduce_at_gate(self.binding)
-            return
-        if self._handle is None:
-            self.submit(background=False)
-        handle, self._handle = self._handle, None
-        (self._reduced,) = self._runtime.synchronize(handle)
+        """Return when this rank's slice is reduced; reduce it if that has not been started."""
+        if self._reduced is None:
+            if not self._reduction.in_flight:
+                self._clear_gaps()
+            self._reduced = self._reduction.wait()
 
     def take(self) -> torch.Tensor | None:
         """The reduced slice, None if the reduction failed; the bucket is empty again."""

@@ -21,12 +21,11 @@ from hora import engine
 from hora.engine.malloc import give_back_freed_memory
 from hora.engine.request import ReduceOp
 from hora.torch.compression import NoneCompressor
-from hora.torch.optimizer.base import _DistributedOptimizer, bare_copy
+from hora.torch.optimizer.base import SliceNorm, _DistributedOptimizer, bare_copy
 from hora.torch.optimizer.bucket_plan import plan_buckets
 from hora.torch.optimizer.error_feedback import ErrorFeedback, wire_dtype
 from hora.torch.optimizer.order import agree_on_order
-from hora.torch.optimizer.per_parameter import Recipe
-from hora.torch.optimizer.shared_memory import SharedMemory
+from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
 from hora.torch.sharded.state import ShardState, kinds_of
 
@@ -48,7 +47,9 @@ ELEMENTWISE = (
 )
 
 
-def check_shardable(recipe: Recipe, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+def check_shardable(
+    options: ReduceOptions, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]]
+) -> None:
     """ValueError for what cannot be sharded."""
     kind = type(optimizer)
     if kind.__name__ not in ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
@@ -56,10 +57,10 @@ def check_shardable(recipe: Recipe, optimizer: torch.optim.Optimizer, groups: Se
             f"sharded=True needs an optimizer that treats every element by itself, and {kind.__module__}.{kind.__name__} "
             f"is not known to; use one of torch.optim's {', '.join(ELEMENTWISE)}, or sharded=False"
         )
-    if recipe.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"sharded=True reduces with Average or Sum, but op is {ReduceOp(recipe.op).name}")
-    if isinstance(recipe.compression, ErrorFeedback) or not (
-        recipe.compression is NoneCompressor or wire_dtype(recipe.compression) is not None
+    if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"sharded=True reduces with Average or Sum, but op is {ReduceOp(options.op).name}")
+    if isinstance(options.compression, ErrorFeedback) or not (
+        options.compression is NoneCompressor or wire_dtype(options.compression) is not None
     ):
         raise ValueError("sharded=True supports Compression.none, fp16 and bf16; use one of them, or sharded=False")
     if groups:
@@ -86,7 +87,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if self._shards is not None:
             self._unshard()
         super()._start_over()
-        self._adaptation.possible = False
+        self._bucket_order.possible = False
         self._reduced = ""
 
     def _reduce_slices(self) -> None:
@@ -125,7 +126,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._reduce_slices()
             self._clipped = True
 
-    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> Any:
+    def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
         shards = self._shards
         if shards is None or self._reduced != "slices":
             return None
@@ -135,16 +136,16 @@ class ShardedOptimizer(_DistributedOptimizer):
             return None
 
         def scale(factor: torch.Tensor) -> None:
-            for piece in shards.pieces:
-                assert piece.parameter.grad is not None
-                piece.parameter.grad.mul_(factor.to(piece.parameter.grad.device))
+            for shard in shards.owned:
+                assert shard.parameter.grad is not None
+                shard.parameter.grad.mul_(factor.to(shard.parameter.grad.device))
 
-        return shards.gradient_norm(norm_type), self._requires_update, scale
+        return SliceNorm(shards.gradient_norm(norm_type), self._requires_update, scale)
 
     # --- the step -------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce (unless that has been done), step this rank's slice, and make it everybody's."""
+        """Reduce (unless that has been done), step this rank's slice, and give it to all ranks."""
         if not self._active:
             return super().step(closure)
         loss = None
@@ -158,7 +159,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         is_first = self._shards is None
         if is_first and not self._shard():
             self._reduced = ""
-            self._base_step()  # somebody has joined: this step as if unsharded, and another attempt in the next
+            self._base_step()  # a rank has joined: this step as if unsharded, and another attempt in the next
             return loss
         assert self._shards is not None
         if self._reduced == "whole":
@@ -214,15 +215,15 @@ class ShardedOptimizer(_DistributedOptimizer):
                 raise ValueError(
                     f"sharded=True does not support sparse gradients, and {name} has one; use sharded=False"
                 )
-        order = agree_on_order(self._recipe, self._parameter_names, hooked, self._last_arrivals, set())
+        order = agree_on_order(self._options, self._parameter_names, hooked, self._last_arrivals, set())
         if order is None or not hooked:
             return False
         kinds = kinds_of(self, hooked)
-        size = self._recipe.process_set.size() or 1
+        size = self._options.num_members
         specs = plan_buckets(
             order.parameters,
             self._parameter_names,
-            wire_dtype=wire_dtype(self._recipe.compression),
+            wire_dtype=wire_dtype(self._options.compression),
             group_of=kinds.of.__getitem__,
             granularity=64 * size,
             label=order.label,
@@ -230,10 +231,9 @@ class ShardedOptimizer(_DistributedOptimizer):
         state = ShardState(self, specs, kinds)
         memory = None
         if all(p.device.type == "cpu" for p in hooked):
-            set_id = self._recipe.process_set.process_set_id
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
-            memory = SharedMemory.allocate(self._runtime, set_id, num_bytes)
-        shards = Shards(self._runtime, self._recipe, specs, kinds.of.__getitem__, memory)
+            memory = self._runtime.shared_memory(self._options.process_set_id, num_bytes)
+        shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory)
         inner = bare_copy(self, self._base_class)
         inner.state = defaultdict(dict)
         inner.param_groups = shards.inner_groups([self.param_groups[group] for group in kinds.groups])
@@ -300,4 +300,4 @@ class ShardedOptimizer(_DistributedOptimizer):
         else:  # other counts of steps, or other entries: arrange everything anew in the next step
             self._leave_shards()
             super()._start_over()
-            self._adaptation.possible = False
+            self._bucket_order.possible = False

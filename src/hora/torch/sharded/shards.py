@@ -3,10 +3,10 @@
 Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. Where all members share memory (`shared`),
 parameters lie in it once, every member's gradients beside them, and so does the optimizer state: each member reduces
 and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered.
-Called by `sharded.ShardedOptimizer`.
+Called by `ShardedOptimizer`.
 
-A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. Nobody may look at the parameters between the last
-`ready` and the end of `step`, which is why the last bucket is submitted by `finish` and `step` ends with a barrier.
+A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the last
+`ready` and the end of `step`, which is why the last bucket is reduced by `finish` and `step` ends with a barrier.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from typing import Any
 
 import torch
 
+from hora import engine
 from hora.engine.request import Kind, ReduceOp
+from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.shm.bound import BoundReduction
+from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import unbind_all, view_like
-from hora.torch.optimizer.per_parameter import Recipe
-from hora.torch.optimizer.shared_memory import SharedMemory
-from hora.torch.sharded.bucket import ShardBucket
-from hora.torch.sharded.staging import NUM_PLACES, Staging
+from hora.torch.optimizer.buckets import release_all, view_like
+from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
+from hora.torch.sharded.bucket import NUM_PLACES, GradientPlaces, ShardBucket
 
-__all__ = ["Piece", "Shards"]
+__all__ = ["Shard", "Shards", "in_memory_order"]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Shard:
     """A run of elements of one bucket that this rank owns, all of one kind, as a parameter to step."""
 
     parameter: torch.nn.Parameter
@@ -42,98 +44,123 @@ class Piece:
 
 
 class Shards:
-    """What one rank holds of a sharded optimizer."""
+    """What one rank holds of a sharded optimizer; `owned` are its shards."""
 
     def __init__(
         self,
-        runtime: Any,
-        recipe: Recipe,
+        runtime: engine.Runtime,
+        options: ReduceOptions,
         specs: Sequence[BucketSpec],
         kind_of: Callable[[torch.Tensor], int],
         memory: SharedMemory | None,
     ) -> None:
         self.runtime = runtime
         self.shared = memory is not None
-        self._set_id = recipe.process_set.process_set_id
-        self._recipe = recipe
-        self._member: int = recipe.process_set.rank()
-        self._size: int = recipe.process_set.size()
+        self._set_id = options.process_set_id
+        self._options = options
+        self._member, self._size = options.member, options.num_members
         self.buckets: list[ShardBucket] = []
-        staging = None if memory is None else Staging(specs, self._size, memory)
-        for index in range(len(specs)):
-            self.buckets.append(self._make_bucket(specs, index, memory, staging))
-        self._exit = None if memory is None else memory.take_gate(runtime, "optimizer.step", self._set_id, self._size)
-        self.pieces = [piece for index in range(len(specs)) for piece in self._cut(index, kind_of)]
-        self.slots = {
+        places = None if memory is None else GradientPlaces(specs, self._size, memory)
+        for index, spec in enumerate(specs):
+            if memory is None or places is None:
+                self.buckets.append(self._private_bucket(spec))
+            else:
+                self.buckets.append(self._shared_bucket(specs, index, memory, places))
+        self._exit: SharedMemoryBarrier | None = None
+        if memory is not None:
+            self._exit = runtime.shared_barrier(memory, name="optimizer.step", process_set_id=self._set_id)
+        self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
+        self.locations = {
             parameter: (bucket, index)
             for bucket in self.buckets
             for index, parameter in enumerate(bucket.spec.parameters)
         }
-        self._slots_by_id = {id(parameter): slot for parameter, slot in self.slots.items()}
-        bindings = [bucket.binding for bucket in self.buckets if bucket.binding is not None]
-        self._finalizer = weakref.finalize(self, unbind_all, runtime, bindings, self._exit)
-        self._holding: list[ShardBucket] = []  # buckets whose memory was in use when their gradients came
+        self._locations_by_id = {id(parameter): location for parameter, location in self.locations.items()}
+        bound = [bucket.bound for bucket in self.buckets if bucket.bound is not None]
+        self._finalizer = weakref.finalize(self, release_all, bound)
+        self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients came
         self._move_parameters()
 
-    def _make_bucket(
-        self, specs: Sequence[BucketSpec], index: int, memory: SharedMemory | None, staging: Staging | None
-    ) -> ShardBucket:
-        spec = specs[index]
-        count, dtype = spec.num_elements, spec.parameters[0].dtype
-        share = count // self._size
-        begin, end = self._member * share, (self._member + 1) * share
-        if memory is None or staging is None:
-            values = torch.zeros(count, dtype=dtype, device=spec.device)
-            gradients = torch.zeros(count, dtype=spec.dtype, device=spec.device)
-            return ShardBucket(self.runtime, self._recipe, spec, values, gradients, begin, end)
-        values = memory.take(count, dtype)
-        peers = staging.of(index)
-        mine = peers[self._member]
-        # Nobody else reads the own slice of the own gradients: the reduced slice can lie there, if it can stay there.
-        out = torch.zeros(share, dtype=spec.dtype) if staging.in_turn else mine[begin:end]
-        gate = None
-        if index == len(specs) - 1:  # the caller waits for it: no need to agree on it
-            gate = memory.take_gate(self.runtime, f"reducescatter.{spec.name}", self._set_id, self._size)
-        binding = self.runtime.prepared.bind(
+    def _private_bucket(self, spec: BucketSpec) -> ShardBucket:
+        """Parameters and gradients in this rank's own memory."""
+        values = torch.zeros(spec.num_elements, dtype=spec.parameters[0].dtype, device=spec.device)
+        gradients = torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device)
+        reduction = RequestedReduction(
+            self.runtime,
             Kind.REDUCESCATTER,
-            [peers],
+            gradients,
             name=spec.name,
-            out=out,
-            gate=gate,
-            ends_together=staging.in_turn,
-            **self._recipe.arguments_after_early_scale(),
+            reduce=self._options.reduce_after_early_scale,
+            process_set_id=self._set_id,
         )
-        bucket = ShardBucket(self.runtime, self._recipe, spec, values, mine, begin, end, binding)
-        if staging.in_turn:
+        begin, end = self._slice_of(spec)
+        return ShardBucket(spec, values, gradients, begin, end, reduction, scale=self._options.early_scale)
+
+    def _shared_bucket(
+        self, specs: Sequence[BucketSpec], index: int, memory: SharedMemory, places: GradientPlaces
+    ) -> ShardBucket:
+        """Parameters once in shared memory, every member's gradients in a place there."""
+        spec = specs[index]
+        values = memory.take(spec.num_elements, spec.parameters[0].dtype)
+        everybodys = places.of(index)
+        mine = everybodys[self._member]
+        begin, end = self._slice_of(spec)
+        # No other member reads the own slice of the own gradients: the reduced slice can lie there, if it can stay there.
+        out = torch.zeros(end - begin, dtype=spec.dtype) if places.in_turn else mine[begin:end]
+        barrier = None
+        if index == len(specs) - 1:  # the caller waits for it: no need to agree on it
+            name = f"reducescatter.{spec.name}"
+            barrier = self.runtime.shared_barrier(memory, name=name, process_set_id=self._set_id)
+        bound = BoundReduction(
+            self.runtime.process_sets.queue(self._set_id),
+            Kind.REDUCESCATTER,
+            [everybodys],
+            name=spec.name,
+            reduce=self._options.reduce_after_early_scale,
+            out=out,
+            barrier=barrier,
+            ends_together=places.in_turn,
+        )
+        bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=self._options.early_scale)
+        if places.in_turn:
             bucket.comes_after(self.buckets[index - NUM_PLACES] if index >= NUM_PLACES else None)
         return bucket
 
+    def _slice_of(self, spec: BucketSpec) -> tuple[int, int]:
+        """The elements of a bucket that this rank owns: begin and end."""
+        share = spec.num_elements // self._size
+        return self._member * share, (self._member + 1) * share
+
     @staticmethod
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
-        """What the parameters and everybody's gradients need."""
+        """What the parameters and all members' gradients need of shared memory."""
         values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
-        return values + Staging.num_bytes(specs, num_members) + 2 * SharedMemory.gate_space(num_members)
+        barrier = SharedMemory.space(SharedMemoryBarrier.num_bytes(num_members), torch.uint8)
+        return values + GradientPlaces.num_bytes(specs, num_members) + 2 * barrier
 
-    def _cut(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Piece]:
+    def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
         """This rank's slice of a bucket, divided where the kind changes."""
         bucket = self.buckets[index]
         starts = [(offset, kind_of(p)) for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)]
         edges = [start for k, start in enumerate(starts) if k == 0 or start[1] != starts[k - 1][1]]
-        pieces = []
+        reduced = None  # where the reduced slice will be, if it can be stepped with there
+        if bucket.bound is not None and bucket.spec.dtype is bucket.parameter_dtype:
+            reduced = bucket.bound.out
+        shards = []
         for k, (offset, kind) in enumerate(edges):
             stop = edges[k + 1][0] if k + 1 < len(edges) else bucket.spec.num_elements
             begin, end = max(offset, bucket.begin), min(stop, bucket.end)
             if begin < end:
                 parameter = torch.nn.Parameter(bucket.values[begin:end], requires_grad=False)
-                if bucket.binding is not None and bucket.gradients.dtype is bucket.values.dtype:
-                    parameter.grad = bucket.binding.out[begin - bucket.begin : end - bucket.begin]
-                else:
+                if reduced is None:
                     parameter.grad = torch.zeros_like(parameter)
-                pieces.append(Piece(parameter, kind, index, begin, end))
-        return pieces
+                else:
+                    parameter.grad = reduced[begin - bucket.begin : end - bucket.begin]
+                shards.append(Shard(parameter, kind, index, begin, end))
+        return shards
 
     def _move_parameters(self) -> None:
-        """Parameters become views of the buckets. Shared: the first member's values are everybody's."""
+        """Parameters become views of the buckets. Shared: the first member's values are those of all."""
         for bucket in self.buckets:
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
                 view = view_like(bucket.values, offset, parameter)
@@ -156,7 +183,7 @@ class Shards:
 
     def ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of `parameter`, which is None afterwards: whole gradients exist after `materialise` only."""
-        bucket, index = self._slots_by_id[id(parameter)]
+        bucket, index = self._locations_by_id[id(parameter)]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             raise ValueError("sharded=True does not support sparse gradients; use sparse=False, or sharded=False")
@@ -171,13 +198,13 @@ class Shards:
             bucket.held.append((index, gradient))
             return
         bucket.put(index, gradient)
-        self._submit_if_complete(bucket)
+        self._start_if_complete(bucket)
 
     def note_missing(self) -> None:
         """The layout is fixed: a late gradient costs overlap, nothing else."""
 
     def finish(self) -> None:
-        """Reduce what is left and wait: every piece has its reduced gradient then. All parameters were `ready`."""
+        """Reduce what is left and wait: every shard has its reduced gradient then. All parameters were `ready`."""
         first_error: Exception | None = None
         try:
             for bucket in self.buckets:
@@ -196,12 +223,12 @@ class Shards:
         self._holding.clear()
         if first_error is not None:
             raise first_error
-        for piece in self.pieces:
-            bucket, gradient = self.buckets[piece.bucket], piece.parameter.grad
+        for shard in self.owned:
+            bucket, gradient = self.buckets[shard.bucket], shard.parameter.grad
             assert gradient is not None
-            result = results[piece.bucket]
+            result = results[shard.bucket]
             assert result is not None, bucket.spec.name
-            reduced = result[piece.begin - bucket.begin : piece.end - bucket.begin]
+            reduced = result[shard.begin - bucket.begin : shard.end - bucket.begin]
             if reduced.data_ptr() != gradient.data_ptr():
                 gradient.copy_(reduced)
 
@@ -213,21 +240,21 @@ class Shards:
                 for index, gradient in bucket.held:
                     bucket.put(index, gradient)
                 bucket.held.clear()
-                self._submit_if_complete(bucket)
+                self._start_if_complete(bucket)
 
-    def _submit_if_complete(self, bucket: ShardBucket) -> None:
-        if bucket.num_ready == len(bucket.views) and bucket is not self.buckets[-1]:
-            bucket.submit(background=True)
+    def _start_if_complete(self, bucket: ShardBucket) -> None:
+        if bucket.is_complete and bucket is not self.buckets[-1]:
+            bucket.start()
 
     def materialise(self) -> None:
         """Give every parameter its whole reduced gradient, on all ranks (collective)."""
         handles = []
         for index, bucket in enumerate(self.buckets):
             mine = torch.zeros(bucket.end - bucket.begin, dtype=bucket.parameter_dtype, device=bucket.values.device)
-            for piece in self.pieces:
-                if piece.bucket == index:
-                    assert piece.parameter.grad is not None
-                    mine[piece.begin - bucket.begin : piece.end - bucket.begin] = piece.parameter.grad
+            for shard in self.owned:
+                if shard.bucket == index:
+                    assert shard.parameter.grad is not None
+                    mine[shard.begin - bucket.begin : shard.end - bucket.begin] = shard.parameter.grad
             handles.append(
                 self.runtime.submit(Kind.ALLGATHER, [mine], name=bucket.spec.name, process_set_id=self._set_id)
             )
@@ -238,33 +265,33 @@ class Shards:
 
     def take_whole(self) -> None:
         """Take this rank's slices of the parameters' whole gradients, which the user may have changed."""
-        for piece in self.pieces:
-            bucket = self.buckets[piece.bucket]
-            assert piece.parameter.grad is not None
-            piece.parameter.grad.zero_()
-            for parameter, source, target in self.overlaps(bucket, piece):
+        for shard in self.owned:
+            bucket = self.buckets[shard.bucket]
+            assert shard.parameter.grad is not None
+            shard.parameter.grad.zero_()
+            for parameter, source, target in self.overlaps(bucket, shard):
                 if parameter.grad is not None:
-                    piece.parameter.grad[target] = _in_memory_order(parameter.grad, parameter)[source].to(
-                        piece.parameter.dtype
+                    shard.parameter.grad[target] = in_memory_order(parameter.grad, parameter)[source].to(
+                        shard.parameter.dtype
                     )
-        for parameter in self.slots:
+        for parameter in self.locations:
             parameter.grad = None
 
     @staticmethod
-    def overlaps(bucket: ShardBucket, piece: Piece) -> list[tuple[torch.Tensor, slice, slice]]:
-        """Parameters that lie in a piece: (parameter, which of its elements, where in the piece)."""
+    def overlaps(bucket: ShardBucket, shard: Shard) -> list[tuple[torch.Tensor, slice, slice]]:
+        """Parameters that lie in a shard: (parameter, which of its elements, where in the shard)."""
         found = []
         for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
-            begin, end = max(offset, piece.begin), min(offset + parameter.numel(), piece.end)
+            begin, end = max(offset, shard.begin), min(offset + parameter.numel(), shard.end)
             if begin < end:
-                where = slice(begin - piece.begin, end - piece.begin)
+                where = slice(begin - shard.begin, end - shard.begin)
                 found.append((parameter, slice(begin - offset, end - offset), where))
         return found
 
     # --- after the step -------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Make the stepped slices everybody's: a barrier where memory is shared, otherwise all-gather them."""
+        """Give the stepped slices to all members: a barrier where memory is shared, otherwise all-gather them."""
         if self._exit is not None:
             self.meet()
             return
@@ -283,18 +310,18 @@ class Shards:
 
     def meet(self) -> None:
         """Return when every member is here: needed before stepping when gradients were reduced earlier."""
-        if self._exit is not None and self._exit.pass_through():
+        if self._exit is not None and self._exit.wait():
             raise HorovodInternalError(
                 "a sharded optimizer is not supported with Join: every rank has to step its slice"
             )
 
     def release(self) -> None:
-        """Forget the prepared reductions."""
+        """Forget the bound reductions."""
         self._finalizer()
 
     def gradient_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all members' slices together (collective)."""
-        gradients = [piece.parameter.grad for piece in self.pieces if piece.parameter.grad is not None]
+        gradients = [shard.parameter.grad for shard in self.owned if shard.parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type).double().reshape(1)
         infinite = norm_type == float("inf")
         value = norm if infinite else norm**norm_type
@@ -311,13 +338,13 @@ class Shards:
         return total.float().squeeze(0)
 
     def inner_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A parameter group for each kind, with the options given for it and this rank's pieces.
+        """A parameter group for each kind, with the options given for it and this rank's shards.
 
-        A rank without a piece of some kind steps one idle element instead, to know the scalars of its state.
+        A rank without a shard of some kind steps one idle element instead, to know the scalars of its state.
         """
         result = []
         for kind, group in enumerate(groups):
-            members = [piece.parameter for piece in self.pieces if piece.kind == kind]
+            members = [shard.parameter for shard in self.owned if shard.kind == kind]
             if not members:
                 like = group["params"][0]
                 idle = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device), requires_grad=False)
@@ -327,7 +354,7 @@ class Shards:
         return result
 
 
-def _in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in the order in which `like` lies in its bucket."""
     if like.is_contiguous():
         return tensor.reshape(-1)

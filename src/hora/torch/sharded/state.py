@@ -1,8 +1,8 @@
-"""The optimizer state of a sharded optimizer: divided among the ranks, and whole again for whoever asks.
+"""The optimizer state of a sharded optimizer: divided among the ranks, and whole again when asked for.
 
 State tensors that have the shape of their parameter are divided like it; in shared memory they lie once, and every rank
 sees all of them as `optimizer.state[parameter]`. Everything else ("step" and other scalars) is the same for all elements of a
-group and every rank keeps its own. Called by `sharded.ShardedOptimizer`.
+group and every rank keeps its own. Called by `ShardedOptimizer`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from hora.engine.request import Kind
+from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import view_like
-from hora.torch.optimizer.shared_memory import SharedMemory
-from hora.torch.sharded.shards import Piece, Shards, _in_memory_order
+from hora.torch.sharded.shards import Shard, Shards, in_memory_order
 
 __all__ = ["Kinds", "ShardState", "kinds_of"]
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Parameters that can lie in one piece: of one group, and with the same scalars ("step") in their state."""
+    """Parameters that can lie in one shard: of one group, and with the same scalars ("step") in their state."""
 
     of: dict[torch.Tensor, int]
     groups: list[int]  # the parameter group of each kind
@@ -45,7 +45,7 @@ def _scalar_values(state: dict[str, Any] | None) -> object:
 
 
 class ShardState:
-    """Where the state of each element is. `optimizer` is the user's, `inner` the one that steps the pieces."""
+    """Where the state of each element is. `optimizer` is the user's, `inner` the one that steps the shards."""
 
     def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: Kinds) -> None:
         self._optimizer = optimizer
@@ -70,7 +70,7 @@ class ShardState:
         )
 
     def divide(self, shards: Shards, inner: Any, memory: SharedMemory | None) -> None:
-        """Give the pieces the state that the whole parameters have so far."""
+        """Give the shards the state that the whole parameters have so far."""
         self._shards, self._inner = shards, inner
         if memory is not None:
             for spec, keys, flats in zip(self._specs, self._keys, self._flats, strict=True):
@@ -84,13 +84,13 @@ class ShardState:
         Between steps every rank writes all of it into shared memory, so that it is enough if one has loaded a checkpoint;
         within a step others may be stepping their slices already.
         """
-        managed = self._shards.slots
+        managed = self._shards.locations
         whole = {p: state for p, state in self._optimizer.state.items() if p in managed}
         for parameter in whole:
             del self._optimizer.state[parameter]
         self._inner.state.clear()
-        for piece in self._shards.pieces:
-            self._load_piece(piece, whole)
+        for shard in self._shards.owned:
+            self._load_shard(shard, whole)
         for index, group in enumerate(self._inner.param_groups):
             for idle in group["params"]:
                 scalars = self._scalars(whole, index)
@@ -107,21 +107,21 @@ class ShardState:
                         view_like(flats[key], bucket.spec.offsets[index], parameter).copy_(state[key])
             self.adopt(self._inner)
 
-    def _load_piece(self, piece: Piece, whole: dict[torch.Tensor, dict[str, Any]]) -> None:
-        bucket = self._shards.buckets[piece.bucket]
-        overlaps = [item for item in Shards.overlaps(bucket, piece) if whole.get(item[0])]
+    def _load_shard(self, shard: Shard, whole: dict[torch.Tensor, dict[str, Any]]) -> None:
+        bucket = self._shards.buckets[shard.bucket]
+        overlaps = [item for item in Shards.overlaps(bucket, shard) if whole.get(item[0])]
         if not overlaps:
             return
-        state: dict[str, Any] = self._scalars(whole, piece.kind)
+        state: dict[str, Any] = self._scalars(whole, shard.kind)
         for key in _elementwise_keys(whole, [item[0] for item in overlaps]):
             dtype = next(whole[p][key].dtype for p, _, _ in overlaps if key in whole[p])
-            flat = torch.zeros(piece.end - piece.begin, dtype=dtype, device=piece.parameter.device)
+            flat = torch.zeros(shard.end - shard.begin, dtype=dtype, device=shard.parameter.device)
             for parameter, source, target in overlaps:
                 value = whole[parameter].get(key)
                 if isinstance(value, torch.Tensor):
-                    flat[target] = _in_memory_order(value, parameter)[source]
+                    flat[target] = in_memory_order(value, parameter)[source]
             state[key] = flat
-        self._inner.state[piece.parameter] = state
+        self._inner.state[shard.parameter] = state
 
     def fits(self) -> bool:
         """Whether the whole state that lies in `optimizer.state` now can be divided in the present layout."""
@@ -152,12 +152,12 @@ class ShardState:
         """After a step: state that the optimizer has just made moves into shared memory."""
         if self._adopted or not self._shards.shared:
             return
-        for piece in self._shards.pieces:
-            state = inner.state.get(piece.parameter, {})
-            flats = self._flats[piece.bucket]
+        for shard in self._shards.owned:
+            state = inner.state.get(shard.parameter, {})
+            flats = self._flats[shard.bucket]
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == piece.parameter.shape and key in flats:
-                    home = flats[key][piece.begin : piece.end]
+                if isinstance(value, torch.Tensor) and value.shape == shard.parameter.shape and key in flats:
+                    home = flats[key][shard.begin : shard.end]
                     home.copy_(value)
                     state[key] = home
         self._adopted = True
@@ -194,10 +194,10 @@ class ShardState:
             whole = {}
             for key, dtype in sorted(self._keys[index].items()):
                 mine = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
-                for piece in self._shards.pieces:
-                    value = self._inner.state.get(piece.parameter, {}).get(key)
-                    if piece.bucket == index and isinstance(value, torch.Tensor):
-                        mine[piece.begin - bucket.begin : piece.end - bucket.begin] = value
+                for shard in self._shards.owned:
+                    value = self._inner.state.get(shard.parameter, {}).get(key)
+                    if shard.bucket == index and isinstance(value, torch.Tensor):
+                        mine[shard.begin - bucket.begin : shard.end - bucket.begin] = value
                 name = f"state.{key}.{bucket.spec.name}"
                 handle = runtime.submit(Kind.ALLGATHER, [mine], name=name, process_set_id=set_id)
                 (whole[key],) = runtime.synchronize(handle)
@@ -207,7 +207,7 @@ class ShardState:
     def unite(self) -> None:
         """Private whole state again, in `optimizer.state`."""
         self.present()
-        for parameter in self._shards.slots:
+        for parameter in self._shards.locations:
             state = self._optimizer.state.get(parameter)
             if state:
                 self._optimizer.state[parameter] = {

@@ -1,0 +1,147 @@
+"""What every way of reducing gradients shares: the user's options, what the optimizer asks of a reducer, and a reduction
+that is requested anew in each step.
+
+`PerParameterReducer`, `Buckets` and `Shards` are the reducers. Where the members of the set share memory, a bucket holds
+the engine's `BoundReduction`; elsewhere it holds a `RequestedReduction`, which is used in the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hora import engine
+from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.torch.compression import Compressor, NoneCompressor
+from hora.torch.process_sets import ProcessSet, registered_id
+
+__all__ = ["ReduceOptions", "Reducer", "RequestedReduction", "summed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceOptions:
+    """How the gradients of one optimizer are reduced."""
+
+    process_set: ProcessSet
+    op: int = ReduceOp.AVERAGE
+    compression: type[Compressor] | Compressor = NoneCompressor
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+
+    @property
+    def process_set_id(self) -> int:
+        return registered_id(self.process_set)
+
+    @property
+    def num_members(self) -> int:
+        return self.process_set.size() or 1
+
+    @property
+    def member(self) -> int:
+        """This rank's index in the process set."""
+        member = self.process_set.rank()
+        assert member is not None, self.process_set
+        return member
+
+    @property
+    def reduce(self) -> Reduce:
+        """What is done to every gradient."""
+        factor = float(self.gradient_predivide_factor)
+        return Reduce(self.op, 1.0 / factor, factor)
+
+    @property
+    def early_scale(self) -> float:
+        """What gradients can be multiplied with when they are copied, so that a sum gives the average; 1.0: nothing.
+
+        Only where it changes no bit, and saves a pass: Average over a power of two of members, without compression.
+        """
+        size = self.num_members
+        plain = self.compression is NoneCompressor and self.gradient_predivide_factor == 1.0
+        return 1.0 / size if plain and self.op == ReduceOp.AVERAGE and size & (size - 1) == 0 else 1.0
+
+    @property
+    def reduce_after_early_scale(self) -> Reduce:
+        """`reduce` for gradients that were multiplied with `early_scale`."""
+        return self.reduce if self.early_scale == 1.0 else self.reduce._replace(op=int(ReduceOp.SUM))
+
+
+class Reducer(Protocol):
+    """What the optimizer needs: told which gradients are ready, it gives back the reduced ones."""
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """The gradient of `parameter` is complete on this rank (None: it takes part with zeros)."""
+
+    def note_missing(self) -> None:
+        """Some gradients have not arrived during backward; `ready` is about to be called for them."""
+
+    def finish(self) -> None:
+        """Wait for all reductions; every parameter was `ready` before. Results are in `.grad` afterwards."""
+
+
+class RequestedReduction:
+    """A reduction of the same tensor in every step; an allreduce works in place. To be used as a `BoundReduction`."""
+
+    def __init__(
+        self,
+        runtime: engine.Runtime,
+        kind: Kind,
+        tensor: torch.Tensor,
+        *,
+        name: str,
+        reduce: Reduce,
+        process_set_id: int,
+    ) -> None:
+        self._runtime = runtime
+        self._kind = kind
+        self._tensor = tensor
+        self._name = name
+        self._reduce = reduce
+        self._process_set_id = process_set_id
+        self._handle: int | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        return self._handle is not None
+
+    @property
+    def done(self) -> bool:
+        return self._handle is not None and self._runtime.poll(self._handle)
+
+    def start(self, *, background: bool) -> None:
+        op, prescale, postscale = self._reduce
+        self._handle = self._runtime.submit(
+            self._kind,
+            [self._tensor],
+            outputs=[self._tensor] if self._kind is Kind.ALLREDUCE else None,
+            name=self._name,
+            op=op,
+            prescale=prescale,
+            postscale=postscale,
+            process_set_id=self._process_set_id,
+            background=background,
+        )
+
+    def wait(self) -> torch.Tensor:
+        if self._handle is None:
+            self.start(background=False)
+        handle, self._handle = self._handle, None
+        assert handle is not None, self._name
+        result: torch.Tensor
+        (result,) = self._runtime.synchronize(handle)
+        return result
+
+
+def summed(ballot: torch.Tensor, options: ReduceOptions, name: str) -> list[int]:
+    """The members' ballots added up (collective): how the ranks agree on something about gradients."""
+    engine.current_runtime().execute(
+        Kind.ALLREDUCE,
+        [ballot],
+        outputs=[ballot],
+        name=name,
+        op=ReduceOp.SUM,
+        process_set_id=options.process_set_id,
+    )
+    result: list[int] = ballot.tolist()
+    return result
