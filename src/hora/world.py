@@ -7,10 +7,13 @@ It opens no connection: the engine does that, with the `MeetingPoint` found here
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from hora import slurm
 
 __all__ = ["MeetingPoint", "World", "place_variables"]
 
@@ -25,7 +28,7 @@ _FOREIGN = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     ("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
 
 
@@ -162,7 +165,7 @@ def _from_horovod(env: Mapping[str, str]) -> World:
             job=env.get("HORA_JOB", ""),
         )
     elif size > 1:
-        meeting = _tcp_meeting(env, rank, "horovod")
+        meeting = _tcp_meeting(env, rank, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
     return World(
         rank=rank,
         size=size,
@@ -188,20 +191,24 @@ def _from_foreign(
     local_size_name: str,
 ) -> World:
     rank, size = _integer(env, rank_name), _integer(env, size_name)
-    local_size = _slurm_local_size(env, size) if launcher == "slurm" else _integer(env, local_size_name, size)
-    local_rank = _integer(env, local_rank_name, rank % max(local_size, 1))
-    # Foreign launchers place equal blocks of ranks on each host, which makes the host's index a division.
-    cross_rank = _integer(env, "GROUP_RANK", rank // max(local_size, 1))
+    if launcher == "slurm":
+        local_rank, local_size, cross_rank, cross_size = _slurm_place(env, rank, size)
+    else:
+        local_size = _integer(env, local_size_name, size)
+        local_rank = _integer(env, local_rank_name, rank % max(local_size, 1))
+        # These launchers place equal blocks of ranks on each host, which makes the host's index a division.
+        cross_rank = _integer(env, "GROUP_RANK", rank // max(local_size, 1))
+        cross_size = max(-(-size // max(local_size, 1)), cross_rank + 1)
     return World(
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
         cross_rank=cross_rank,
-        cross_size=max(-(-size // max(local_size, 1)), cross_rank + 1),
+        cross_size=cross_size,
         hostname=socket.gethostname(),
         launcher=launcher,
-        meeting=_tcp_meeting(env, rank, launcher) if size > 1 else MeetingPoint(),
+        meeting=_tcp_meeting(env, rank, launcher, one_host=local_size >= size) if size > 1 else MeetingPoint(),
     )
 
 
@@ -210,27 +217,23 @@ def _is_slurm_step(env: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
 
 
-def _slurm_local_size(env: Mapping[str, str], size: int) -> int:
-    text = (
-        env.get("SLURM_NTASKS_PER_NODE")
-        or env.get("SLURM_STEP_TASKS_PER_NODE")
-        or env.get("SLURM_TASKS_PER_NODE")
-        or ""
-    )
-    head = text.split("(")[0].split(",")[0]  # "4(x2)" means four tasks on each of two nodes
-    return int(head) if head.isdigit() else size
+def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int, int, int]:
+    """Local rank and size, cross rank and size. What runs on each node is in the tasks per node, in the order of the
+    node list; `SLURM_NTASKS_PER_NODE` is only the limit that the user asked for."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(size)
+    counts = slurm.tasks_per_node(text)
+    if sum(counts) != size:
+        raise ValueError(f"the Slurm variables disagree: {size} tasks, but {text!r} tasks per node")
+    ends = list(itertools.accumulate(counts))  # the default distribution: blocks of ranks
+    node = _integer(env, "SLURM_NODEID", sum(end <= rank for end in ends))
+    if not 0 <= node < len(counts):
+        raise ValueError(f"SLURM_NODEID is {node}, but there are {len(counts)} nodes: {text!r} tasks per node")
+    local_rank = _integer(env, "SLURM_LOCALID", rank - (ends[node] - counts[node]))
+    with_such_a_rank = [index for index, count in enumerate(counts) if count > local_rank]
+    return local_rank, counts[node], sum(index < node for index in with_such_a_rank), len(with_such_a_rank)
 
 
-def _first_slurm_host(nodelist: str) -> str:
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket:
-        return head.split(",")[0]
-    if "," in head:
-        return head.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
-
-
-def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str) -> MeetingPoint:
+def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str, *, one_host: bool) -> MeetingPoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address and port:
         # torchrun's agent already runs a store there; everybody else expects rank 0 to open it.
@@ -250,8 +253,8 @@ def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str) -> MeetingPoi
     )
     if launcher == "slurm" and job:
         nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or ""
-        address = _first_slurm_host(nodelist) or "127.0.0.1"
-    elif job:
+        address = next(iter(slurm.node_names(nodelist)), "127.0.0.1")
+    elif job and one_host:
         address = "127.0.0.1"
     else:
         raise ValueError(

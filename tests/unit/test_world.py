@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hora import slurm
 from hora.world import MeetingPoint, World
 
 TORCHRUN = {
@@ -87,6 +88,68 @@ def test_slurm_step():
     assert world.meeting.address == "node03"
 
 
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "r[1-2]n[01-02]-ib"}
+
+
+def test_slurm_tasks_per_node_come_from_what_runs_not_from_the_limit():
+    asked = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+    world = World.from_env(SLURM | asked | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "1(x4)"})
+    assert (world.local_size, world.cross_rank, world.cross_size) == (1, 3, 4)
+    assert world.meeting.address == "r1n01-ib"
+
+
+def test_slurm_nodes_with_different_numbers_of_tasks():
+    """2(x3),1: the last node has one task, and the second task of a node meets two others like it."""
+    places = []
+    for rank in range(7):
+        mine = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_NODEID": str(rank // 2)}
+        world = World.from_env(SLURM | mine | {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"})
+        places.append((world.local_rank, world.local_size, world.cross_rank, world.cross_size))
+    assert places == [(0, 2, 0, 4), (1, 2, 0, 3), (0, 2, 1, 4), (1, 2, 1, 3), (0, 2, 2, 4), (1, 2, 2, 3), (0, 1, 3, 4)]
+
+
+def test_slurm_ranks_dealt_out_to_the_nodes_in_turn():
+    mine = {
+        "SLURM_PROCID": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+    }  # --distribution=cyclic
+    world = World.from_env(SLURM | mine | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"})
+    assert (world.local_rank, world.local_size, world.cross_rank, world.cross_size) == (1, 2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a", ["a"]),
+        ("a,b1", ["a", "b1"]),
+        ("n[5]", ["n5"]),
+        ("gnode[10,20]", ["gnode10", "gnode20"]),
+        ("tux[001-003,010],login1", ["tux001", "tux002", "tux003", "tux010", "login1"]),
+        ("r[1-2]n[01-02]-ib", ["r1n01-ib", "r1n02-ib", "r2n01-ib", "r2n02-ib"]),
+        ("", []),
+    ],
+)
+def test_node_lists(text, names):
+    assert slurm.node_names(text) == names
+
+
+@pytest.mark.parametrize("text", ["n[1-]", "n[a-b]", "n[3-1]", "n[1-99999999]"])
+def test_nonsense_in_a_node_list(text):
+    with pytest.raises(ValueError, match="a node list must look like"):
+        slurm.node_names(text)
+
+
+def test_open_mpi_on_several_hosts_must_be_told_where_to_meet():
+    """On 127.0.0.1, where one host's ranks meet, the others would be waited for in vain."""
+    env = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    env |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "12345"}
+    with pytest.raises(ValueError, match="not where they meet: set MASTER_ADDR and MASTER_PORT"):
+        World.from_env(env)
+    assert World.from_env(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).meeting.address == "10.0.0.1"
+
+
 def test_inside_an_allocation_but_outside_a_step_is_a_world_of_one():
     assert World.from_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}).size == 1
 
@@ -106,6 +169,18 @@ def test_inside_an_allocation_but_outside_a_step_is_a_world_of_one():
             ["MASTER_PORT", "many"],
         ),
         ({"RANK": "0"}, ["WORLD_SIZE"]),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3"},
+            ["disagree", "4 tasks", "'3'"],
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2*2"},
+            ["2(x3),1", "'2*2'"],
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "7"},
+            ["SLURM_NODEID is 7", "1 nodes"],
+        ),
         ({"RANK": "x", "WORLD_SIZE": "1"}, ["RANK", "'x'"]),
         (
             {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "4", "HOROVOD_LOCAL_SIZE": "2"},
