@@ -8,6 +8,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -252,3 +253,14 @@ def test_the_handler_is_not_told_of_a_dead_peer_in_the_middle_of_its_work(place:
     finally:
         second.close()
         server.close()
+
+
+@pytest.mark.parametrize("limit_s", [3e6, 1e300])
+def test_a_limit_of_many_days_is_waited_for_like_any_other(place, limit_s):
+    """`horovodrun --gloo-timeout-seconds 3000000` ended its own job: the selector takes no more than 24 days."""
+    planned = threading.Event()
+    place.server.call(lambda: (place.server.call_at(time.monotonic() + limit_s, lambda: None), planned.set()))
+    assert planned.wait(LIMIT_S)
+    with place.connect() as connection:  # the thread has waited since, and still answers
+        connection.send({"n": 1})
+        assert connection.receive(limit_s=LIMIT_S)[0] == {"n": 1}

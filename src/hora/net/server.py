@@ -40,6 +40,7 @@ __all__ = ["Handler", "Peer", "Server", "Timer"]
 _FLUSH_LIMIT_S = 2.0
 _ACCEPT_AT_ONCE = 64
 _REST_S = 0.2
+_LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a user's limit may be longer
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 
@@ -205,7 +206,7 @@ class Server:
         limit = self._strangers.next_deadline()
         if limit is not None:
             deadlines.append(limit)
-        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+        return min(max(min(deadlines) - time.monotonic(), 0.0), _LONGEST_WAIT_S) if deadlines else None
 
     def _turn(self, wait_s: float | None) -> None:
         for key, events in self._selector.select(wait_s):

@@ -52,6 +52,7 @@ STARTED, STDOUT, STDERR, EXITED = b"s", b"o", b"e", b"x"
 _READ_BYTES = 64 * 1024
 _BACKLOG_BYTES = 1024 * 1024  # of unsent output, above which workers' pipes are left unread
 _FLUSH_LIMIT_S = 2.0
+_LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a limit may be longer
 _SWEEP_S = 0.02
 _DEFAULT_GRACE_S = 5.0
 
@@ -129,7 +130,7 @@ class _Supervisor:
         times = list(self._killing.values())
         if self._silence_limit_s is not None:
             times.append(self._heard + self._silence_limit_s)
-        return max(min(times) - time.monotonic(), _SWEEP_S) if times else None
+        return min(max(min(times) - time.monotonic(), _SWEEP_S), _LONGEST_WAIT_S) if times else None
 
     def _drain_wake(self) -> None:
         os.read(self._wake_in, 4096)
