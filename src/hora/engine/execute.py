@@ -1,6 +1,6 @@
-"""Carrying out one agreed batch: from requests and signatures to a transport's flat tensors and back.
+"""Executing one agreed batch: from requests and signatures to a transport's flat tensors and back.
 
-Called by a queue with the requests of this rank; a request is None when this rank has joined and only contributes values
+Called by a queue with the requests of this rank; a request is missing when this rank has joined and only contributes values
 that change nothing. Errors are the queue's business.
 """
 
@@ -17,13 +17,13 @@ from hora.engine.request import DTYPES, Key, Kind, ReduceOp, Request, Signature
 from hora.engine.transport.arithmetic import identity
 from hora.engine.transport.base import Transport
 
-__all__ = ["execute", "execute_on_device"]
+__all__ = ["deliver", "execute", "execute_on_device"]
 
 Requests = Mapping[Key, Request]
 
 
 def execute(batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]) -> None:
-    """Carry out a batch of a collective on tensors; results are left in the requests."""
+    """Execute a batch of a collective on tensors; results are left in the requests."""
     if batch.kind is Kind.ALLREDUCE:
         _allreduce(batch, requests, transport)
     elif batch.kind is Kind.ALLGATHER:
@@ -54,6 +54,18 @@ def execute_on_device(
         finished.record(stream)
         for request in requests.values():
             request.device_event = finished
+
+
+def deliver(request: Request) -> None:
+    """Make the results of a request that was executed on a GPU good for the caller's stream."""
+    stream = torch.cuda.current_stream(request.tensors[0].device)
+    if request.device_event is not None:
+        stream.wait_event(request.device_event)
+    for target, result in request.copy_back:
+        target.detach().copy_(result)
+    for tensor in request.outputs or ():
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 @lru_cache(maxsize=64)

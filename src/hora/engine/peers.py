@@ -1,8 +1,8 @@
-"""The neighbours: the other ranks of this world, how they were met, and what can be shared with whom.
+"""The peers: the other ranks of this world, how they were met, and what can be shared with whom.
 
-Set up once per runtime, in three steps that all ranks take together: exchange first facts at the meeting place, prove by
-attaching to one another's memory who shares a host, connect to rank 0's hub. Afterwards it hands out shared memory and
-what transports need. Nothing here knows of requests.
+Set up once per runtime, in three steps that all ranks take together: introduce themselves at the meeting, prove by attaching
+to one another's memory who shares a host, connect to rank 0's hub. Afterwards it hands out shared memory and what transports
+need. Nothing here knows of requests.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from hora.config import EngineConfig
 from hora.engine.hub import Hub, HubEvents
@@ -22,21 +21,29 @@ from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
+from hora.engine.validation import check_ranks_at_init
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
 from hora.world import World
 
-__all__ = ["Peers", "check_ranks", "check_ranks_at_init"]
+__all__ = ["Peers"]
 
 log = logging.getLogger("hora")
 
 _PROBE_LIMIT_S = 10.0
-# Where ranks must agree on a setting, rank 0's is used by all.
-_COMMON_SETTINGS = ("fusion_threshold_bytes", "disable_group_fusion", "transport")
 
 
 @dataclass(frozen=True)
-class PeerInfo:
+class _CommonSettings:
+    """What all ranks must have set to the same value: rank 0's is used by all. Names are those of `EngineConfig`."""
+
+    fusion_threshold_bytes: int
+    disable_group_fusion: bool
+    transport: str
+
+
+@dataclass(frozen=True)
+class _Introduction:
     """What a rank tells the others when they meet."""
 
     rank: int
@@ -46,14 +53,15 @@ class PeerInfo:
     hostname: str
     process_sets: list[list[int]]
     secret: str
-    settings: dict[str, Any]
+    settings: _CommonSettings
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> PeerInfo:
-        return cls(**json.loads(data))
+    def decode(cls, data: bytes) -> _Introduction:
+        values = json.loads(data)
+        return cls(**values | {"settings": _CommonSettings(**values["settings"])})
 
 
 class Peers:
@@ -61,10 +69,10 @@ class Peers:
 
     def __init__(self, world: World, config: EngineConfig, epoch: str, events: HubEvents) -> None:
         self.hosts: list[list[int]] = []  # ranks that proved to share memory
+        self.config = config  # from `meet` on with rank 0's values where all ranks must have the same
         self._world = world
-        self._config = config
         self._epoch = epoch
-        self._infos: list[PeerInfo] = []
+        self._introductions: list[_Introduction] = []
         self._num_segments: dict[str, int] = {}
         self._meeting: Meeting = open_meeting(world, limit_s=config.init_timeout_s)
         self.hub = Hub(world.rank, world.size, events)
@@ -75,8 +83,10 @@ class Peers:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
         world = self._world
         secret = secrets.token_hex(32) if world.rank == 0 else ""
-        settings = {name: getattr(self._config, name) for name in _COMMON_SETTINGS}
-        mine = PeerInfo(
+        common = _CommonSettings(
+            self.config.fusion_threshold_bytes, self.config.disable_group_fusion, self.config.transport
+        )
+        mine = _Introduction(
             world.rank,
             self.hub.name,
             _host_fingerprint(),
@@ -84,19 +94,20 @@ class Peers:
             world.hostname,
             process_sets,
             secret,
-            settings,
+            common,
         )
-        self._infos = [PeerInfo.decode(data) for data in self.gather("facts", mine.encode())]
+        self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
         self._check_agreement_on_sets()
-        self.hub.start(bytes.fromhex(self._infos[0].secret))
+        self.config = replace(self.config, **asdict(self._introductions[0].settings))
+        self.hub.start(bytes.fromhex(self._introductions[0].secret))
         self.hosts = self._prove_hosts()
         with self.peers_may_go():
             self._join_hub()
-        return self._infos[0].process_sets
+        return self._introductions[0].process_sets
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
-        """Everybody's value, in rank order (collective)."""
-        world, limit_s = self._world, self._config.init_timeout_s
+        """Every rank's value, in rank order (collective)."""
+        world, limit_s = self._world, self.config.init_timeout_s
         key = f"{self._epoch}/{what}"
         return self._meeting.allgather(key, value, rank=world.rank, size=world.size, limit_s=limit_s)
 
@@ -110,16 +121,12 @@ class Peers:
 
     def describe(self, rank: int) -> str:
         """A rank in words, for messages."""
-        peer = self._infos[rank]
+        peer = self._introductions[rank]
         return f"rank {rank} (process {peer.pid} on {peer.hostname})"
 
-    def setting(self, name: str) -> Any:
-        """A setting that all ranks share: rank 0's."""
-        return self._infos[0].settings[name]
-
     def _check_agreement_on_sets(self) -> None:
-        expected = self._infos[0].process_sets
-        for peer in self._infos:
+        expected = self._introductions[0].process_sets
+        for peer in self._introductions:
             if peer.process_sets != expected:
                 raise ValueError(
                     "Horovod initialization failed: the ranks disagree on their process sets: rank 0 has "
@@ -132,14 +139,14 @@ class Peers:
     def _prove_hosts(self) -> list[list[int]]:
         """Groups of ranks that really share memory: every other rank fetched the first one's."""
         rank = self._world.rank
-        (group,) = [g for g in _same_host_groups([p.fingerprint for p in self._infos]) if rank in g]
+        (group,) = [g for g in _same_host_groups([p.fingerprint for p in self._introductions]) if rank in g]
         leader = group[0]
         proven = leader == rank
         if proven:
             self.hub.offer("probe", 1, len(group) - 1)
         else:
             try:
-                self.hub.fetch(self._infos[leader].hub_name, "probe", limit_s=_PROBE_LIMIT_S).close()
+                self.hub.fetch(self._introductions[leader].hub_name, "probe", limit_s=_PROBE_LIMIT_S).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
@@ -147,8 +154,8 @@ class Peers:
         return _same_host_groups([json.loads(answer)[0] for answer in answers])
 
     def _join_hub(self) -> None:
-        hub, world, limit_s = self.hub, self._world, self._config.init_timeout_s
-        where: list[Any] = ["", 0]
+        hub, world, limit_s = self.hub, self._world, self.config.init_timeout_s
+        where: list[str | int] = ["", 0]
         if len(self.hosts) > 1:
             address = self._address()
             mine = [address, hub.listen_tcp(address) if world.rank == 0 else 0]
@@ -156,13 +163,13 @@ class Peers:
         if world.rank == 0:
             hub.wait_for_all(limit_s=limit_s)
         elif world.rank in self.hosts[0]:
-            hub.join(self._infos[0].hub_name, limit_s=limit_s)
+            hub.join(self._introductions[0].hub_name, limit_s=limit_s)
         else:
             hub.join((str(where[0]), int(where[1])), limit_s=limit_s)
 
     def _address(self) -> str:
         """This host's IPv4 address: of the interface that the user chose, or the one from which the others are reached."""
-        interface = self._config.interface
+        interface = self.config.interface
         if not interface:
             return source_address(self._world.meeting.address or "127.0.0.1")
         try:
@@ -175,10 +182,13 @@ class Peers:
 
     # Sharing.
 
-    def share_memory(self, ranks: Sequence[int]) -> bool:
+    def can_share(self, ranks: Sequence[int]) -> bool:
         """Whether all these ranks can map the same memory, and may."""
-        allowed = self.setting("transport") != "gloo" and futex.supported()
-        return allowed and any(set(ranks) <= set(host) for host in self.hosts)
+        return self._may_share and any(set(ranks) <= set(host) for host in self.hosts)
+
+    @property
+    def _may_share(self) -> bool:
+        return self.config.transport != "gloo" and futex.supported()
 
     def share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
         """The same new memory for all these ranks, which are on one host (collective)."""
@@ -186,7 +196,7 @@ class Peers:
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
             return self.hub.offer(name, num_bytes, len(ranks) - 1)
-        return self.hub.fetch(self._infos[ranks[0]].hub_name, name, limit_s=self._config.init_timeout_s)
+        return self.hub.fetch(self._introductions[ranks[0]].hub_name, name, limit_s=self.config.init_timeout_s)
 
     def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
         """Like `share`; None on all of them where there is too little memory."""
@@ -200,12 +210,11 @@ class Peers:
 
     def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
         """What a transport of these ranks needs to know. `label` names their set for good."""
-        shared = self.setting("transport") != "gloo" and futex.supported()
-        prefix, limit_s = f"{self._epoch}/{label}/{device}", self._config.init_timeout_s
+        prefix, limit_s = f"{self._epoch}/{label}/{device}", self.config.init_timeout_s
         return Topology(
             ranks=ranks,
             member=list(ranks).index(self._world.rank),
-            hosts=self.hosts if shared else [[rank] for rank in ranks],
+            hosts=self.hosts if self._may_share else [[rank] for rank in ranks],
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
             address=self._address(),
@@ -226,23 +235,3 @@ def _same_host_groups(fingerprints: Sequence[object]) -> list[list[int]]:
     for rank, fingerprint in enumerate(fingerprints):
         groups.setdefault(fingerprint, []).append(rank)
     return list(groups.values())
-
-
-def check_ranks_at_init(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """`check_ranks`, with the words of a failed initialisation."""
-    try:
-        return check_ranks(ranks, size)
-    except ValueError as error:
-        raise ValueError(f"Horovod initialization failed: {error}") from None
-
-
-def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ranks of a process set, sorted. ValueError for what is no set of ranks of this world."""
-    values = sorted(ranks)
-    if not values:
-        raise ValueError("a process set needs at least one rank")
-    if len(set(values)) != len(values):
-        raise ValueError(f"a process set must not name a rank twice: {values}")
-    if values[0] < 0 or values[-1] >= size:
-        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
-    return tuple(values)

@@ -181,7 +181,7 @@ class Planner:
             uniform = entry.uniform if entry.num_announced == self._num_members else None
             signature = uniform or entry.any_signature()
             error = self._error(entry, signature, uniform is not None)
-            if error is None and signature.kind in _FUSIBLE and not signature.extra:
+            if error is None and signature.kind in _FUSIBLE and not signature.bound:
                 self._add_fusible(entry, signature, batches, open_batches)
             else:
                 part = Part(entry.key, 0, entry.signatures)
@@ -249,7 +249,7 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
     """What two members' signatures disagree on, with both values, or None."""
     kind = Kind(a.kind)
     if a.kind != b.kind or (a.op == ReduceOp.ADASUM) != (b.op == ReduceOp.ADASUM):
-        return "Mismatched operations", _operation(a), _operation(b)
+        return "Mismatched operations", a.kind_name, b.kind_name
     if len(a.dtypes) != len(b.dtypes):
         return "Mismatched number of tensors in a group", str(len(a.dtypes)), str(len(b.dtypes))
     if a.dtypes != b.dtypes:
@@ -271,13 +271,15 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
         return "Mismatched BROADCAST root ranks", str(a.root), str(b.root)
     if a.device != b.device:
         return f"Mismatched {kind.name} CPU/GPU device selection", a.device, b.device
+    if a.bound != b.bound:
+        return f"Mismatched {kind.name} memory", _memory(a), _memory(b)
     if not gathers and a.extra != b.extra:
         return f"Mismatched {kind.name} arguments", str(list(a.extra)), str(list(b.extra))
     return None
 
 
-def _operation(signature: Signature) -> str:
-    return "ADASUM" if signature.op == ReduceOp.ADASUM else Kind(signature.kind).name
+def _memory(signature: Signature) -> str:
+    return "shared memory" if signature.bound else "a tensor of its own"
 
 
 def _listed(values: Sequence[str]) -> str:

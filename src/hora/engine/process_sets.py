@@ -1,7 +1,8 @@
 """The process sets of a world: which exist, and the queue of each one that this rank is a member of.
 
-All ranks register and remove sets in the same order, so that numbers and labels agree. Announcements from other hosts may
-come before this rank has registered the set they are for; they are kept until it has.
+All ranks register and remove sets in the same order, so that numbers and labels agree. `add`, `remove` and `share_segment`
+are requests like any other: the members agree on them, and `_execute` does what they ask. Announcements from other hosts
+may come before this rank has registered the set they are for; they are kept until it has.
 """
 
 from __future__ import annotations
@@ -12,15 +13,23 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 from hora.config import EngineConfig
-from hora.engine.agree.agreement import Agreement, HubAgreement, LocalAgreement, ShmAgreement
+from hora.engine.agree.agreement import Agreement, LocalAgreement
+from hora.engine.agree.hub import HubAgreement
+from hora.engine.agree.shared_memory import SharedMemoryAgreement
 from hora.engine.peers import Peers
-from hora.engine.plan import Planner
-from hora.engine.queue import OperationQueue, QueueHost
-from hora.engine.stall import StallInspector
+from hora.engine.plan import Batch, Planner
+from hora.engine.queue import OperationQueue
+from hora.engine.recording import Recorder
+from hora.engine.request import Kind, Request, Signature
+from hora.engine.shm.segment import Segment
+from hora.engine.stall import StallInspector, StallLimits
 from hora.engine.status import WorldStatus
+from hora.engine.transport.base import Transport
+from hora.engine.transport.factory import make_transport
+from hora.engine.transport.local import LocalTransport
+from hora.engine.validation import check_ranks
 from hora.world import World
 
 __all__ = ["ProcessSets"]
@@ -31,12 +40,12 @@ log = logging.getLogger("hora")
 class ProcessSets:
     """Number 0 is the world itself. `peers` is set before the first set is registered, in a world of several ranks."""
 
-    def __init__(self, world: World, config: EngineConfig, status: WorldStatus, host: QueueHost) -> None:
+    def __init__(self, world: World, config: EngineConfig, status: WorldStatus, recorder: Recorder) -> None:
         self.peers: Peers | None = None
         self._world = world
-        self._config = config
+        self._own_config = config
         self._status = status
-        self._host = host
+        self._recorder = recorder
         self._sets: dict[int, tuple[int, ...]] = {}
         self._queues: dict[int, OperationQueue] = {}
         self._serials: dict[int, int] = {}
@@ -47,19 +56,12 @@ class ProcessSets:
     def as_dict(self) -> dict[int, list[int]]:
         return {number: list(ranks) for number, ranks in sorted(self._sets.items())}
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._sets
-
     def ranks(self, number: int) -> tuple[int, ...]:
         """The members. ValueError for a set that does not exist."""
         ranks = self._sets.get(number)
         if ranks is None:
             raise ValueError(f"Process set {number} does not exist, or has not been registered")
         return ranks
-
-    def find(self, ranks: tuple[int, ...]) -> int | None:
-        """The number of the set with exactly these members."""
-        return next((number for number, known in self._sets.items() if known == ranks), None)
 
     def queues(self) -> list[OperationQueue]:
         """The queues of the sets that this rank is in, by number."""
@@ -75,9 +77,71 @@ class ProcessSets:
             )
         return queue
 
-    def label(self, number: int) -> str:
-        """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
-        return f"set{number}.{self._serials[number]}"
+    def wake(self) -> None:
+        """Wake the threads that wait for other members, so that they look at the world's status again."""
+        for queue in self.queues():
+            queue.agreement.wake()
+
+    # What all ranks do together.
+
+    def add(self, ranks: Sequence[int]) -> int:
+        """Register a set on all ranks (collective); returns its number."""
+        self._check_dynamic("add_process_set")
+        wanted = check_ranks(ranks, self._world.size)
+        number = next((number for number, known in self._sets.items() if known == wanted), None)
+        if number is not None:
+            raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
+        answer = self._request(0, Kind.ADD_PROCESS_SET, *wanted)
+        assert isinstance(answer, int), answer
+        return answer
+
+    def remove(self, number: int) -> bool:
+        """Remove a set on all ranks (collective). False for the global set and unknown ones."""
+        self._check_dynamic("remove_process_set")
+        if number == 0 or number not in self._sets:
+            return False
+        self._request(0, Kind.REMOVE_PROCESS_SET, number)
+        return True
+
+    def share_segment(self, number: int, num_bytes: int) -> Segment | None:
+        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
+        queue, peers = self.queue(number), self.peers
+        if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
+            return None
+        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes)
+        assert not isinstance(answer, int), answer
+        return answer
+
+    def _check_dynamic(self, what: str) -> None:
+        if not self._own_config.dynamic_process_sets:
+            raise ValueError(
+                f"{what} needs dynamic process sets: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), "
+                'or call hvd.init(process_sets="dynamic")'
+            )
+        self._status.check_open()
+
+    def _request(self, number: int, kind: Kind, *values: int) -> int | Segment | None:
+        queue = self.queue(number)
+        request = Request(Signature(int(kind), kind.name.lower(), None, extra=values))
+        queue.submit(request, background=False)
+        queue.result(request)
+        return request.answer
+
+    def _execute(self, batch: Batch) -> int | Segment | None:
+        """Do what `_request` asked when all have agreed to it, on the thread that drives the queue."""
+        values = batch.signature.extra
+        if batch.kind is Kind.ADD_PROCESS_SET:
+            return self.register(values)
+        if batch.kind is Kind.SHARED_MEMORY:
+            assert self.peers is not None
+            number, num_bytes = values
+            return self.peers.share_or_none(f"{self._label(number)}/memory", self.ranks(number), num_bytes)
+        (number,) = values
+        self._sets.pop(number, None)
+        queue = self._queues.pop(number, None)
+        if queue is not None:
+            queue.close()
+        return None
 
     def register(self, ranks: tuple[int, ...]) -> int:
         """Add a set under the lowest free number (collective)."""
@@ -89,16 +153,47 @@ class ProcessSets:
             if queue is not None:
                 self._queues[number] = queue
             self._sets[number] = ranks
-            for parts in self._early_rounds.pop(number, []):
-                self._deliver(number, parts)
+            for announcements in self._early_rounds.pop(number, []):
+                self._deliver(number, announcements)
         return number
 
-    def remove(self, number: int) -> None:
-        """Forget a set (collective)."""
-        self._sets.pop(number, None)
-        queue = self._queues.pop(number, None)
-        if queue is not None:
-            queue.close()
+    def _label(self, number: int) -> str:
+        """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
+        return f"set{number}.{self._serials[number]}"
+
+    # What the hub reports, on its thread.
+
+    def deliver(self, number: int, announcements: list[tuple[int, bytes]]) -> None:
+        """A round of announcements, of a set with members on several hosts."""
+        with self._rounds_lock:
+            self._deliver(number, announcements)
+
+    def _deliver(self, number: int, announcements: list[tuple[int, bytes]]) -> None:
+        queue = self._queues.get(number)
+        if queue is not None and isinstance(queue.agreement, HubAgreement):
+            queue.agreement.deliver(announcements)
+        elif number not in self._sets:
+            self._early_rounds.setdefault(number, []).append(announcements)
+
+    def inspect(self) -> None:
+        """Look for stalls."""
+        for queue in self.queues():
+            queue.inspect()
+
+    # The end.
+
+    def drain(self) -> None:
+        """Execute what was agreed before this rank began to leave."""
+        for queue in self.queues():
+            queue.drain()
+
+    def say_goodbye_if_idle(self) -> None:
+        """Tell the rank that leaves that nothing more is needed of it."""
+        hub = None if self.peers is None else self.peers.hub
+        if hub is None or self._world.rank in hub.goodbyes:
+            return
+        if not any(queue.num_in_flight for queue in self.queues()):
+            hub.leave(self._status.reason)
 
     def close(self) -> None:
         """End all queues."""
@@ -106,69 +201,67 @@ class ProcessSets:
             queue.close()
         self._queues.clear()
 
-    def deliver(self, number: int, parts: list[tuple[int, bytes]]) -> None:
-        """Announcements of members on other hosts. On the hub's thread."""
-        with self._rounds_lock:
-            self._deliver(number, parts)
-
-    def _deliver(self, number: int, parts: list[tuple[int, bytes]]) -> None:
-        queue = self._queues.get(number)
-        if queue is not None and isinstance(queue.agreement, HubAgreement):
-            queue.agreement.deliver(parts)
-        elif number not in self._sets:
-            self._early_rounds.setdefault(number, []).append(parts)
+    # Making a queue.
 
     def _make_queue(self, number: int, ranks: tuple[int, ...]) -> OperationQueue:
-        member = ranks.index(self._world.rank)
-        planner = Planner(
-            ranks,
-            fusion_threshold_bytes=self._setting("fusion_threshold_bytes"),
-            group_fusion=not self._setting("disable_group_fusion"),
-        )
+        member, config = ranks.index(self._world.rank), self._config
         return OperationQueue(
             number,
             ranks,
             member,
             agreement=self._make_agreement(number, ranks, member),
-            planner=planner,
+            planner=Planner(
+                ranks,
+                fusion_threshold_bytes=config.fusion_threshold_bytes,
+                group_fusion=not config.disable_group_fusion,
+            ),
             stall=self._make_stall_inspector(number, ranks, member),
             status=self._status,
-            host=self._host,
+            recorder=self._recorder,
+            make_transport=functools.partial(self._make_transport, number, ranks),
+            change_sets=self._execute,
+            on_idle=self.say_goodbye_if_idle,
             core=self._core(),
         )
 
-    def _make_stall_inspector(self, number: int, ranks: Sequence[int], member: int) -> StallInspector | None:
-        """The first member of a set looks out for stalls."""
-        config = self._config
-        if member != 0 or len(ranks) == 1 or config.stall_check_disable:
-            return None
-        stall = StallInspector(ranks, warning_s=config.stall_warning_s, shutdown_s=config.stall_shutdown_s)
-        if stall.refused_shutdown_s and number == 0:
-            log.warning(
-                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
-                stall.refused_shutdown_s,
-                config.stall_warning_s,
-            )
-        return stall
+    @property
+    def _config(self) -> EngineConfig:
+        """The settings, with rank 0's where all ranks must have the same."""
+        return self._own_config if self.peers is None else self.peers.config
 
     def _make_agreement(self, number: int, ranks: tuple[int, ...], member: int) -> Agreement:
         if len(ranks) == 1:
             return LocalAgreement()
         peers, capacity = self.peers, self._config.cache_capacity
         assert peers is not None
-        if peers.share_memory(ranks):
-            num_bytes = ShmAgreement.num_bytes(len(ranks))
-            segment = peers.share(f"{self.label(number)}/control", ranks, num_bytes)
-            return ShmAgreement(segment, member, len(ranks), cache_capacity=capacity)
+        if peers.can_share(ranks):
+            num_bytes = SharedMemoryAgreement.num_bytes(len(ranks))
+            segment = peers.share(f"{self._label(number)}/control", ranks, num_bytes)
+            return SharedMemoryAgreement(segment, member, len(ranks), cache_capacity=capacity)
         send = functools.partial(peers.hub.announce, number, member)
         return HubAgreement(send, len(ranks), cache_capacity=capacity)
 
-    def _setting(self, name: str) -> Any:
-        """A setting that all ranks must share."""
-        return getattr(self._config, name) if self.peers is None else self.peers.setting(name)
+    def _make_transport(self, number: int, ranks: tuple[int, ...], device: str) -> Transport:
+        if self.peers is None or len(ranks) == 1:
+            return LocalTransport()
+        topology = self.peers.topology(self._label(number), device, ranks, self._status.guard)
+        return make_transport(topology, device, lambda other: self._queues[number].transport(other))
+
+    def _make_stall_inspector(self, number: int, ranks: Sequence[int], member: int) -> StallInspector | None:
+        """The first member of a set looks out for stalls."""
+        config = self._own_config
+        if member != 0 or len(ranks) == 1 or config.stall_check_disable:
+            return None
+        if 0 < config.stall_shutdown_s < config.stall_warning_s and number == 0:
+            log.warning(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
+                config.stall_shutdown_s,
+                config.stall_warning_s,
+            )
+        return StallInspector(ranks, StallLimits.of(config))
 
     def _core(self) -> int | None:
-        cores, local_rank = self._config.thread_affinity, self._world.local_rank
+        cores, local_rank = self._own_config.thread_affinity, self._world.local_rank
         if not cores:
             return None
         if local_rank >= len(cores) or cores[local_rank] not in os.sched_getaffinity(0):

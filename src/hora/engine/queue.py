@@ -1,67 +1,54 @@
-"""A queue: everything one process set does, independent of every other set.
+"""The operation queue of a process set: everything the set does, independent of every other set.
 
 It holds the requests in flight, the agreement with the other members, the planner, and the transports. Progress is made
-by whoever holds the progress lock: a thread that waits for a result drives the queue itself, which saves two changes of
-thread; requests that nobody waits for yet are driven by the queue's background thread, which sleeps when there are none.
+by the thread that holds the progress lock, the driver: a thread that waits for a result drives the queue itself, which
+saves two changes of thread; requests that no thread waits for yet are driven by the queue's background thread, which sleeps
+when there are none.
 
     submit -> in flight, announced -> (agreement, plan) -> batch -> transport -> request done -> waiters woken
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+
+import torch
 
 from hora.engine.agree.agreement import Agreement
-from hora.engine.execute import execute, execute_on_device
+from hora.engine.execute import deliver, execute, execute_on_device
 from hora.engine.plan import Batch, Part, Planner
-from hora.engine.recording import operation_name, recorded
-from hora.engine.request import Key, Kind, Request, Signature, full_names
+from hora.engine.recording import Recorder
+from hora.engine.request import Key, Kind, Request, full_names
 from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
-from hora.events import Timeline
 
-__all__ = ["OperationQueue", "QueueHost"]
+__all__ = ["ExecuteBound", "OperationQueue"]
 
 log = logging.getLogger("hora")
 
 _WAITER_SLICE_S = 0.5
-ExecuteBound = Callable[[Part, "Request | None", Transport], None]  # no request: this rank has joined
 
-
-class QueueHost(Protocol):
-    """What a queue needs of the runtime."""
-
-    timeline: Timeline | None
-
-    def transport(self, queue: OperationQueue, device: str) -> Transport:
-        """Make the transport for this device; every member asks at the same point of the agreed order."""
-
-    def control_batch(self, batch: Batch) -> Any:
-        """Carry out a batch that changes process sets."""
-
-    def settled(self) -> None:
-        """Nothing is in flight any more while the world is closing."""
-
-    def stalled(self, ranks: Sequence[int], text: str) -> None:
-        """End the job because of a stall."""
-
-    def failed(self, text: str) -> None:
-        """End the job because this rank could not carry out what was agreed."""
+# Executes a bound reduction that all members have agreed on; the request is None if this rank has joined.
+ExecuteBound = Callable[[Part, Request | None, Transport], None]
 
 
 class OperationQueue:
-    """The progress of one process set on this rank."""
+    """The progress of one process set on this rank, which is its member number `member`.
+
+    `make_transport(device)` is called by every member at the same point of the agreed order. `change_sets` executes a batch
+    that is about the process sets themselves, and gives the answer to its requests. `on_idle` is called when nothing is in
+    flight any more while the world is closing. `core`: where the background thread runs.
+    """
 
     def __init__(
         self,
@@ -73,7 +60,10 @@ class OperationQueue:
         planner: Planner,
         stall: StallInspector | None,
         status: WorldStatus,
-        host: QueueHost,
+        recorder: Recorder,
+        make_transport: Callable[[str], Transport],
+        change_sets: Callable[[Batch], int | Segment | None],
+        on_idle: Callable[[], None],
         core: int | None = None,
     ) -> None:
         self.process_set_id = process_set_id
@@ -81,19 +71,22 @@ class OperationQueue:
         self.member = member
         self.agreement = agreement
         self.validator = Validator(ranks)
+        self.status = status
+        self.recorder = recorder
+        self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
+        self.barriers: weakref.WeakSet[SharedMemoryBarrier] = weakref.WeakSet()  # of bound reductions and their owners
         self._planner = planner
         self._stall = stall
-        self._status = status
-        self._host = host
+        self._make_transport = make_transport
+        self._change_sets = change_sets
+        self._on_idle = on_idle
         self._core = core
         self._transports: dict[str, Transport] = {}
         self._in_flight: dict[Key, Request] = {}
-        self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
-        self.barriers: weakref.WeakSet[SharedMemoryBarrier] = weakref.WeakSet()  # of bound reductions and their owners
         self._unnamed: dict[str, int] = {}
         self._lock = threading.Lock()  # submission: in-flight table, numbering, announcements
-        self._progress = threading.Lock()  # held by whoever drives
-        self._finished = threading.Condition()  # for threads that wait while somebody else drives
+        self._progress = threading.Lock()  # held by the driver
+        self._finished = threading.Condition()  # for threads that wait while another one drives
         self._num_waiters = 0
         self._work = threading.Condition()  # for the background thread
         self._parked = False
@@ -105,10 +98,10 @@ class OperationQueue:
         self._records = ranks[member] == 0  # rank 0 writes the timeline
 
     def submit(self, request: Request, *, background: bool) -> None:
-        """Put a request in flight. `background`: somebody else than the caller must drive it."""
+        """Put a request in flight. `background`: the background thread has to drive it, because the caller goes on."""
         signature = request.signature
         with self._lock:
-            self._status.check_open()
+            self.status.check_open()
             if signature.name is None:
                 instance = self._unnamed.get(signature.operation, 0)
                 self._unnamed[signature.operation] = instance + 1
@@ -128,8 +121,18 @@ class OperationQueue:
             self.agreement.wake()
             self._wake_background()
 
+    def result(self, request: Request) -> list[torch.Tensor]:
+        """Wait for a request of this queue; its outputs, or its error."""
+        if not request.done:
+            self.wait(request)
+        if request.error is not None:
+            raise HorovodInternalError(*request.error.args)
+        if request.device_event is not None:
+            deliver(request)
+        return request.results or request.outputs or []
+
     def wait(self, request: Request) -> None:
-        """Return when the request is done; drive the queue if nobody else does."""
+        """Return when the request is done; drive the queue unless another thread does."""
         while not request.done:
             if self._progress.acquire(blocking=False):
                 try:
@@ -149,11 +152,11 @@ class OperationQueue:
         """The transport of a device type, made when first needed."""
         found = self._transports.get(device)
         if found is None:
-            found = self._transports[device] = self._host.transport(self, device)
+            found = self._transports[device] = self._make_transport(device)
         return found
 
     def inspect(self) -> None:
-        """Look for stalls; called once a second, on the hub's thread. Nothing is carried out here: other ranks may need
+        """Look for stalls; called once a second, on the hub's thread. Nothing is executed here: other ranks may need
         this thread before they can do their part."""
         if self._stall is None:
             return
@@ -167,11 +170,11 @@ class OperationQueue:
             self._check_execution(self._stall, time.monotonic() - since)
 
     def _look_around(self) -> None:
-        """While nothing is in flight here, take note of what others wait for. Else whoever waits for it sees to that."""
+        """While nothing is in flight here, take note of what others wait for. Else the driver does that."""
         if not self._lock.acquire(blocking=False):
             return  # something is being submitted
         try:  # nothing new is submitted meanwhile, so nothing can become ready
-            batches = self._poll() if not self._in_flight and self._status.is_open else None
+            batches = self._poll() if not self._in_flight and self.status.is_open else None
         finally:
             self._lock.release()
         assert not batches, batches
@@ -182,7 +185,7 @@ class OperationQueue:
         if stall.shutdown_s and waited_s > stall.shutdown_s:
             others = [rank for member, rank in enumerate(self.ranks) if member != self.member]
             text = f"(one of them) kept {self._executing} waiting for more than {stall.shutdown_s:g} s"
-            self._host.stalled(others, text)
+            self.status.stalled(others, text)
         elif waited_s > stall.warning_s * (self._num_warnings + 1):
             self._num_warnings += 1
             what = f"{list(self.ranks)} have been in {self._executing} for {waited_s:.0f} s"
@@ -204,7 +207,7 @@ class OperationQueue:
         self.agreement.wake()
         if self._background is not None and self._background is not threading.current_thread():
             self._background.join(5.0)
-        self._fail(self._status.error())
+        self._fail(self.status.error())
         if self._progress.acquire(timeout=5.0):
             try:
                 for transport in self._transports.values():
@@ -214,10 +217,6 @@ class OperationQueue:
                 self.agreement.close()
             finally:
                 self._progress.release()
-
-    @property
-    def timeline(self) -> Timeline | None:
-        return self._host.timeline
 
     @property
     def num_in_flight(self) -> int:
@@ -242,38 +241,39 @@ class OperationQueue:
             raise
         except Exception as error:
             log.exception("a collective of the ranks %s failed", list(self.ranks))
-            self._host.failed(f"{type(error).__name__}: {error}")
-            raise self._status.error() from error
+            self.status.failed(f"{type(error).__name__}: {error}")
+            raise self.status.error() from error
         except BaseException as interruption:  # Ctrl-C in mid-collective
-            self._host.failed(f"it was interrupted by {type(interruption).__name__}")
-            self._fail(self._status.error())
+            self.status.failed(f"it was interrupted by {type(interruption).__name__}")
+            self._fail(self.status.error())
             raise
 
     def _step(self) -> bool:
         """Carry out one round. False when there was none."""
-        closing = self._status.closing  # before polling: what was agreed before the goodbye is then seen by poll
+        closing = self.status.closing  # before polling: what was agreed before the goodbye is then seen by poll
         if self.agreement.holds_back:
             with self._lock:
                 self.agreement.flush()
         batches = self._poll()
         if batches is None:
-            self._status.guard()
+            self.status.guard()
             if closing:
-                raise self._status.error()
+                raise self.status.error()
             return False
-        if self._host.timeline is not None:
-            self._host.timeline.cycle()
+        if self.recorder.timeline is not None:
+            self.recorder.timeline.cycle()
         for batch in batches:
-            self._execute_batch(batch)
+            self._execute(batch)
         return True
 
     def _poll(self) -> list[Batch] | None:
         """The batches of the next round, None if there is none."""
         self._planner.now = time.monotonic()
-        self._planner.on_arrival = self._on_arrival if self._records and self._host.timeline is not None else None
+        recorder = self.recorder
+        self._planner.on_arrival = recorder.arrived if self._records and recorder.timeline is not None else None
         return self.agreement.poll(self._planner)
 
-    def _execute_batch(self, batch: Batch) -> None:
+    def _execute(self, batch: Batch) -> None:
         in_flight = self._in_flight
         requests = {part[0]: in_flight[part[0]] for part in batch.parts if part[0] in in_flight}
         if batch.kind is Kind.JOIN:
@@ -281,19 +281,21 @@ class OperationQueue:
         elif batch.error is not None:
             self._finish(requests.values(), HorovodInternalError(batch.error))
         elif batch.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET, Kind.SHARED_MEMORY):
-            result = self._host.control_batch(batch)
+            answer = self._change_sets(batch)
             for request in requests.values():
-                request.result = result
+                request.answer = answer
             self._finish(requests.values(), None)
         else:
-            self._execute(batch, requests)
+            self._execute_collective(batch, requests)
 
-    def _execute(self, batch: Batch, requests: Mapping[Key, Request]) -> None:
-        timeline = self._host.timeline
+    def _execute_collective(self, batch: Batch, requests: Mapping[Key, Request]) -> None:
         transport = self.transport(batch.signature.device)
         self._executing_since, self._executing, self._num_warnings = time.monotonic(), batch.kind.name, 0
-        with contextlib.nullcontext() if timeline is None else recorded(timeline, batch, transport.name):
+        if self.recorder.timeline is None:
             self._run(batch, requests, transport)
+        else:
+            with self.recorder.batch(batch, transport.name):
+                self._run(batch, requests, transport)
         self._executing_since = 0.0
         done = []  # a group of several dtypes is done with the last of its batches
         for part in batch.parts:
@@ -307,7 +309,7 @@ class OperationQueue:
     def _run(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
         if batch.signature.device == "cuda":
             execute_on_device(batch, requests, transport, self.member, self.ranks)
-        elif batch.signature.extra and batch.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+        elif batch.signature.bound:
             (part,) = batch.parts
             self.bound[str(part.key[1])](part, requests.get(part.key), transport)
         else:
@@ -319,7 +321,7 @@ class OperationQueue:
             self._unnamed = dict(self._planner.unnamed)
         joined = [request for request in self._in_flight.values() if request.signature.kind == Kind.JOIN]
         for request in joined:
-            request.result = batch.last_joined
+            request.answer = batch.last_joined
         self._finish(joined, None)
 
     def _finish(self, requests: Iterable[Request], error: HorovodInternalError | None) -> None:
@@ -336,8 +338,8 @@ class OperationQueue:
         if self._num_waiters:
             with self._finished:
                 self._finished.notify_all()
-        if self._status.closing and not self._in_flight:
-            self._host.settled()
+        if self.status.closing and not self._in_flight:
+            self._on_idle()
 
     def _fail(self, error: HorovodInternalError) -> None:
         """Give every request in flight this error. Any thread."""
@@ -357,12 +359,7 @@ class OperationQueue:
             log.warning("%s", report.text)
             return
         log.error("%s", report.text)
-        self._host.stalled(report.ranks, f"stalled for more than {self._stall.shutdown_s:g} s")
-
-    def _on_arrival(self, member: int, key: Key, signature: Signature) -> None:
-        if self._host.timeline is not None:
-            names = full_names(*key, max(len(signature.dtypes), 1))
-            self._host.timeline.arrived(names, operation_name(signature), member)
+        self.status.stalled(report.ranks, f"stalled for more than {self._stall.shutdown_s:g} s")
 
     # Threads.
 
@@ -390,7 +387,7 @@ class OperationQueue:
         while True:
             with self._work:
                 self._parked = True
-                # Sleeping here is idleness, not a wait for anybody: every submission and `close` notify.
+                # Idleness, not a wait for another rank: every submission and `close` notify.
                 self._work.wait_for(lambda: self._in_flight or self._stopping)
                 self._parked = False
             if self._stopping:

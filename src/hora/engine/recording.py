@@ -1,4 +1,4 @@
-"""What the timeline says about a batch while it is carried out."""
+"""What the engine writes to the timeline (`hora.events`): when requests came, and when their batches ran."""
 
 from __future__ import annotations
 
@@ -6,35 +6,60 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hora.engine.plan import Batch
-from hora.engine.request import Kind, ReduceOp, Signature, full_names
+from hora.engine.request import Key, Kind, Signature, full_names
 from hora.events import Timeline
 
-__all__ = ["operation_name", "recorded"]
+__all__ = ["Recorder"]
 
 
-def operation_name(signature: Signature) -> str:
-    """What the timeline calls an operation."""
-    return "ADASUM" if signature.op == ReduceOp.ADASUM else Kind(signature.kind).name
+class Recorder:
+    """The timeline of a runtime, while one is written. Rank 0 writes it; on the others `timeline` stays None."""
 
+    def __init__(self, rank: int) -> None:
+        self.timeline: Timeline | None = None
+        self._rank = rank
 
-@contextmanager
-def recorded(timeline: Timeline, batch: Batch, transport_name: str) -> Iterator[None]:
-    """Record the batch that the body carries out."""
-    names, facts = [], []
-    for part in batch.parts:
-        signature = next(item for item in part.signatures if item is not None)
-        every = full_names(*part.key, len(signature.dtypes))
-        names.append(every[part.index] if every else part.key[0])
-        dtype = signature.dtypes[part.index] if signature.dtypes else ""
-        shape = str(list(signature.shapes[part.index])) if signature.shapes else "[]"
-        facts.append({"dtype": dtype, "shape": shape})
-    timeline.agreed(names)
-    if batch.kind is Kind.BARRIER:
+    def start(self, path: str, *, mark_cycles: bool = False) -> None:
+        """Begin to write a trace; a trace to another file ends."""
+        if self._rank != 0 or (self.timeline is not None and self.timeline.path == path):
+            return
+        self.stop()
+        self.timeline = Timeline(path, mark_cycles=mark_cycles)
+
+    def stop(self) -> None:
+        """Finish the trace, if one is written."""
+        timeline, self.timeline = self.timeline, None
+        if timeline is not None:
+            timeline.close()
+
+    def arrived(self, member: int, key: Key, signature: Signature) -> None:
+        """A member has announced a request."""
+        if self.timeline is not None:
+            names = full_names(*key, max(len(signature.dtypes), 1))
+            self.timeline.arrived(names, signature.kind_name, member)
+
+    @contextmanager
+    def batch(self, batch: Batch, transport_name: str) -> Iterator[None]:
+        """Record the batch that the body executes."""
+        timeline = self.timeline
+        if timeline is None:
+            yield
+            return
+        names, facts = [], []
+        for part in batch.parts:
+            signature = next(item for item in part.signatures if item is not None)
+            every = full_names(*part.key, len(signature.dtypes))
+            names.append(every[part.index] if every else part.key[0])
+            dtype = signature.dtypes[part.index] if signature.dtypes else ""
+            shape = str(list(signature.shapes[part.index])) if signature.shapes else "[]"
+            facts.append({"dtype": dtype, "shape": shape})
+        timeline.agreed(names)
+        if batch.kind is Kind.BARRIER:
+            yield
+            return
+        operation = batch.signature.kind_name
+        timeline.begin(names, operation)
+        timeline.begin(names, f"{transport_name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}")
         yield
-        return
-    operation = operation_name(batch.signature)
-    timeline.begin(names, operation)
-    timeline.begin(names, f"{transport_name.upper()}_{'BCAST' if batch.kind is Kind.BROADCAST else operation}")
-    yield
-    timeline.end(names)
-    timeline.end(names, facts)
+        timeline.end(names)
+        timeline.end(names, facts)

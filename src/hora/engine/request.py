@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hora.engine.shm.segment import Segment
+from hora.errors import HorovodInternalError
+
 __all__ = [
     "DTYPES",
     "KINDS",
@@ -71,7 +74,11 @@ Key = tuple[str, "str | int"]
 
 
 class Signature(NamedTuple):
-    """What members must agree on. Dimension 0 may differ for gathers; `extra` holds splits, ranks of a new set, ..."""
+    """What members must agree on. Dimension 0 may differ for gathers.
+
+    `extra`: an alltoall's splits; what a request for the process sets is about (`process_sets.py`). `bound`: the data lies in
+    shared memory and is reduced there, by what the members have bound to the name (`OperationQueue.bound`).
+    """
 
     kind: int
     operation: str  # "allreduce", "grouped_allreduce", "barrier", …
@@ -84,6 +91,7 @@ class Signature(NamedTuple):
     root: int = -1
     device: str = "cpu"
     extra: tuple[int, ...] = ()
+    bound: bool = False
 
     @property
     def reduce(self) -> Reduce:
@@ -92,6 +100,11 @@ class Signature(NamedTuple):
     def key(self, instance: int) -> Key:
         """The key of the request with this running number, which counts only if it has no name."""
         return (self.operation, instance if self.name is None else self.name)
+
+    @property
+    def kind_name(self) -> str:
+        """What errors and the timeline call the operation."""
+        return "ADASUM" if self.op == ReduceOp.ADASUM else KINDS[self.kind].name
 
     def encode(self) -> bytes:
         return json.dumps(self, separators=(",", ":")).encode()
@@ -140,6 +153,7 @@ class Request:
     """One submitted operation of this rank, from `submit` to `synchronize`."""
 
     __slots__ = (
+        "answer",
         "copy_back",
         "device_event",
         "done",
@@ -147,7 +161,7 @@ class Request:
         "key",
         "outputs",
         "parts_left",
-        "result",
+        "results",
         "signature",
         "tensors",
     )
@@ -155,16 +169,19 @@ class Request:
     def __init__(
         self,
         signature: Signature,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor] | None,
+        tensors: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.signature = signature
-        self.key = signature.key(0)  # `submit` numbers requests without a name
+        self.key = signature.key(0)  # the queue numbers requests without a name
         self.tensors = list(tensors)
         self.outputs: list[torch.Tensor] | None = None if outputs is None else list(outputs)
         self.copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.parts_left = 0
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.device_event: Any = None
+        self.results: list[torch.Tensor] | None = None  # the caller's own tensors, where the outputs are copies of them
+        self.answer: int | Segment | None = (
+            None  # of a request without tensors: the last rank to join, a new set, memory
+        )
+        self.error: HorovodInternalError | None = None
+        self.device_event: torch.cuda.Event | None = None
         self.done = False

@@ -1,7 +1,7 @@
 """The stall report: which ranks keep which tensors waiting. Pure: the queue gives it the pending requests and the time.
 
-The first member of each process set reports. It warns once per warning interval and, if asked to, says that the job is
-to be shut down.
+The first member of each process set reports. It warns once per warning interval and, if the user has set a limit, says that
+the job is to be shut down.
 """
 
 from __future__ import annotations
@@ -9,12 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hora.config import EngineConfig
 from hora.engine.plan import Pending
 from hora.engine.request import full_names
 
-__all__ = ["StallInspector", "StallReport"]
+__all__ = ["StallInspector", "StallLimits", "StallReport"]
 
 _MAX_NAMES = 6
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """After how long a wait is reported, and after how long it ends the job; 0 for never."""
+
+    warning_s: float
+    shutdown_s: float
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> StallLimits:
+        """What the user has set. A shutdown before the first warning is refused."""
+        shutdown_s = config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0
+        return cls(0.0 if config.stall_check_disable else config.stall_warning_s, shutdown_s)
 
 
 @dataclass(frozen=True)
@@ -29,11 +44,9 @@ class StallReport:
 class StallInspector:
     """Decides when pending requests are worth a warning. `ranks`: the members' global ranks."""
 
-    def __init__(self, ranks: Sequence[int], *, warning_s: float, shutdown_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], limits: StallLimits) -> None:
         self._ranks = tuple(ranks)
-        self.warning_s = warning_s
-        self.shutdown_s = shutdown_s if shutdown_s >= warning_s else 0.0
-        self.refused_shutdown_s = shutdown_s if 0 < shutdown_s < warning_s else 0.0
+        self.warning_s, self.shutdown_s = limits.warning_s, limits.shutdown_s
         self._next = 0.0
 
     def due(self, now: float) -> bool:

@@ -1,13 +1,16 @@
 """What has become of the world: going on, shutting down, or broken. Shared by everything that waits in a runtime.
 
-open --a rank shuts down--> closing --a second passes, or nothing agreed is left--> closed
-open, closing --a rank is lost, a stall shutdown--> broken
+    open --a rank shuts down--> closing --a second passes, or nothing agreed is left--> closed
+    open --a rank is lost, stalls or cannot do its part--> broken
+
+The runtime tells it what the hub and the launcher report; the queues tell it what ends the job here.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from hora.errors import HorovodInternalError
 
@@ -18,9 +21,12 @@ _GRACE_S = 1.0
 
 
 class WorldStatus:
-    """Written by the hub's thread and `shutdown`, read by every wait."""
+    """`tell` sends the reason to the other ranks; `wake` wakes the threads that wait for them, after every change."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, *, tell: Callable[[str], None], wake: Callable[[], None]) -> None:
+        self._rank = rank
+        self._tell = tell
+        self._wake = wake
         self._lock = threading.Lock()
         self._fault = ""
         self._closing = ""
@@ -43,16 +49,30 @@ class WorldStatus:
         return self._fault or self._closing or "Horovod has been shut down"
 
     def close(self, text: str) -> None:
+        """This rank, or another one, shuts down."""
         with self._lock:
-            if not self._closing:
-                self._closing_since = time.monotonic()
-                self._closing = text
+            if self._closing:
+                return
+            self._closing_since = time.monotonic()
+            self._closing = text
+        self._wake()
 
-    def fault(self, text: str) -> None:
-        """The world is broken. The first reason is the one that is told."""
+    def fault(self, text: str, *, tell: bool = False) -> None:
+        """The world is broken, and with `tell` the others have to learn it from here. The first reason is what users see."""
         with self._lock:
             if not self._fault and not self._closing:
                 self._fault = text
+        if tell:
+            self._tell(text)
+        self._wake()
+
+    def stalled(self, ranks: Sequence[int], text: str) -> None:
+        """End the job on all ranks because these keep the others waiting."""
+        self.fault(f"rank(s) {', '.join(map(str, ranks))} {text}; Horovod has been shut down", tell=True)
+
+    def failed(self, text: str) -> None:
+        """End the job on all ranks because this one could not execute what was agreed."""
+        self.fault(f"a collective failed on rank {self._rank}: {text}; Horovod has been shut down", tell=True)
 
     def error(self) -> HorovodInternalError:
         return HorovodInternalError(self.reason)

@@ -11,25 +11,12 @@ from operator import index, is_
 
 import torch
 
-from hora.engine.request import Kind, ReduceOp, Request, Signature, dtype_name
+from hora.engine.request import DTYPES, Kind, ReduceOp, Request, Signature, dtype_name
 from hora.errors import HorovodInternalError
 
-__all__ = ["Validator"]
+__all__ = ["Validator", "check_ranks", "check_ranks_at_init"]
 
-_MOVED = frozenset(
-    (
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-    )
-)
+_MOVED = frozenset(DTYPES.values())
 _REDUCED = frozenset((torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SMALL = frozenset((torch.uint8, torch.int8, torch.int16))
 _OPS = frozenset(int(op) for op in ReduceOp)
@@ -134,7 +121,7 @@ def _with_contiguous_tensors(
     if outputs is None:
         if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
             return Request(signature, inputs, [torch.empty_like(tensor) for tensor in inputs])
-        return Request(signature, inputs, None)
+        return Request(signature, inputs)
     if outputs is tensors or all(map(is_, outputs, tensors)):
         results = inputs
     else:
@@ -152,7 +139,7 @@ def _with_contiguous_tensors(
                 f"{_OPERATIONS[kind]} cannot work in place on a tensor whose elements share memory (shape "
                 f"{list(output.shape)}, strides {list(output.stride())}, from expand()); clone() it first"
             )
-    request.result = list(outputs)
+    request.results = list(outputs)
     return request
 
 
@@ -244,3 +231,23 @@ def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | N
     if sum(counts) > rows:
         raise ValueError(f"the sum of the alltoall splits, {sum(counts)}, is greater than the first dimension, {rows}")
     return counts
+
+
+def check_ranks_at_init(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """`check_ranks`, with the words of a failed initialisation."""
+    try:
+        return check_ranks(ranks, size)
+    except ValueError as error:
+        raise ValueError(f"Horovod initialization failed: {error}") from None
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a process set, sorted. ValueError for what is no set of ranks of this world."""
+    values = sorted(ranks)
+    if not values:
+        raise ValueError("a process set needs at least one rank")
+    if len(set(values)) != len(values):
+        raise ValueError(f"a process set must not name a rank twice: {values}")
+    if values[0] < 0 or values[-1] >= size:
+        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
+    return tuple(values)

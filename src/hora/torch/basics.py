@@ -117,12 +117,12 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     runtime = _runtime()
     if not runtime.config.timeline:
         raise ValueError("start_timeline() needs the environment variable HOROVOD_TIMELINE=DYNAMIC (or a path) at init")
-    runtime.start_timeline(str(file_path), bool(mark_cycles))
+    runtime.recorder.start(str(file_path), mark_cycles=bool(mark_cycles))
 
 
 def stop_timeline() -> None:
     """Finish and close the timeline file, if one is being written."""
-    _runtime().stop_timeline()
+    _runtime().recorder.stop()
 
 
 def mpi_threads_supported() -> bool:

@@ -52,7 +52,7 @@ def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = F
     """Carry out a collective: the calling thread drives it, which saves a change of threads."""
     handle = _hand_over(collective, tensors, in_place, background=False)
     outputs = engine.current_runtime().synchronize(handle)
-    if outputs is None:
+    if not outputs:
         raise HorovodInternalError("Horovod has been shut down by another thread of this process")
     return _results(collective, outputs)
 
@@ -63,7 +63,7 @@ def synchronize(handle: int) -> Any:
         outputs = engine.current_runtime().synchronize(handle)
     finally:
         collective = _in_flight.pop(handle, None)
-    if outputs is None or collective is None:
+    if not outputs or collective is None:
         return None
     results = _results(collective, outputs)
     return results if collective.grouped or len(results) > 1 else results[0]

@@ -106,7 +106,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     runtime = _current_or_value_error()
     if runtime.status.closing:
         raise ValueError(f"no process set can be added any more: {runtime.status.reason}")
-    process_set.process_set_id = runtime.add_process_set(list(process_set.ranks or []))
+    process_set.process_set_id = runtime.process_sets.add(list(process_set.ranks or []))
     _bound.add(process_set)
     return process_set
 
@@ -119,7 +119,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         )
     runtime = _current_or_value_error()
     # The engine is asked even about a set that it cannot know, because it reports static mode.
-    removed = runtime.remove_process_set(-1 if process_set.process_set_id is None else process_set.process_set_id)
+    removed = runtime.process_sets.remove(-1 if process_set.process_set_id is None else process_set.process_set_id)
     if removed:
         unbind(process_set)
     return removed

@@ -23,8 +23,7 @@ import torch
 
 from hora.engine.plan import Batch, Part
 from hora.engine.queue import OperationQueue
-from hora.engine.recording import operation_name, recorded
-from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name, full_names
+from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, reduce_slice
 from hora.engine.transport.arithmetic import reduction
@@ -67,7 +66,7 @@ class BoundReduction:
             (dtype_name(example.dtype),),
             ((example.numel(),),),
             *reduce,
-            extra=(1,),
+            bound=True,
         )
         self._arithmetic = reduction(reduce.op, example.dtype, reduce.prescale, reduce.postscale, len(places[0]))
         self._scatters = kind is Kind.REDUCESCATTER
@@ -97,7 +96,7 @@ class BoundReduction:
     def start(self, *, background: bool) -> None:
         """This rank's data is in its place: reduce it. Without `background` only `wait` drives it."""
         mine = self.places[self.turn][self._queue.member]
-        request = Request(self._signature, (mine,), None)
+        request = Request(self._signature, (mine,))
         self._queue.submit(request, background=background)
         self._request = request
 
@@ -109,9 +108,7 @@ class BoundReduction:
             self.start(background=False)
         request, self._request = self._request, None
         assert request is not None, self._name
-        self._queue.wait(request)
-        if request.error is not None:
-            raise HorovodInternalError(*request.error.args)
+        self._queue.result(request)
         return request.tensors[0] if self.out is None else self.out
 
     def release(self) -> None:
@@ -141,13 +138,12 @@ class BoundReduction:
     def _wait_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:
         """A direct or scattered reduction, in the calling thread, without agreement."""
         barrier.guard()
-        timeline = self._queue.timeline
-        if timeline is None:
+        recorder, signature = self._queue.recorder, self._signature
+        if recorder.timeline is None:
             return self._reduce_at(barrier)
-        signature = self._signature
         part = Part(signature.key(0), 0, (signature,))
-        timeline.arrived(full_names(*part.key, 1), operation_name(signature), self._queue.member)
-        with recorded(timeline, Batch(Kind(signature.kind), signature, [part]), "shm"):
+        recorder.arrived(self._queue.member, part.key, signature)
+        with recorder.batch(Batch(Kind(signature.kind), signature, [part]), "shm"):
             return self._reduce_at(barrier)
 
     def _reduce_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:

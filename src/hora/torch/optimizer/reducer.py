@@ -128,20 +128,16 @@ class RequestedReduction:
             self.start(background=False)
         handle, self._handle = self._handle, None
         assert handle is not None, self._name
-        result: torch.Tensor
         (result,) = self._runtime.synchronize(handle)
         return result
 
 
 def summed(ballot: torch.Tensor, options: ReduceOptions, name: str) -> list[int]:
     """The members' ballots added up (collective): how the ranks agree on something about gradients."""
-    engine.current_runtime().execute(
-        Kind.ALLREDUCE,
-        [ballot],
-        outputs=[ballot],
-        name=name,
-        op=ReduceOp.SUM,
-        process_set_id=options.process_set_id,
+    runtime, set_id = engine.current_runtime(), options.process_set_id
+    handle = runtime.submit(
+        Kind.ALLREDUCE, [ballot], outputs=[ballot], name=name, process_set_id=set_id, background=False
     )
+    runtime.synchronize(handle)
     result: list[int] = ballot.tolist()
     return result

@@ -1,0 +1,265 @@
+"""Agreement of the members of a set that share a host, through a segment that all of them map.
+
+Each member owns a ring of announcements, which the others read, and a head: how many bytes it has announced. The first
+member is the coordinator. Whenever something has become ready it publishes a *cut*: how far into every ring the round
+reaches. No member polls on a timer: one with news rings the coordinator's bell, and the round number wakes the members.
+
+A round, as the coordinator sees it. `fed` is how far the news has been given to the planner; while the planner is idle,
+
+    quiet     no member has news
+    hoping    some members have announced one known request each: the others may be about to announce the same
+    alike     all members have announced the same known simple request, and nothing else
+    planning  anything else: the news is fed to the planner, and the planner knows what is ready
+
+    quiet --news--> hoping, alike or planning
+    hoping --the others' news--> alike, or planning when it is not the same, or when _PATIENCE_S have passed
+    alike --> round of one request, planned by `Planner.plan_one`: blocking collectives come like this
+    planning --something is ready, or the rings fill up--> round, planned by `Planner.close_round`
+
+The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator publishes
+a cut only where the one of _NUM_CUTS rounds ago has been read by all members (`_cut_is_free`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from hora.engine.agree.announcement import RECORD, Announcer, Reader
+from hora.engine.plan import Batch, Planner
+from hora.engine.request import Kind, Signature
+from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm.segment import Segment, aligned
+
+__all__ = ["SharedMemoryAgreement"]
+
+_RING_BYTES = 512 * 1024
+_NUM_CUTS = 64
+# How long the coordinator holds back news of some members in the hope that the others announce the same.
+_PATIENCE_S = 0.2
+
+
+class SharedMemoryAgreement:
+    """Layout: per member one line each for head (bytes announced), rounds (rounds done) and bell; one line for the round
+    number; a ring of cuts (vectors of 64-bit positions); one ring of announcements per member. Positions never wrap.
+    """
+
+    def __init__(self, segment: Segment, member: int, num_members: int, *, cache_capacity: int) -> None:
+        line, memory = LINE_BYTES, segment.memory
+        self._member = member
+        self._num_members = num_members
+        self._memory = memoryview(memory)
+        self._heads = [Counter.at(memory, (3 * m) * line) for m in range(num_members)]
+        self._rounds_done = [Counter.at(memory, (3 * m + 1) * line) for m in range(num_members)]
+        self._bells = [Counter.at(memory, (3 * m + 2) * line) for m in range(num_members)]
+        self._round = Counter.at(memory, 3 * num_members * line)
+        self._cuts_at = (3 * num_members + 1) * line
+        self._cut = struct.Struct(f"<{num_members}q")
+        self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)
+        self._announcer = Announcer(cache_capacity)
+        interned: dict[Signature, Signature] = {}
+        self._readers = [Reader(interned) for _ in range(num_members)]
+        self._fed = [0] * num_members  # how far each ring has been fed to the planner
+        self._published = [0] * num_members  # the last cut
+        self._rounds = 0
+        self._head = 0
+        self._free_from = 0  # everything of the own ring before this position has been read by all
+        # (round, own position) not yet known to be read by all. Old ones may be dropped: later ones imply them.
+        self._own_cuts: deque[tuple[int, int]] = deque(maxlen=512)
+        self._cuts_lock = threading.Lock()  # the driver ends a round, the thread that announces reclaims room
+        self._overflow = bytearray()
+        self._num_bells = 0
+        self._bell_seen = 0
+        self._hoping_since = 0.0  # 0: not hoping
+
+    @staticmethod
+    def num_bytes(num_members: int) -> int:
+        """How large a segment must be."""
+        cuts = aligned(_NUM_CUTS * 8 * num_members, LINE_BYTES)
+        return (3 * num_members + 1) * LINE_BYTES + cuts + num_members * _RING_BYTES
+
+    def wait(self) -> None:
+        if self._member == 0:
+            self._bells[0].wait_beyond(self._bell_seen)
+        else:
+            self._round.wait_beyond(self._rounds)
+
+    def wake(self) -> None:
+        if self._member == 0:
+            with contextlib.suppress(IndexError):  # closed meanwhile: the hub's thread wakes queues until it ends
+                self._ring()
+
+    def close(self) -> None:
+        """Let go of the memory. No thread waits any more, though a `wake` may still come."""
+        self._memory.release()
+        self._heads, self._rounds_done, self._bells = [], [], []
+        del self._round
+
+    # Rounds.
+
+    def poll(self, planner: Planner) -> list[Batch] | None:
+        return self._lead(planner) if self._member == 0 else self._follow(planner)
+
+    def _lead(self, planner: Planner) -> list[Batch] | None:
+        """The coordinator: look at the news, and cut a round when it is worth one."""
+        # The bell is read before the heads: news that comes after the heads were read changes it, and `wait` returns.
+        self._bell_seen = self._bells[0].value
+        heads = [head.value for head in self._heads]
+        if planner.idle and self._cut_is_free():
+            alike = self._alike(heads)
+            if alike is not None:
+                self._fed = heads
+                self._publish()
+                return self._end_round(planner.plan_one(*alike))
+            if self._hopes(heads):
+                return None
+        self._hoping_since = 0.0
+        self._feed(planner, heads)
+        if not planner.has_ready and not self._filled():
+            return None
+        if not self._cut_is_free():
+            return None
+        self._publish()
+        return self._end_round(planner.close_round())
+
+    def _follow(self, planner: Planner) -> list[Batch] | None:
+        """Another member: take the next round that the coordinator has cut."""
+        if self._round.value == self._rounds:
+            return None
+        self._rounds += 1
+        cut = self._cut.unpack_from(self._memory, self._cut_offset())
+        alike = self._alike(cut) if planner.idle else None
+        if alike is not None:
+            self._fed = list(cut)
+            return self._end_round(planner.plan_one(*alike))
+        self._feed(planner, cut)
+        return self._end_round(planner.close_round())
+
+    def _alike(self, upto: Sequence[int]) -> tuple[Signature, int] | None:
+        """The request, if the news up to there is that every member announces the same known simple one."""
+        ring_at = self._rings_at
+        first: tuple[Signature, int] | None = None
+        for fed, end, reader in zip(self._fed, upto, self._readers, strict=True):
+            if end - fed != RECORD.size:
+                return None
+            number, instance = RECORD.unpack_from(self._memory, ring_at + fed % _RING_BYTES)
+            signature = reader.known(number)
+            if first is None:
+                if signature is None or not _is_simple(signature):
+                    return None
+                first = (signature, instance)
+            elif signature is not first[0] or instance != first[1]:
+                return None
+            ring_at += _RING_BYTES
+        return first
+
+    def _hopes(self, heads: Sequence[int]) -> bool:
+        """Whether to leave the news of some members for a moment, because the others' may make it a round of one request."""
+        if {head - fed for head, fed in zip(heads, self._fed, strict=True)} != {0, RECORD.size}:
+            return False
+        now = time.monotonic()
+        if not self._hoping_since:
+            self._hoping_since = now
+        return now - self._hoping_since < _PATIENCE_S
+
+    def _feed(self, planner: Planner, upto: Sequence[int]) -> None:
+        """Give the planner the news up to there."""
+        fed = self._fed
+        for member in range(self._num_members):
+            if upto[member] > fed[member]:
+                data = self._read(member, fed[member], upto[member])
+                fed[member] = upto[member]
+                for signature, instance in self._readers[member].decode(data):
+                    planner.feed(member, signature, instance)
+
+    def _filled(self) -> bool:
+        # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
+        return sum(self._fed) - sum(self._published) > _RING_BYTES // 4
+
+    def _publish(self) -> None:
+        self._rounds += 1
+        self._hoping_since = 0.0
+        self._published = list(self._fed)
+        self._cut.pack_into(self._memory, self._cut_offset(), *self._fed)
+        self._round.set(self._rounds)
+
+    def _end_round(self, batches: list[Batch]) -> list[Batch]:
+        with self._cuts_lock:
+            self._own_cuts.append((self._rounds, self._fed[self._member]))
+        self._rounds_done[self._member].store(self._rounds)
+        return batches
+
+    def _cut_offset(self) -> int:
+        return self._cuts_at + (self._rounds % _NUM_CUTS) * self._cut.size
+
+    def _cut_is_free(self) -> bool:
+        return min(done.value for done in self._rounds_done) > self._rounds + 1 - _NUM_CUTS
+
+    # Announcements.
+
+    @property
+    def holds_back(self) -> bool:
+        return bool(self._overflow)
+
+    def announce(self, signature: Signature, instance: int) -> None:
+        data = self._announcer.encode(signature, instance)
+        if self._overflow:
+            self._overflow += data
+        else:
+            self._write(data)
+
+    def flush(self) -> None:
+        """Place announcements for which there was no room before. Under the same lock as `announce`."""
+        if self._overflow:
+            data = bytes(self._overflow)
+            self._overflow.clear()
+            self._write(data)
+
+    def _read(self, member: int, start: int, stop: int) -> bytes:
+        size = _RING_BYTES
+        at = self._rings_at + member * size
+        low, high = start % size, (stop - 1) % size + 1
+        if low < high:
+            return bytes(self._memory[at + low : at + high])
+        return bytes(self._memory[at + low : at + size]) + bytes(self._memory[at : at + high])
+
+    def _write(self, data: bytes) -> None:
+        size = _RING_BYTES
+        if self._head + len(data) - self._free_from > size:
+            self._reclaim()
+        room = size - (self._head - self._free_from)
+        if len(data) > room:
+            self._overflow += data[room:]
+            data = data[:room]
+        at = self._rings_at + self._member * size
+        low = self._head % size
+        first = min(len(data), size - low)
+        self._memory[at + low : at + low + first] = data[:first]
+        if first < len(data):
+            self._memory[at : at + len(data) - first] = data[first:]
+        self._head += len(data)
+        self._heads[self._member].store(self._head)
+        if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
+            self._ring()
+
+    def _reclaim(self) -> None:
+        done = min(counter.value for counter in self._rounds_done)
+        with self._cuts_lock:
+            while self._own_cuts and self._own_cuts[0][0] <= done:
+                self._free_from = self._own_cuts.popleft()[1]
+
+    def _ring(self) -> None:
+        # Every member writes this word: values never repeat, so that a sleeper sees each change.
+        self._num_bells += 1
+        self._bells[0].set((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
+
+
+def _is_simple(signature: Signature) -> bool:
+    """Whether a round of nothing but this request, announced by all, needs no planning."""
+    if signature.kind == Kind.ALLREDUCE:
+        return len(signature.dtypes) == 1
+    return signature.kind == Kind.BARRIER or (signature.kind == Kind.REDUCESCATTER and signature.bound)
