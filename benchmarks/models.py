@@ -10,7 +10,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Task:
+class Workload:
     """A model, the shape of one batch of inputs, the number of classes, and how many steps a timing takes."""
 
     name: str
@@ -61,11 +61,11 @@ def wide() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(2048, 10))
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task("tiny MLP", tiny, (20, 5), 3, 300),
-        Task("MLP 4x2048", wide, (32, 2048), 10, 8),
-        Task("ResNet18", resnet18, (8, 3, 32, 32), 10, 3),
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("tiny MLP", tiny, (20, 5), 3, 300),
+        Workload("MLP 4x2048", wide, (32, 2048), 10, 8),
+        Workload("ResNet18", resnet18, (8, 3, 32, 32), 10, 3),
     )
 }

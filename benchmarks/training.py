@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.models import TASKS, Task
+from benchmarks.models import WORKLOADS, Workload
 from benchmarks.names import some_of
 
 CONTENDERS = ("alone", "DDP", "overlap", "sharded")
@@ -45,10 +45,10 @@ def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-4, fused=True)
 
 
-def make_step(contender: str, task: Task, optimizer_kind: str, rank: int) -> Callable[[], torch.Tensor]:
+def make_step(contender: str, workload: Workload, optimizer_kind: str, rank: int) -> Callable[[], torch.Tensor]:
     """One training step of a contender, as a function that returns the loss."""
     torch.manual_seed(0)
-    model: nn.Module = task.build()
+    model: nn.Module = workload.build()
     if contender == "DDP":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(optimizer_kind, model.parameters())
@@ -59,8 +59,8 @@ def make_step(contender: str, task: Task, optimizer_kind: str, rank: int) -> Cal
             optimizer, named_parameters=model.named_parameters(), sharded=contender == "sharded"
         )
     generator = torch.Generator().manual_seed(100 + rank)
-    inputs = torch.randn(*task.shape, generator=generator)
-    targets = torch.randint(0, task.classes, task.shape[:1], generator=generator)
+    inputs = torch.randn(*workload.shape, generator=generator)
+    targets = torch.randint(0, workload.classes, workload.shape[:1], generator=generator)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
@@ -92,21 +92,21 @@ def worker(arguments: argparse.Namespace) -> None:
         hvd.init()
     barrier = dist.barrier if dist.is_initialized() else hvd.barrier
     steps: dict[str, Callable[[], torch.Tensor]] = {}
-    task = next(iter(TASKS.values()))
+    workload = next(iter(WORKLOADS.values()))
     for line in sys.stdin:
         order, *words = json.loads(line)
         answer: Any = None
         if order == "make":
-            task = TASKS[words[0]]
-            steps = {name: make_step(name, task, words[1], rank) for name in contenders}
+            workload = WORKLOADS[words[0]]
+            steps = {name: make_step(name, workload, words[1], rank) for name in contenders}
             answer = {name: [float(step()) for _ in range(4)][-1] for name, step in steps.items()}
         elif order == "turn":
             barrier()
             steps[words[0]]()
-            answer = timed(steps[words[0]], task.steps)
+            answer = timed(steps[words[0]], workload.steps)
         elif order == "profile":
             barrier()
-            answer = profiled(steps[words[0]], task.steps)
+            answer = profiled(steps[words[0]], workload.steps)
         print(json.dumps(answer), flush=True)
     barrier()
 
@@ -262,7 +262,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(description=__doc__)
     result.add_argument("--np", type=int, default=2)
-    for name, known in (("--models", TASKS), ("--optimizers", OPTIMIZERS), ("--contenders", CONTENDERS)):
+    for name, known in (("--models", WORKLOADS), ("--optimizers", OPTIMIZERS), ("--contenders", CONTENDERS)):
         result.add_argument(name, type=some_of(known), default="all", help=f"of {','.join(known)} (default: all)")
     result.add_argument("--rounds", type=int, default=5)
     result.add_argument("--together", action="store_true", help="all contenders in the same processes")
