@@ -51,7 +51,7 @@ def nccl_transport(rank: int, size: int, store: dist.Store) -> None:
 
 def shared_gpu_transport(rank: int, size: int, store: dist.Store) -> None:
     from hora.engine.transport.cuda import CudaTransport
-    from hora.engine.transport.gloo import DistributedTransport
+    from hora.engine.transport.distributed import DistributedTransport
 
     torch.cuda.set_device(0)
     cpu = DistributedTransport(dist.PrefixStore("cpu", store), rank, size, nobody_is_dead, LIMIT_S, address="127.0.0.1")

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hora.engine.request import Reduce
 from hora.engine.store import ControlStore
-from hora.engine.transport.gloo import DistributedTransport
+from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.client import ControlClient
@@ -84,7 +85,7 @@ def test_gloo_meets_through_it(place, meeting):
     store = ControlStore(client, prefix="gloo", timeout_s=30)
     transport = DistributedTransport(store, place.rank, place.size, lambda: None, 30.0, address="127.0.0.1")
     tensor = torch.arange(1000.0) * (place.rank + 1)
-    transport.allreduce([tensor], [tensor], op=1, prescale=1.0, postscale=1.0)
+    transport.allreduce([tensor], [tensor], Reduce())
     transport.close()
     client.close()
     assert torch.equal(tensor, torch.arange(1000.0) * 6)

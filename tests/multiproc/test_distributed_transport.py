@@ -10,10 +10,11 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import PIECE_BYTES, check_everything
+from transport_checks import PORTION_BYTES, check_everything
 
-from hora.engine.transport import gloo
-from hora.engine.transport.gloo import DistributedTransport
+from hora.engine.request import Reduce
+from hora.engine.transport import distributed
+from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
 from waiting import wait_until
 
@@ -23,7 +24,7 @@ LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait wa
 @contextlib.contextmanager
 def made(place, guard=lambda: None, limit_s=LIMIT_S, store=None):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo, "_PIECE_BYTES", PIECE_BYTES)
+        patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         transport = DistributedTransport(
             store or place.store, place.rank, place.size, guard, limit_s, device="cpu", address="127.0.0.1"
         )
@@ -69,7 +70,7 @@ def test_making_and_closing_leaves_nothing_behind(place):
     for number in range(20):
         with made(place, store=dist.PrefixStore(str(number), place.store)) as transport:
             tensor = torch.ones(3)
-            transport.allreduce([tensor], [tensor], op=1, prescale=1.0, postscale=1.0)
+            transport.allreduce([tensor], [tensor], Reduce())
         used.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     assert used[-1] == used[1]
 
@@ -77,7 +78,7 @@ def test_making_and_closing_leaves_nothing_behind(place):
 def reduce_for_ever(transport):
     tensor = torch.ones(400_000)
     while True:
-        transport.allreduce([tensor], [tensor], op=1, prescale=1.0, postscale=0.5)
+        transport.allreduce([tensor], [tensor], Reduce(postscale=0.5))
 
 
 def _die_in_the_middle(place, victim):

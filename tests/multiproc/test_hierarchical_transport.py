@@ -9,11 +9,11 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import PIECE_BYTES, Checker, check_everything, data
+from transport_checks import PORTION_BYTES, Checker, check_everything, data
 
-from hora.engine.request import ReduceOp
+from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
-from hora.engine.transport import gloo, hierarchical
+from hora.engine.transport import distributed, hierarchical
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
@@ -55,8 +55,8 @@ def made(place, hosts, guard=lambda: None):
         index = host.index(place.rank)
         local = ShmTransport(shared_memory(near, index, len(host)), index, len(host), guard, LIMIT_S)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo, "_PIECE_BYTES", PIECE_BYTES)
-        patch.setattr(hierarchical, "_PIECE_BYTES", PIECE_BYTES)
+        patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
+        patch.setattr(hierarchical, "_PORTION_BYTES", PORTION_BYTES)
         transport = HierarchicalTransport(local, hosts, place.rank, place.store, guard, LIMIT_S, address="127.0.0.1")
         try:
             yield transport
@@ -77,7 +77,7 @@ def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, hosts)
 def test_sums_go_through_each_host_first(place):
     with made(place, [[0, 2], [1, 3]]) as transport:
         tensor = Checker(transport, place.rank, place.size).own(3, 10_001, torch.float32)
-        transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
     parts = [data(3, member, 10_001, torch.float32) for member in range(4)]
     assert torch.equal(tensor, (parts[0] + parts[2]) + (parts[1] + parts[3]))
 
@@ -95,7 +95,7 @@ def test_a_killed_member_is_an_error_on_every_other_one(place):
         for step in range(1_000_000):
             if place.rank == 3 and step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            transport.allreduce([tensor], [tensor], op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
+            transport.allreduce([tensor], [tensor], Reduce(ReduceOp.AVERAGE))
 
     with made(place, [[0, 1], [2, 3]], guard) as transport:
         transport.barrier()

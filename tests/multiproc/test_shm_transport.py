@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from transport_checks import check_everything, combined, data, fingerprint
 
-from hora.engine.request import ReduceOp
-from hora.engine.shm.reduction import shared_slice
+from hora.engine.request import Reduce, ReduceOp
+from hora.engine.shm.reduction import cut_slice, reduce_everywhere, reduce_slice, shared_slice
 from hora.engine.shm.segment import Segment
+from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 
@@ -71,19 +72,19 @@ def test_bits_do_not_depend_on_fusion_or_on_who_reduces(place, dtype):
     )
     values[17], values[99_999], values[123_456] = float("nan"), float("inf"), -0.0
     values = values.to(dtype)
-    scales = {"op": ReduceOp.AVERAGE, "prescale": 0.3, "postscale": 1.0}
+    scales = Reduce(ReduceOp.AVERAGE, prescale=0.3)
 
     with made(place) as transport:
         whole = torch.empty_like(values)
-        transport.allreduce([values], [whole], **scales)
+        transport.allreduce([values], [whole], scales)
         single = values.clone()
         for part in single.split(7001):
-            transport.allreduce([part], [part], **scales)
+            transport.allreduce([part], [part], scales)
         fused = [part.clone() for part in values.split(997)]
-        transport.allreduce(fused, fused, **scales)
+        transport.allreduce(fused, fused, scales)
         counts = [shared_slice(count, size, member) for member in range(size)]
         scattered = torch.empty(counts[rank][1] - counts[rank][0], dtype=dtype)
-        transport.reducescatter([values], [scattered], [[end - begin for begin, end in counts]], **scales)
+        transport.reducescatter([values], [scattered], [[end - begin for begin, end in counts]], scales)
         gathered = torch.empty_like(values)
         transport.allgather([scattered], [gathered], [[end - begin for begin, end in counts]])
     ways = [fingerprint(tensor) for tensor in (whole, single, torch.cat(fused), gathered)]
@@ -115,11 +116,11 @@ def _check_one(transport, kind, inputs, rank, part):
     """One operation and its result. `part`: the size of fused tensors, or the root."""
     mine, size, count = inputs[rank].clone(), len(inputs), len(inputs[0])
     if kind == "allreduce":
-        transport.allreduce([mine], [mine], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        transport.allreduce([mine], [mine], Reduce(ReduceOp.SUM))
         assert torch.equal(mine, combined(inputs, ReduceOp.SUM))
     elif kind == "fused":
         parts = list(mine.clone().split(part))
-        transport.allreduce(parts, parts, op=ReduceOp.MAX, prescale=1.0, postscale=1.0)
+        transport.allreduce(parts, parts, Reduce(ReduceOp.MAX))
         assert torch.equal(torch.cat(parts), combined(inputs, ReduceOp.MAX))
     elif kind == "gather":
         out = torch.empty(size * count)
@@ -131,7 +132,7 @@ def _check_one(transport, kind, inputs, rank, part):
     elif kind == "scatter":
         counts = [count // size] * (size - 1) + [count - count // size * (size - 1)]
         out = torch.empty(counts[rank])
-        transport.reducescatter([mine], [out], [counts], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        transport.reducescatter([mine], [out], [counts], Reduce(ReduceOp.SUM))
         assert torch.equal(out, combined(inputs, ReduceOp.SUM).split(counts)[rank])
     elif kind == "alltoall":
         each = count // size
@@ -146,7 +147,7 @@ def _check_one(transport, kind, inputs, rank, part):
 def test_staging_is_bounded_whatever_the_size(place):
     with made(place) as transport:
         tensor = torch.full((24 << 20,), float(place.rank + 1))
-        transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
         assert tensor.eq(3).all()
         transport.broadcast([tensor], 0)
         asked = transport._segment_provider.asked
@@ -159,7 +160,7 @@ def test_staging_is_bounded_whatever_the_size(place):
 def test_thousand_tensors_at_once(place):
     tensors = [torch.full((256,), float(place.rank + number)) for number in range(1000)]
     with made(place) as transport:
-        transport.allreduce(tensors, tensors, op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        transport.allreduce(tensors, tensors, Reduce(ReduceOp.SUM))
     offset = place.size * (place.size - 1) / 2
     assert all(bool(tensor.eq(offset + place.size * number).all()) for number, tensor in enumerate(tensors))
 
@@ -170,9 +171,9 @@ def test_integers_wrap_nan_spreads_and_averages_truncate(place):
     lows = torch.tensor([1.0, float("nan") if place.rank == 1 else 2.0, -float("inf")])
     odd = torch.tensor([-7, 7, 5], dtype=torch.int64) if place.rank == 0 else torch.zeros(3, dtype=torch.int64)
     with made(place) as transport:
-        transport.allreduce([most], [most], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
-        transport.allreduce([lows], [lows], op=ReduceOp.MIN, prescale=1.0, postscale=1.0)
-        transport.allreduce([odd], [odd], op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
+        transport.allreduce([most], [most], Reduce(ReduceOp.SUM))
+        transport.allreduce([lows], [lows], Reduce(ReduceOp.MIN))
+        transport.allreduce([odd], [odd], Reduce(ReduceOp.AVERAGE))
     assert most.tolist() == [-2] * 5
     assert (lows[0], lows[2]) == (1.0, -float("inf"))
     assert lows[1].isnan()
@@ -183,20 +184,25 @@ def test_integers_wrap_nan_spreads_and_averages_truncate(place):
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_reduction_in_shared_memory(place, prescale):
     rank, size, count = place.rank, place.size, 700_001
-    segment = Provider(place, dist.PrefixStore("regions", place.store))(size * 4 * (count + 63))
+    segment = Provider(place, dist.PrefixStore("memory", place.store))(size * 4 * (count + 63))
     views = [segment.tensor(member * 4 * (count + 63), count, torch.float32) for member in range(size)]
     begin, end = shared_slice(count, size, rank)
     inputs = [data(3, member, count, torch.float32) for member in range(size)]
     expected = combined([tensor * prescale for tensor in inputs], ReduceOp.SUM) / size
-    arguments = {"op": ReduceOp.AVERAGE, "prescale": prescale, "postscale": 1.0}
+    arithmetic = arithmetic_of(Reduce(ReduceOp.AVERAGE, prescale=prescale), torch.float32, size)
+    cuts = cut_slice(views, rank)
     with made(place) as transport:
         for _ in range(3):
             views[rank].copy_(inputs[rank])
             own = torch.empty(end - begin)
-            transport.reduce_shared_slice(views, own, **arguments)
+            transport.barrier()
+            reduce_slice(cuts, arithmetic, own)
+            transport.barrier()
             assert torch.equal(own, expected[begin:end])
             views[rank].copy_(inputs[rank])
-            transport.reduce_shared(views, **arguments)
+            transport.barrier()
+            reduce_everywhere(cuts, arithmetic)
+            transport.barrier()
             assert torch.equal(views[rank], expected)
     assert sum(place.gather(end - begin)) == count
 
@@ -207,7 +213,7 @@ def test_the_users_number_of_threads_stays(place):
     try:
         with made(place) as transport:
             tensor = torch.full((1 << 20,), float(place.rank + 1))
-            transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+            transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
         assert torch.get_num_threads() == 2
         assert tensor.eq(3).all()
     finally:
@@ -225,7 +231,7 @@ def test_nothing_is_held_after_close(place):
     for number in range(20):
         with made(place, store=dist.PrefixStore(str(number), place.store)) as transport:
             tensor = torch.ones(100_000)
-            transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+            transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
     assert held() == before
 
 
@@ -250,7 +256,7 @@ def _die_in_the_middle(place, victim):
         for step in range(10_000):
             if place.rank == victim and step == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-            transport.allreduce([tensor], [tensor], op=ReduceOp.AVERAGE, prescale=1.0, postscale=1.0)
+            transport.allreduce([tensor], [tensor], Reduce(ReduceOp.AVERAGE))
 
     with made(place, guard) as transport, pytest.raises(HorovodInternalError, match=f"^rank {victim} died$"):
         train(transport)
@@ -283,7 +289,7 @@ def test_without_memory_for_large_slots_the_transport_can_still_be_closed():
     transport = ShmTransport(provider, 0, 1, lambda: None, LIMIT_S)
     tensor = torch.ones(1 << 20)
     with pytest.raises(MemoryError, match="no more"):
-        transport.allreduce([tensor], [tensor], op=ReduceOp.SUM, prescale=1.0, postscale=1.0)
+        transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
     transport.close()
 
 
@@ -291,4 +297,4 @@ def test_without_memory_for_large_slots_the_transport_can_still_be_closed():
 def test_adasum_refuses_three_members(place):
     tensor = torch.ones(3)
     with made(place) as transport, pytest.raises(ValueError, match="power of 2 of ranks, not 3"):
-        transport.adasum([tensor], [tensor], prescale=1.0, postscale=1.0)
+        transport.adasum([tensor], [tensor], Reduce())

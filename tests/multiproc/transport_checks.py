@@ -10,7 +10,7 @@ import hashlib
 
 import torch
 
-from hora.engine.request import ReduceOp
+from hora.engine.request import Reduce, ReduceOp
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -80,7 +80,7 @@ class Checker:
     def allreduce(self, dtype: torch.dtype, op: int, counts: list[int], *, in_place: bool = False) -> None:
         sources = [self.own(i, count, dtype) for i, count in enumerate(counts)]
         outputs = sources if in_place else [torch.empty_like(source) for source in sources]
-        self.transport.allreduce(sources, outputs, op=op, prescale=1.0, postscale=1.0)
+        self.transport.allreduce(sources, outputs, Reduce(op))
         for i, count in enumerate(counts):
             expected = combined(self.inputs(i, count, dtype), op)
             what = f"{ReduceOp(op).name} of {counts} {dtype}"
@@ -94,11 +94,11 @@ class Checker:
 
     def scaling(self) -> None:
         source = self.own(1, 33, torch.int32)
-        self.transport.allreduce([source], [source], op=ReduceOp.SUM, prescale=0.5, postscale=3.0)
+        self.transport.allreduce([source], [source], Reduce(ReduceOp.SUM, 0.5, 3.0))
         parts = [(t.double() * 0.5).trunc().to(torch.int32) for t in self.inputs(1, 33, torch.int32)]
         self.equal(self.keep(source), combined(parts, ReduceOp.SUM) * 3, "scaled integers")
         source = self.own(2, 3000, torch.float32)
-        self.transport.allreduce([source], [source], op=ReduceOp.SUM, prescale=0.5, postscale=0.25)
+        self.transport.allreduce([source], [source], Reduce(ReduceOp.SUM, 0.5, 0.25))
         parts = [t * 0.5 for t in self.inputs(2, 3000, torch.float32)]
         self.equal(self.keep(source), combined(parts, ReduceOp.SUM) * 0.25, "scaled floats")
 
@@ -133,7 +133,7 @@ class Checker:
     def reducescatter(self, dtype: torch.dtype, op: int, counts: list[list[int]], prescale: float = 1.0) -> None:
         sources = [self.own(i, sum(each), dtype) for i, each in enumerate(counts)]
         outputs = [torch.empty(each[self.member], dtype=dtype, device=self.device) for each in counts]
-        self.transport.reducescatter(sources, outputs, counts, op=op, prescale=prescale, postscale=1.0)
+        self.transport.reducescatter(sources, outputs, counts, Reduce(op, prescale=prescale))
         for i, each in enumerate(counts):
             whole = combined([t * prescale for t in self.inputs(i, sum(each), dtype)], ReduceOp.SUM)
             start = sum(each[: self.member])
@@ -150,7 +150,7 @@ class Checker:
         orthogonal[self.member] = self.member + 1.0
         parallel = torch.full((7,), 2.0, dtype=dtype, device=self.device)
         outputs = [torch.empty_like(orthogonal), torch.empty_like(parallel)]
-        self.transport.adasum([orthogonal, parallel], outputs, prescale=1.0, postscale=1.0)
+        self.transport.adasum([orthogonal, parallel], outputs, Reduce())
         self.equal(self.keep(outputs[0]), torch.arange(1, self.size + 1).to(dtype), "Adasum, orthogonal")
         self.equal(self.keep(outputs[1]), torch.full((7,), 2.0, dtype=dtype), "Adasum, parallel")
 
@@ -187,8 +187,8 @@ class Checker:
         return self.results
 
 
-# Transports cut batches into pieces of megabytes; tests set this instead, so that small tensors have many.
-PIECE_BYTES = 2**20
+# Transports cut batches into portions of megabytes; tests set this instead, so that small tensors have many.
+PORTION_BYTES = 2**20
 
 
 def check_everything(transport, member: int, size: int, **options) -> list[str]:

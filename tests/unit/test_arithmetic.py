@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hora.engine.request import ReduceOp
-from hora.engine.transport.arithmetic import adasum_pair, identity, reduction
+from hora.engine.request import Reduce, ReduceOp
+from hora.engine.transport.arithmetic import adasum_pair, arithmetic_of, identity
 
 HALVES = [torch.float16, torch.bfloat16]
 FLOATS = [*HALVES, torch.float32, torch.float64]
@@ -28,7 +28,7 @@ def values(count, dtype, seed):
 
 
 def reduced(parts, op, prescale=1.0, postscale=1.0, out=None):
-    arithmetic = reduction(op, parts[0].dtype, prescale, postscale, len(parts))
+    arithmetic = arithmetic_of(Reduce(op, prescale, postscale), parts[0].dtype, len(parts))
     prepared = []
     for part in parts:
         prepared.append(torch.empty_like(part))
@@ -105,7 +105,7 @@ def test_floats_are_scaled_in_their_own_precision(dtype):
 @pytest.mark.parametrize("num_members", [2, 3, 4, 7, 8])
 def test_average_of_floats_is_the_exact_division(num_members):
     sums = torch.cat((torch.randn(5000), torch.tensor([1e-44, 1.4e-45, 3e38, math.inf, math.nan, -0.0])))
-    arithmetic = reduction(ReduceOp.AVERAGE, torch.float32, 1.0, 1.0, num_members)
+    arithmetic = arithmetic_of(Reduce(ReduceOp.AVERAGE), torch.float32, num_members)
     expected = torch.from_numpy(sums.numpy() / np.float32(num_members))
     arithmetic.finish_(sums)
     assert torch.equal(sums.view(torch.int32), expected.view(torch.int32))
@@ -136,15 +136,15 @@ def test_identity_of_truth_values():
 
 
 def test_the_same_arguments_give_the_same_object():
-    first = reduction(ReduceOp.SUM, torch.float32, 1.0, 1.0, 2)
-    assert reduction(ReduceOp.SUM, torch.float32, 1.0, 1.0, 2) is first
+    first = arithmetic_of(Reduce(ReduceOp.SUM), torch.float32, 2)
+    assert arithmetic_of(Reduce(ReduceOp.SUM), torch.float32, 2) is first
     assert not first.prescales
-    assert reduction(ReduceOp.SUM, torch.float32, 0.5, 1.0, 2).prescales
+    assert arithmetic_of(Reduce(ReduceOp.SUM, prescale=0.5), torch.float32, 2).prescales
 
 
 def test_adasum_is_no_elementwise_reduction():
     with pytest.raises(AssertionError, match="not an element-wise reduction"):
-        reduction(ReduceOp.ADASUM, torch.float32, 1.0, 1.0, 2)
+        arithmetic_of(Reduce(ReduceOp.ADASUM), torch.float32, 2)
 
 
 def adasum(a, b):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from unittest import mock
 
-from hora.engine.transport.group import GlooGroup
+from hora.engine.transport.gloo import GlooGroup
 
 
 class ProcessGroup:

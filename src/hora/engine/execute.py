@@ -89,14 +89,14 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
     signature = batch.signature
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
-    prescale = signature.prescale
+    reduce = signature.reduce
     for part in batch.parts:
         request = requests.get(part.key)
         if request is None:
             placeholder = _placeholder(part, signature)
             inputs.append(placeholder)
             outputs.append(placeholder)
-            prescale = 1.0
+            reduce = reduce._replace(prescale=1.0)
             continue
         source = request.tensors[part.index]
         assert request.outputs is not None
@@ -105,9 +105,9 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         inputs.append(flat)
         outputs.append(flat if out is source else _flat(out))
     if signature.op == ReduceOp.ADASUM:
-        transport.adasum(inputs, outputs, prescale=prescale, postscale=signature.postscale)
+        transport.adasum(inputs, outputs, reduce)
     else:
-        transport.allreduce(inputs, outputs, op=signature.op, prescale=prescale, postscale=signature.postscale)
+        transport.allreduce(inputs, outputs, reduce)
 
 
 def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
@@ -169,10 +169,7 @@ def _reducescatter(batch: Batch, requests: Requests, transport: Transport, membe
         inputs.append(_flat(source))
         outputs.append(_flat(output))
         counts.append([share * row for share in shares])
-    signature = batch.signature
-    transport.reducescatter(
-        inputs, outputs, counts, op=signature.op, prescale=signature.prescale, postscale=signature.postscale
-    )
+    transport.reducescatter(inputs, outputs, counts, batch.signature.reduce)
 
 
 def _keep(request: Request, index: int, output: torch.Tensor) -> None:

@@ -26,9 +26,8 @@ from hora.engine.queue import OperationQueue
 from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, reduce_slice
-from hora.engine.transport.arithmetic import reduction
+from hora.engine.transport.arithmetic import arithmetic_of, single_threaded
 from hora.engine.transport.base import Transport
-from hora.engine.transport.threads import single_threaded
 from hora.errors import HorovodInternalError
 
 __all__ = ["BoundReduction"]
@@ -68,7 +67,7 @@ class BoundReduction:
             *reduce,
             bound=True,
         )
-        self._arithmetic = reduction(reduce.op, example.dtype, reduce.prescale, reduce.postscale, len(places[0]))
+        self._arithmetic = arithmetic_of(reduce, example.dtype, len(places[0]))
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
         self._scratch = torch.empty_like(out) if out is not None and len(places) > 1 else None

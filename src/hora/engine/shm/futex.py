@@ -1,8 +1,8 @@
 """Counters in shared memory that one process writes and others wait for.
 
 A `Counter` is a 64-bit number on a cache line of its own with a single writer. An aligned 8-byte store
-publishes it, and whatever was written to shared memory before `set` is visible to whoever has seen the new
-value: on x86-64 because the processor keeps that order, on 64-bit ARM because of a fence (`_FencedCounter`).
+publishes it, and whatever was written to shared memory before `set` is visible to a process that has seen the
+new value: on x86-64 because the processor keeps that order, on 64-bit ARM because of a fence (`_FencedCounter`).
 Waiting spins briefly, then sleeps in `futex` on the low 32 bits; `ctypes` releases the GIL there. On other
 processors `supported()` is False and the engine uses torch.distributed instead.
 """
@@ -27,11 +27,11 @@ _SYS_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(_MACHINE, -1)
 _NEEDS_FENCES = _MACHINE == "aarch64"
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 # A sleeping waiter looks up this often to ask its guard whether the peer it waits for is still alive.
 _SLICE_S = 0.05
 # How many looks before sleeping, about 50 ns each. To be woken takes tens of microseconds, so spinning pays
-# when peers are in step and have cores of their own. Otherwise it steals time from whoever is waited for. So
+# when peers are in step and have cores of their own. Otherwise it steals time from the peer that is waited for. So
 # every counter finds out: after `patience` sleeps that were over soon it looks longer; when that has been in
 # vain three times in a row it gives up again, and has twice the patience from then on.
 _FEW_LOOKS = 30
@@ -60,7 +60,7 @@ def supported() -> bool:
 
 
 class Counter:
-    """One 64-bit number in shared memory. Only its owner may `set` it; anybody may read it or wait for it.
+    """One 64-bit number in shared memory. Only its owner may `set` it; any process may read it or wait for it.
 
     Made by `at`.
     """
@@ -86,13 +86,13 @@ class Counter:
         return self._word.value
 
     def store(self, value: int) -> None:
-        """Publish `value` where nobody sleeps on it."""
+        """Publish `value` where no process sleeps on it."""
         self._word.value = value
 
     def set(self, value: int) -> None:
         """Publish `value` and wake every waiter."""
         self._word.value = value
-        _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _EVERYBODY, _none, _none, 0)
+        _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, _none, _none, 0)
 
     def wait_beyond(self, seen: int) -> None:
         """Sleep until the value differs from `seen`, or for one short slice; the caller loops and checks."""
@@ -141,7 +141,7 @@ class Counter:
             self._tally = 0
 
     def _sleep(self, seen: int) -> None:
-        """Sleep for one slice, unless the value is not `seen` any more or somebody sets it."""
+        """Sleep for one slice, unless the value is not `seen` any more or its owner sets it."""
         low = ctypes.c_uint32(seen & 0xFFFFFFFF)
         _wait_call(_SYS_FUTEX, self._address, _FUTEX_WAIT, low, _slice_pointer, _none, 0)
 
@@ -175,7 +175,7 @@ def _fence() -> None:
 
     Python has no such instruction, but its locks are made of them. Nothing before may move past a release, nothing after
     may move ahead of an acquisition, and on ARM no acquisition moves ahead of a release before it. The lock is a new one,
-    so that nobody else, be it a signal handler or the child of a fork, can ever find it taken.
+    so that nothing else, be it a signal handler or the child of a fork, can ever find it taken.
     """
     lock = threading.Lock()
     lock.acquire()

@@ -1,7 +1,7 @@
-"""Reductions of data that lies in shared memory already: every member has a flat view of everybody's buffer.
+"""Reduction in shared memory: every member has a flat view of every member's data, which lies there already.
 
-Member m reduces its `shared_slice` of all buffers in pieces that fit the cache. No copies in or out and no
-synchronisation: the caller (`ShmTransport`) makes sure that the data is there before and may be used
+Member m reduces its `shared_slice` of all data in pieces that fit the cache. No copies in or out and no
+synchronisation: the caller (`BoundReduction`) makes sure that the data is there before and may be used
 afterwards.
 """
 
@@ -14,8 +14,8 @@ import torch
 
 from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.segment import aligned
-from hora.engine.transport.arithmetic import Reduction
-from hora.engine.transport.stream import copy
+from hora.engine.transport.arithmetic import Arithmetic
+from hora.engine.transport.packing import copy
 
 __all__ = ["Cut", "cut_slice", "reduce_everywhere", "reduce_slice", "shared_slice"]
 
@@ -35,7 +35,7 @@ def shared_slice(count: int, num_members: int, member: int) -> tuple[int, int]:
 
 
 class Cut(NamedTuple):
-    """Everybody's views of one piece of a slice, and which elements of the slice they are."""
+    """All members' views of one piece of a slice, and which elements of the slice they are."""
 
     operands: list[torch.Tensor]
     begin: int
@@ -51,9 +51,9 @@ def cut_slice(views: Tensors, member: int) -> list[Cut]:
     return [Cut([view[low:high] for view in views], low - begin, high - begin) for low, high in edges]
 
 
-def reduce_everywhere(cuts: Sequence[Cut], arithmetic: Reduction) -> None:
-    """Reduce the own slice of everybody's data and write the result into all of it."""
-    for operands, scratch, _ in _prepared(cuts, arithmetic):
+def reduce_everywhere(cuts: Sequence[Cut], arithmetic: Arithmetic) -> None:
+    """Reduce the own slice of all members' data and write the result into all of it."""
+    for operands, scratch, _ in _prescaled(cuts, arithmetic):
         first = operands[0]
         arithmetic.combine(operands, first, scratch)
         arithmetic.finish_(first)
@@ -61,18 +61,18 @@ def reduce_everywhere(cuts: Sequence[Cut], arithmetic: Reduction) -> None:
             copy(first, other)
 
 
-def reduce_slice(cuts: Sequence[Cut], arithmetic: Reduction, out: torch.Tensor) -> None:
-    """Reduce the own slice of everybody's data into `out`; the data keeps its prescaled values."""
+def reduce_slice(cuts: Sequence[Cut], arithmetic: Arithmetic, out: torch.Tensor) -> None:
+    """Reduce the own slice of all members' data into `out`; the data keeps its prescaled values."""
     size = cuts[-1].end if cuts else 0
     assert out.numel() == size, f"a slice of {size} elements does not fit into {out.numel()}"
-    for operands, scratch, cut in _prepared(cuts, arithmetic):
+    for operands, scratch, cut in _prescaled(cuts, arithmetic):
         result = out if len(cuts) == 1 else out[cut.begin : cut.end]
         arithmetic.combine(operands, result, scratch)
         arithmetic.finish_(result)
 
 
-def _prepared(cuts: Sequence[Cut], arithmetic: Reduction) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, Cut]]:
-    """Everybody's next piece, prescaled; scratch of its size; and the cut itself."""
+def _prescaled(cuts: Sequence[Cut], arithmetic: Arithmetic) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, Cut]]:
+    """All members' next piece, prescaled; scratch of its size; and the cut itself."""
     if not cuts:
         return
     whole = torch.empty_like(cuts[0].operands[0])  # no other is larger

@@ -1,4 +1,4 @@
-"""What a reduction does to numbers: scale, combine in member order, finish. Adasum's pair rule too.
+"""What a reduction does to numbers: scale, combine in member order, finish. Adasum's pair rule too, and `single_threaded`.
 
 Every transport that computes for itself uses this, so that results don't depend on the road the bytes took.
 Nothing here communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
@@ -11,21 +11,25 @@ and integers wrap, as in torch.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
-from hora.engine.request import ReduceOp
-from hora.engine.transport.threads import SERIAL_ELEMENTS
+from hora.engine.request import Reduce, ReduceOp
 
-__all__ = ["Reduction", "adasum_pair", "identity", "reduction"]
+__all__ = ["SERIAL_ELEMENTS", "Arithmetic", "adasum_pair", "arithmetic_of", "identity", "single_threaded"]
 
-# Below this squared norm a vector counts as zero for Adasum: dividing by it would overflow.
+# torch divides an element-wise operation on more elements among threads.
+SERIAL_ELEMENTS = 32768
 # A sum of this many elements is never divided among threads: it has the same bits on every rank.
 _SUM_ELEMENTS = SERIAL_ELEMENTS // 2
+# Below this squared norm a vector counts as zero for Adasum: dividing by it would overflow.
 _TINY_SQUARED_NORM = math.sqrt(sys.float_info.min)
 
 _COMBINE: dict[int, Callable[..., torch.Tensor]] = {
@@ -37,12 +41,13 @@ _COMBINE: dict[int, Callable[..., torch.Tensor]] = {
 }
 
 
-class Reduction:
-    """One op with its factors for one dtype and number of members. Use `reduction(...)`, which keeps them."""
+class Arithmetic:
+    """One reduction for one dtype and number of members. Made by `arithmetic_of`, which keeps them."""
 
-    __slots__ = ("_combine", "_finish", "_prescale", "dtype", "finishes", "num_members", "prescales")
+    __slots__ = ("_combine", "_finish", "_prescale", "dtype", "num_members", "prescales")
 
-    def __init__(self, op: int, dtype: torch.dtype, prescale: float, postscale: float, num_members: int) -> None:
+    def __init__(self, reduce: Reduce, dtype: torch.dtype, num_members: int) -> None:
+        op, prescale, postscale = reduce
         assert op in _COMBINE, f"{op} is not an element-wise reduction"
         self.dtype = dtype
         self.num_members = num_members
@@ -50,7 +55,6 @@ class Reduction:
         self._prescale = _scaling(prescale, dtype)
         self._finish = _finishing(num_members if op == ReduceOp.AVERAGE else 1, postscale, dtype)
         self.prescales = self._prescale is not None
-        self.finishes = self._finish is not None
 
     def prepare_(self, tensor: torch.Tensor) -> None:
         """Apply prescale in place."""
@@ -92,9 +96,9 @@ class Reduction:
 
 
 @lru_cache(maxsize=512)
-def reduction(op: int, dtype: torch.dtype, prescale: float, postscale: float, num_members: int) -> Reduction:
-    """The arithmetic of one kind of reduction; the same object for the same arguments."""
-    return Reduction(op, dtype, prescale, postscale, num_members)
+def arithmetic_of(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Arithmetic:
+    """The arithmetic of a reduction; the same object for the same arguments."""
+    return Arithmetic(reduce, dtype, num_members)
 
 
 _Step = Callable[[torch.Tensor, torch.Tensor], object]
@@ -106,8 +110,7 @@ def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
         return None
     if not dtype.is_floating_point:
         return lambda source, out: out.copy_(source.double().mul_(factor).trunc_())
-    # A tensor of no dimensions costs less per call than a Python number, and says in which precision it is
-    # applied.
+    # A tensor of no dimensions costs less per call than a Python number, and says in which precision it is applied.
     scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
     return lambda source, out: torch.mul(source, scalar, out=out)
 
@@ -145,7 +148,7 @@ def identity(op: int, dtype: torch.dtype) -> float | int | bool:
 def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     """Adasum of two vectors: `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`. `out` may be either of them.
 
-    `a` belongs to the lower member; whoever computes, the result has the same bits.
+    `a` belongs to the lower member; whichever member computes it, the result has the same bits.
     """
     pieces = list(zip(a.split(_SUM_ELEMENTS), b.split(_SUM_ELEMENTS), out.split(_SUM_ELEMENTS), strict=True))
     dot = norm_a = norm_b = 0.0
@@ -158,3 +161,39 @@ def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     share_b = 1.0 if norm_b < _TINY_SQUARED_NORM else 1.0 - dot / (2.0 * norm_b)
     for piece_a, piece_b, piece_out in pieces:
         piece_out.copy_(piece_a.double() * share_a + piece_b.double() * share_b)
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Operations of the calling thread use this thread only, where torch is built with OpenMP.
+
+    The ranks of a host share its cores, and the pieces of a transport are small, so starting threads costs more than it
+    brings. `torch.set_num_threads` would change threads that start later as well; OpenMP's own setting belongs to the
+    calling thread alone.
+    """
+    num_threads = torch.get_num_threads()
+    set_num_threads = _openmp_setter()
+    if num_threads == 1 or set_num_threads is None:
+        yield
+        return
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(num_threads)
+
+
+@lru_cache(maxsize=1)
+def _openmp_setter() -> Callable[[int], None] | None:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        setter = ctypes.PyDLL(str(library)).omp_set_num_threads
+    except (OSError, AttributeError):
+        return None
+    setter.argtypes = (ctypes.c_int,)
+    setter.restype = None
+
+    def set_num_threads(num_threads: int) -> None:
+        setter(num_threads)
+
+    return set_num_threads

@@ -4,7 +4,7 @@ The engine has already made sure that every member calls the same method with ma
 reduces bytes, nothing else: names, readiness, errors between ranks and handles are the engine's business.
 
 All tensors are flat (1-D), contiguous and of one dtype per call. "Member" means index within the process set, which is
-not the global rank. Reductions combine members in the order 0, 1, 2, … for every element, whoever computes it, so that
+not the global rank. Reductions combine members in the order 0, 1, 2, … for every element, whichever member computes it, so that
 results are bit-identical on all ranks and do not depend on fusion or on how work is divided.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+
+from hora.engine.request import Reduce
 
 __all__ = ["Guard", "Transport"]
 
@@ -27,36 +29,27 @@ class Transport(Protocol):
 
     name: str
 
-    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
-        """Reduce several tensors as one. `outputs[i]` may be `inputs[i]`; `op` is a reduce op, Adasum excluded.
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        """Reduce several tensors as one, not by Adasum. `outputs[i]` may be `inputs[i]`.
 
-        Average divides by the number of members. Arithmetic is that of `arithmetic.py`.
+        Average divides by the number of members. What happens to the numbers is said in `arithmetic.py`.
         """
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
-        """Adasum, each tensor by itself."""
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        """Adasum, each tensor by itself, with the factors of `reduce`."""
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
-        """`outputs[i]` receives everybody's `inputs[i]` in member order; `counts[i][m]` elements come from member m."""
+        """`outputs[i]` receives all members' `inputs[i]` in member order; `counts[i][m]` elements come from member m."""
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
-        """Copy the tensors of member `root` into everybody's, in place."""
+        """Copy the tensors of member `root` into those of all members, in place."""
 
     def alltoall(
         self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         """Send `send_counts[m]` elements to member m; receive `receive_counts[m]` from member m, in member order."""
 
-    def reducescatter(
-        self,
-        inputs: Tensors,
-        outputs: Tensors,
-        counts: Sequence[Sequence[int]],
-        *,
-        op: int,
-        prescale: float,
-        postscale: float,
-    ) -> None:
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         """Reduce, and keep the own part: member m gets `counts[i][m]` elements of tensor i, in member order."""
 
     def barrier(self) -> None:

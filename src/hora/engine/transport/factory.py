@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard, Transport
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.transport.gloo import DistributedTransport
+from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
@@ -18,8 +18,7 @@ from hora.engine.transport.shm import ShmTransport
 
 __all__ = ["Topology", "make_transport"]
 
-# Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped;
-# that is the
+# Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped; that is the
 # stall report's business. A dead member is noticed through the guard at once.
 _COLLECTIVE_LIMIT_S = 24 * 3600.0
 
@@ -48,36 +47,38 @@ class Topology:
         return [group for group in groups if group]
 
 
-def make_transport(near: Topology, device: str, transport_for: Callable[[str], Transport]) -> Transport:
+def make_transport(topology: Topology, device: str, transport_for: Callable[[str], Transport]) -> Transport:
     """The transport for tensors on `device`; `transport_for` gives the set's one for another device type."""
-    if len(near.ranks) == 1:
+    if len(topology.ranks) == 1:
         return LocalTransport()
-    groups = near.members_by_host()
+    groups = topology.members_by_host()
     if device == "cpu" and len(groups) == 1:
-        return _memory(near, groups[0])
-    member, num_members, limit_s = near.member, len(near.ranks), _COLLECTIVE_LIMIT_S
+        return _shm_transport(topology, groups[0])
+    member, num_members, limit_s = topology.member, len(topology.ranks), _COLLECTIVE_LIMIT_S
     if device == "cpu" and len(groups) < num_members:
         (here,) = (group for group in groups if member in group)
-        local = _memory(near, here) if len(here) > 1 else LocalTransport()
-        return HierarchicalTransport(local, groups, member, _store(near, "hosts"), near.guard, limit_s, near.address)
-    store = _store(near, "flat")
+        local = _shm_transport(topology, here) if len(here) > 1 else LocalTransport()
+        return HierarchicalTransport(
+            local, groups, member, _store(topology, "hosts"), topology.guard, limit_s, topology.address
+        )
+    store = _store(topology, "flat")
     if device == "cpu":
-        return DistributedTransport(store, member, num_members, near.guard, limit_s, address=near.address)
-    return CudaTransport(store, member, num_members, near.guard, limit_s, lambda: transport_for("cpu"))
+        return DistributedTransport(store, member, num_members, topology.guard, limit_s, address=topology.address)
+    return CudaTransport(store, member, num_members, topology.guard, limit_s, lambda: transport_for("cpu"))
 
 
-def _memory(near: Topology, members: Sequence[int]) -> Transport:
+def _shm_transport(topology: Topology, members: Sequence[int]) -> Transport:
     """Shared memory among members of one host."""
-    ranks = [near.ranks[member] for member in members]
-    index = list(members).index(near.member)
+    ranks = [topology.ranks[member] for member in members]
+    index = list(members).index(topology.member)
     return ShmTransport(
-        lambda num_bytes: near.share(ranks, num_bytes), index, len(ranks), near.guard, _COLLECTIVE_LIMIT_S
+        lambda num_bytes: topology.share(ranks, num_bytes), index, len(ranks), topology.guard, _COLLECTIVE_LIMIT_S
     )
 
 
-def _store(near: Topology, name: str) -> Store:
+def _store(topology: Topology, name: str) -> Store:
     # Opening it may block for long when its host has just vanished; the guard knows sooner.
     what = "a connection to the meeting place"
-    store = connect(lambda: near.store(name), what=what, guard=near.guard, limit_s=_COLLECTIVE_LIMIT_S)
+    store = connect(lambda: topology.store(name), what=what, guard=topology.guard, limit_s=_COLLECTIVE_LIMIT_S)
     assert store is not None, "a set of several members always has a meeting place"
     return store

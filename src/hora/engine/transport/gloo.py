@@ -1,323 +1,210 @@
-"""The transport over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
+"""The gloo group: CPU tensors. And the TCP sockets that it opened, found so that they can be shut down.
 
-gloo only moves bytes here. Reductions exchange the members' parts directly and combine them locally with
-`arithmetic`, in member order: that gives the same bits as shared memory does, for every dtype, and costs no
-more traffic than gloo's own ring. NCCL reduces by itself, in its own order, which is the same for all
-members. The engine calls it; `HierarchicalTransport` and `StagedTransport` build on it.
+gloo offers no way to end a wait, but a wait ends by itself when the connection breaks. gloo does not hand
+out its sockets, so they are recognised by port: a group's connections are those accepted at its own
+listener and those that lead to a peer's listener, whose ports the members tell one another through the
+store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hora.engine.request import ReduceOp
-from hora.engine.transport.arithmetic import Reduction, adasum_pair, reduction
-from hora.engine.transport.base import Guard, Tensors
-from hora.engine.transport.group import GlooGroup, Pending
-from hora.engine.transport.nccl import NcclGroup
-from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, pieces, runs, spread, unpack
-from hora.engine.transport.threads import SERIAL_ELEMENTS
+from hora.engine.transport.base import Guard
+from hora.engine.transport.group import SLICE, Group, connect
+from hora.errors import HorovodInternalError
 
-__all__ = ["DistributedTransport"]
+__all__ = ["GlooGroup"]
 
-# A batch travels in pieces of this size, which bounds the buffers.
-_PIECE_BYTES = 8 * 2**20
-# A GPU needs longer pieces to be busy.
-_CUDA_PIECE_BYTES = 64 * 2**20
-# Up to here everybody sends everything to everybody, one step instead of two.
-_ONE_STEP_BYTES = 16 * 2**10
+# Only how long gloo's own threads may outlive a discarded group; ours is the limit that counts.
+_BACKEND_MARGIN_S = 30.0
 
 
-class _Piece(NamedTuple):
-    """A part of an allreduce: views of several tensors, or of one. Two are under way at a time, in different slots."""
+class GlooGroup(Group):
+    """CPU tensors. Listens on `address` only."""
 
-    sources: list[torch.Tensor]
-    results: list[torch.Tensor]
-    slot: int
-
-    @property
-    def single(self) -> bool:
-        return len(self.sources) == 1
-
-    @property
-    def total(self) -> int:
-        return sum([source.numel() for source in self.sources])
-
-
-class DistributedTransport:
-    """See `Transport`. `device` is "cpu" or the CUDA device; `address` is the one gloo listens at."""
+    backend = "gloo"
 
     def __init__(
-        self,
-        store: Store,
-        member: int,
-        num_members: int,
-        guard: Guard,
-        limit_s: float,
-        device: str | torch.device = "cpu",
-        address: str | None = None,
+        self, store: Store, member: int, num_members: int, *, address: str, guard: Guard, limit_s: float
     ) -> None:
-        self._member = member
-        self._num_members = num_members
-        self._device = torch.device(device)
-        self._group: GlooGroup | NcclGroup
-        if self._device.type == "cuda":
-            self._group = NcclGroup(store, member, num_members, device=self._device, guard=guard, limit_s=limit_s)
-            self._piece_bytes = _CUDA_PIECE_BYTES
-        else:
-            self._group = GlooGroup(
-                store, member, num_members, address=address or "127.0.0.1", guard=guard, limit_s=limit_s
-            )
-            self._piece_bytes = _PIECE_BYTES
-        self.name = self._group.backend
-        self._buffers = Buffers(self._device, 2 * self._piece_bytes)
+        super().__init__(guard=guard, limit_s=limit_s)
+        backend: Any = dist.ProcessGroupGloo
+        with _listening() as own_ports:
+            device = backend.create_device(hostname=address)
+        options = backend._Options()
+        options._devices = [device]
+        options._threads = 2
+        options._timeout = timedelta(seconds=limit_s + _BACKEND_MARGIN_S)
 
-    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
-        dtype = inputs[0].dtype
-        rule = reduction(op, dtype, prescale, postscale, self._num_members)
-        cut = pieces(inputs, outputs, self._piece_bytes // dtype.itemsize)
-        overlap(
-            self._reduce(_Piece(sources, results, number % 2), op, rule)
-            for number, (sources, results) in enumerate(cut)
-            if any(source.numel() for source in sources)
-        )
+        def make() -> tuple[Any, _Connections]:
+            group = backend(store, member, num_members, options)
+            return group, _Connections.find(store, member, num_members, own_ports)
 
-    def reduce_piece(self, tensor: torch.Tensor, slot: int, *, op: int) -> InTwoHalves:
-        """Reduce one tensor in place, unscaled; of two that overlap, one has slot 0 and one slot 1."""
-        rule = reduction(op, tensor.dtype, 1.0, 1.0, self._num_members)
-        return self._reduce(_Piece([tensor], [tensor], slot), op, rule)
-
-    def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
-        n, me, dtype = self._num_members, self._member, inputs[0].dtype
-        assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
-        rule = reduction(ReduceOp.SUM, dtype, prescale, postscale, n)
-        sizes = [tensor.numel() for tensor in inputs]
-        own = self._buffers.take("own", sum(sizes), dtype)
-        for source, part in zip(inputs, own.split(sizes), strict=True):
-            rule.prepare(source, part)
-        other = self._buffers.take("other", sum(sizes), dtype)
-        distance = 1
-        while distance < n:
-            self._swap(own, other, me ^ distance)
-            low, high = (own, other) if me & distance == 0 else (other, own)
-            for a, b, out in zip(low.split(sizes), high.split(sizes), own.split(sizes), strict=True):
-                adasum_pair(a, b, out)
-            distance *= 2
-        for part, result in zip(own.split(sizes), outputs, strict=True):
-            rule.finish(part, result)
-
-    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
-        dtype = inputs[0].dtype
-        for run in runs([sum(each) for each in counts], self._piece_bytes // dtype.itemsize):
-            if len(run) == 1:
-                self._gather(inputs[run[0]], outputs[run[0]], counts[run[0]])
-                continue
-            totals = [sum(counts[i][m] for i in run) for m in range(self._num_members)]
-            own = self._pack("own", [inputs[i] for i in run])
-            gathered = self._buffers.take("gathered", sum(totals), dtype)
-            self._gather(own, gathered, totals)
-            parts = gathered.split([counts[i][m] for m in range(self._num_members) for i in run])
-            for k, i in enumerate(run):
-                torch.cat(parts[k :: len(run)], out=outputs[i])
-
-    def broadcast(self, tensors: Tensors, root: int) -> None:
-        for run in runs([t.numel() for t in tensors], self._piece_bytes // tensors[0].dtype.itemsize):
-            group = [tensors[i] for i in run if tensors[i].numel() > 0]
-            if len(group) == 1:
-                self._broadcast(group[0], root)
-            elif group:
-                packed = self._pack("own", group)
-                self._broadcast(packed, root)
-                if self._member != root:
-                    unpack(packed, group)
-
-    def alltoall(
-        self,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-    ) -> None:
-        self._group.finish(self._start_alltoall(input, output, send_counts, receive_counts))
-
-    def reducescatter(
-        self,
-        inputs: Tensors,
-        outputs: Tensors,
-        counts: Sequence[Sequence[int]],
-        *,
-        op: int,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        dtype, n, me = inputs[0].dtype, self._num_members, self._member
-        rule = reduction(op, dtype, prescale, postscale, n)
-        for run in runs([tensor.numel() for tensor in inputs], self._piece_bytes // dtype.itemsize):
-            totals = [sum(counts[i][m] for i in run) for m in range(n)]
-            if sum(totals) == 0:
-                continue
-            if len(run) == 1 and not rule.prescales:
-                packed = inputs[run[0]]
-            else:
-                packed = self._buffers.take("own", sum(totals), dtype)
-                targets = iter(packed.split([counts[i][m] for m in range(n) for i in run]))
-                parts = [inputs[i].split(list(counts[i])) for i in run]
-                for m in range(n):
-                    for part in parts:
-                        rule.prepare(part[m], next(targets))
-            received = self._buffers.take("received", n * totals[me], dtype)
-            self.alltoall(packed, received, totals, [totals[me]] * n)
-            own = received[: totals[me]]
-            self._combine(rule, received.split(max(totals[me], 1)), own)
-            unpack(own, [outputs[i] for i in run])
-
-    def barrier(self) -> None:
-        n = self._num_members
-        bells = self._buffers.take("bells", 2 * n, torch.uint8)
-        self._group.finish(self._group.start_alltoall(bells[:n], bells[n:], [1] * n, [1] * n))
+        what = f"{num_members} members to connect over gloo at {address}"
+        self._process_group, self._connections = connect(make, what=what, guard=guard, limit_s=limit_s)
 
     def close(self) -> None:
-        self._group.close()
-        self._buffers.clear()
+        self._connections.forget()
+        super().close()
 
-    def abort(self) -> None:
-        """Give up what is under way; every later call fails."""
-        self._group.discard()
-
-    # Each of the following reduces one piece: it starts the exchange, yields, and then does the rest.
-
-    def _reduce(self, piece: _Piece, op: int, rule: Reduction) -> InTwoHalves:
-        if isinstance(self._group, NcclGroup) and self._group.reduces(rule.dtype):
-            return self._reduce_natively(self._group, piece, op, rule)
-        if self._num_members == 2:
-            return self._reduce_with_partner(piece, rule)
-        if piece.total * rule.dtype.itemsize <= _ONE_STEP_BYTES:
-            return self._reduce_in_one_step(piece, rule)
-        return self._reduce_in_two_steps(piece, rule)
-
-    def _reduce_natively(self, group: NcclGroup, piece: _Piece, op: int, rule: Reduction) -> InTwoHalves:
-        if piece.single:
-            work = piece.results[0]
-            if rule.prescales or work.data_ptr() != piece.sources[0].data_ptr():
-                rule.prepare(piece.sources[0], work)
-        else:
-            work = self._prepare(piece, rule)
-        pending = group.start_allreduce(work, op)
-        yield
-        group.finish(pending)
-        rule.finish_(work)
-        if not piece.single:
-            unpack(work, piece.results)
-
-    def _reduce_with_partner(self, piece: _Piece, rule: Reduction) -> InTwoHalves:
-        """Two members swap everything and both compute the same: one step, and no more traffic than two."""
-        own = piece.sources[0] if piece.single and not rule.prescales else self._prepare(piece, rule)
-        other = self._take("other", piece.total, piece)
-        counts = [0, piece.total] if self._member == 0 else [piece.total, 0]
-        pending = self._start_alltoall(own, other, counts, counts)
-        yield
-        self._group.finish(pending)
-        out = piece.results[0] if piece.single else other
-        self._combine(rule, (own, other) if self._member == 0 else (other, own), out)
-        if not piece.single:
-            unpack(out, piece.results)
-
-    def _reduce_in_one_step(self, piece: _Piece, rule: Reduction) -> InTwoHalves:
-        n, total = self._num_members, piece.total
-        own = self._prepare(piece, rule)
-        copies = self._take("copies", n * total, piece)
-        copies.view(n, total).copy_(own)
-        received = self._take("received", n * total, piece)
-        pending = self._start_alltoall(copies, received, [total] * n, [total] * n)
-        yield
-        self._group.finish(pending)
-        self._combine(rule, received.split(total), own)
-        unpack(own, piece.results)
-
-    def _reduce_in_two_steps(self, piece: _Piece, rule: Reduction) -> InTwoHalves:
-        """Member m receives slice m of everybody and combines it; then everybody receives all slices."""
-        n, me = self._num_members, self._member
-        slices = spread(piece.total, n)
-        own = piece.sources[0] if piece.single and not rule.prescales else self._prepare(piece, rule)
-        received = self._take("received", n * slices[me], piece)
-        pending = self._start_alltoall(own, received, slices, [slices[me]] * n)
-        yield
-        self._group.finish(pending)
-        reduced = received[: slices[me]]
-        self._combine(rule, received.split(max(slices[me], 1)), reduced)
-        # gloo's own allgather goes round a ring and through memory of its own; this goes directly.
-        copies = self._take("copies", n * slices[me], piece)
-        copies.view(n, slices[me]).copy_(reduced)
-        gathered = piece.results[0] if piece.single else self._take("gathered", piece.total, piece)
-        self._group.finish(self._start_alltoall(copies, gathered, [slices[me]] * n, slices))
-        if not piece.single:
-            unpack(gathered, piece.results)
-
-    def _combine(self, rule: Reduction, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine the members' parts into `out`, which may be one of them, and finish it."""
-        count = out.numel()
-        # On the CPU in parts that stay in the cache from one step to the next, and in one thread.
-        step = SERIAL_ELEMENTS if self._device.type == "cpu" else max(count, 1)
-        scratch = self._buffers.take("scratch", min(step, count), rule.dtype)
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            result = out[start:stop]
-            rule.combine([operand[start:stop] for operand in operands], result, scratch[: stop - start])
-            rule.finish_(result)
-
-    # Moving bytes.
-
-    def _start_alltoall(
-        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> Pending:
-        size = input.dtype.itemsize
-        return self._group.start_alltoall(
-            as_bytes(output),
-            as_bytes(input[: sum(send_counts)]),  # rows beyond the counts stay at home
-            [count * size for count in receive_counts],
-            [count * size for count in send_counts],
-        )
-
-    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self._group.finish(self._group.start_broadcast(as_bytes(tensor), root))
-
-    def _swap(self, own: torch.Tensor, other: torch.Tensor, partner: int) -> None:
-        counts = [own.numel() if m == partner else 0 for m in range(self._num_members)]
-        if sum(counts):
-            self.alltoall(own, other, counts, counts)
-
-    def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
-        """One tensor of everybody; `gathered` is contiguous in member order."""
-        n, total = self._num_members, sum(counts)
-        if total == 0:
+    def discard(self) -> None:
+        holder, self._process_group = [self._process_group], None
+        if holder == [None]:
             return
-        if all(count == counts[0] for count in counts):
-            self._group.finish(self._group.start_allgather(as_bytes(gathered), as_bytes(own)))
-        elif total * own.dtype.itemsize <= _ONE_STEP_BYTES * n:
-            copies = self._buffers.take("copies", n * own.numel(), own.dtype)
-            copies.view(n, own.numel()).copy_(own)
-            self.alltoall(copies, gathered, [own.numel()] * n, counts)
-        else:
-            for m, part in enumerate(gathered.split(list(counts))):
-                if m == self._member:
-                    part.copy_(own)
-                if counts[m]:
-                    self._broadcast(part, m)
+        self._connections.shut_down()
+        # The destructor joins gloo's threads, which end when their sockets do: that must not hold us up, so the holder is
+        # the only one to have the group, whichever of the two threads comes first.
+        threading.Thread(target=_drop, args=(holder,), name="hora-discard", daemon=True).start()
 
-    def _pack(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        packed = self._buffers.take(purpose, sum(t.numel() for t in tensors), tensors[0].dtype)
-        return torch.cat(list(tensors), out=packed)
+    def _wait(self, work: Any, what: str) -> None:
+        deadline = time.monotonic() + self._limit_s
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # failed: raises the reason again; or it completed just after the slice
+                    return
+            self._guard()
+            if time.monotonic() > deadline:
+                raise HorovodInternalError(f"waited {self._limit_s:g} s for the peers' part in {what} over gloo")
 
-    def _take(self, purpose: str, count: int, piece: _Piece) -> torch.Tensor:
-        """A buffer that the piece under way beside this one does not use."""
-        return self._buffers.take(f"{purpose}{piece.slot}", count, piece.sources[0].dtype)
 
-    def _prepare(self, piece: _Piece, rule: Reduction) -> torch.Tensor:
-        packed = self._take("own", piece.total, piece)
-        torch.cat(piece.sources, out=packed)
-        rule.prepare_(packed)
-        return packed
+def _drop(holder: list[Any]) -> None:
+    holder.clear()
+
+
+# Own address and port, and the peer's; a listener has no peer.
+_Ends = tuple[tuple[str, int], "tuple[str, int] | None"]
+
+_lock = threading.Lock()  # two groups made at the same time must not take each other's listener for their own
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[set[int]]:
+    """The ports of the listeners that were opened inside the block (filled in when it ends)."""
+    ports: set[int] = set()
+    with _lock:
+        before = set(_sockets())
+        yield ports
+        for descriptor in set(_sockets()) - before:
+            with _borrowed(descriptor) as sock:
+                if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    os.set_inheritable(descriptor, False)
+                    ports.add(sock.getsockname()[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Connections:
+    """Descriptors of one group's sockets: its listener and its connections."""
+
+    descriptors: dict[int, _Ends]
+
+    @classmethod
+    def find(cls, store: Store, member: int, num_members: int, own_ports: set[int]) -> _Connections:
+        """Call when the group is connected. Child processes that `exec` will not inherit what is found."""
+        store.set(f"listener/{member}", ",".join(map(str, sorted(own_ports))))
+        peer_ports: set[int] = set()
+        for peer in range(num_members):
+            if peer != member:
+                peer_ports.update(int(text) for text in store.get(f"listener/{peer}").decode().split(",") if text)
+        found = {}
+        for descriptor in _sockets():
+            with _borrowed(descriptor) as sock:
+                ends = _ends(sock)
+                if ends is not None and (ends[0][1] in own_ports or (ends[1] and ends[1][1] in peer_ports)):
+                    os.set_inheritable(descriptor, False)
+                    found[descriptor] = ends
+        connections = cls(found)
+        _live.add(connections)
+        return connections
+
+    def shut_down(self) -> None:
+        """Break the connections. Not the listener: gloo ends the process when that fails."""
+        for descriptor in self._still_ours():
+            with _borrowed(descriptor) as sock, contextlib.suppress(OSError):
+                if sock is not None and self.descriptors[descriptor][1] is not None:
+                    sock.shutdown(socket.SHUT_RDWR)
+        self.forget()
+
+    def close_descriptors(self) -> None:
+        """In a forked child, where gloo itself has no threads and will not use them."""
+        for descriptor in self._still_ours():
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        """gloo closes its sockets by itself from now on."""
+        _live.discard(self)
+
+    def _still_ours(self) -> list[int]:
+        """Without those that gloo has closed, whose numbers may be in use for something else by now."""
+        ours = []
+        for descriptor, ends in self.descriptors.items():
+            with _borrowed(descriptor) as sock:
+                if _ends(sock) == ends:
+                    ours.append(descriptor)
+        return ours
+
+
+# A forked child (a DataLoader worker) inherits the connections: while it keeps them open, the death of its parent would not
+# be seen by the peers.
+_live: weakref.WeakSet[_Connections] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for connections in list(_live):
+        connections.close_descriptors()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _sockets() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, by us (the listing itself) or by another thread
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.append(int(name))
+    return found
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket | None]:
+    """A Python socket over a duplicate of the descriptor, or None when it is not a TCP socket any more."""
+    try:
+        sock = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        yield None
+        return
+    try:
+        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+        yield sock if is_tcp else None
+    finally:
+        sock.close()
+
+
+def _ends(sock: socket.socket | None) -> _Ends | None:
+    if sock is None:
+        return None
+    own = sock.getsockname()
+    try:
+        peer = sock.getpeername()
+    except OSError:  # a listener, or not connected any more
+        return (own[0], own[1]), None
+    return (own[0], own[1]), (peer[0], peer[1])

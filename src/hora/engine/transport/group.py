@@ -3,7 +3,7 @@
 `init_process_group` is not used, so the user's own default group stays free. Every wait looks at the guard
 several times a second; when the guard raises, the limit passes or a peer's connection breaks, the group is
 discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again. What the
-bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `nccl` has the other backend.
+bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `gloo` and `nccl` have the two kinds.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from hora.engine.transport.base import Guard
-from hora.engine.transport.sockets import Connections, listening
 from hora.errors import HorovodInternalError
 
-__all__ = ["GlooGroup", "Group", "Pending", "connect"]
+__all__ = ["SLICE", "Group", "Pending", "connect"]
 
-_SLICE = timedelta(milliseconds=50)
-# gloo notices a broken connection before the engine has learnt who died, but only the engine can name the
-# rank.
+SLICE = timedelta(milliseconds=50)
+# A backend notices a broken connection before the engine has learnt who died, but only the engine can name the rank.
 _GRACE_S = 1.5
-# Only how long gloo's own threads may outlive a discarded group; ours is the limit that counts.
-_BACKEND_MARGIN_S = 30.0
-
 
 T = TypeVar("T")
 
@@ -39,7 +33,7 @@ Pending = tuple[Any, str]
 
 
 class Group:
-    """What both backends share: starting work, waiting for it, and letting go."""
+    """What both kinds share: starting work, waiting for it, and letting go."""
 
     backend = "none"
 
@@ -111,58 +105,6 @@ class Group:
             pause.wait(0.02)
 
 
-class GlooGroup(Group):
-    """CPU tensors. Listens on `address` only."""
-
-    backend = "gloo"
-
-    def __init__(
-        self, store: Store, member: int, num_members: int, *, address: str, guard: Guard, limit_s: float
-    ) -> None:
-        super().__init__(guard=guard, limit_s=limit_s)
-        backend: Any = dist.ProcessGroupGloo
-        with listening() as own_ports:
-            device = backend.create_device(hostname=address)
-        options = backend._Options()
-        options._devices = [device]
-        options._threads = 2
-        options._timeout = timedelta(seconds=limit_s + _BACKEND_MARGIN_S)
-
-        def make() -> tuple[Any, Connections]:
-            group = backend(store, member, num_members, options)
-            return group, Connections.find(store, member, num_members, own_ports)
-
-        what = f"{num_members} members to connect over gloo at {address}"
-        self._process_group, self._connections = connect(make, what=what, guard=guard, limit_s=limit_s)
-
-    def close(self) -> None:
-        self._connections.forget()
-        super().close()
-
-    def discard(self) -> None:
-        holder, self._process_group = [self._process_group], None
-        if holder == [None]:
-            return
-        self._connections.shut_down()
-        # The destructor joins gloo's threads, which end when their sockets do: that must not hold us up, so the holder is
-        # the only one to have the group, whoever of us comes first.
-        threading.Thread(target=_drop, args=(holder,), name="hora-discard", daemon=True).start()
-
-    def _wait(self, work: Any, what: str) -> None:
-        deadline = time.monotonic() + self._limit_s
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()  # failed: raises the reason again; or it completed just after the slice
-                    return
-            self._guard()
-            if time.monotonic() > deadline:
-                raise HorovodInternalError(f"waited {self._limit_s:g} s for the peers' part in {what} over gloo")
-
-
 def connect(make: Callable[[], T], *, what: str, guard: Guard, limit_s: float) -> T:
     """Run `make`, which blocks until all members are there, in a thread: so the guard can end the wait."""
     result: list[T] = []
@@ -178,7 +120,7 @@ def connect(make: Callable[[], T], *, what: str, guard: Guard, limit_s: float) -
     thread.start()
     deadline = time.monotonic() + limit_s
     while thread.is_alive():
-        thread.join(_SLICE.total_seconds())
+        thread.join(SLICE.total_seconds())
         if thread.is_alive():
             guard()
             if time.monotonic() > deadline:
@@ -187,7 +129,3 @@ def connect(make: Callable[[], T], *, what: str, guard: Guard, limit_s: float) -
         guard()
         raise HorovodInternalError(f"failed to get {what}: {failure[0]}") from failure[0]
     return result[0]
-
-
-def _drop(holder: list[Any]) -> None:
-    holder.clear()

@@ -13,20 +13,58 @@ makes it and gives it `local`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from hora.engine.request import ReduceOp
-from hora.engine.transport.arithmetic import Reduction, reduction
+from hora.engine.request import Reduce, ReduceOp
+from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.base import Guard, Tensors, Transport
-from hora.engine.transport.gloo import DistributedTransport
-from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, pieces, spread, unpack
+from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, portions, spread, unpack
 
 __all__ = ["HierarchicalTransport"]
 
 # What goes through a host's memory and between hosts at a time: a carrier's slice is a part of it.
-_PIECE_BYTES = 8 * 2**20
+_PORTION_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How one tensor is divided among members, hosts and the carriers of this host.
+
+    `counts[m]` elements belong to member m. A host's block is what belongs to its members, one after another, and
+    `shares[h][c]` elements of host h's block are carried by carrier c of every host.
+    """
+
+    hosts: Sequence[Sequence[int]]
+    counts: Sequence[int]
+    shares: Sequence[Sequence[int]]
+
+    @property
+    def carried(self) -> list[int]:
+        """How much each member of this host carries, of all blocks together."""
+        return [sum(shares) for shares in zip(*self.shares, strict=True)]
+
+    def block(self, host: int) -> list[int]:
+        """How much of a host's block belongs to each of its members."""
+        return [self.counts[member] for member in self.hosts[host]]
+
+    def by_carrier(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rearranged from member order: for each carrier, its share of every host's block."""
+        members = tensor.split(list(self.counts))
+        blocks = [torch.cat([members[member] for member in host]) for host in self.hosts]
+        shares = [block.split(list(sizes)) for block, sizes in zip(blocks, self.shares, strict=True)]
+        return torch.cat([share for carrier in zip(*shares, strict=True) for share in carrier])
+
+    def by_member(self, arranged: torch.Tensor, out: torch.Tensor) -> None:
+        """Undo `by_carrier`."""
+        shares = arranged.split([size for carrier in zip(*self.shares, strict=True) for size in carrier])
+        members = out.split(list(self.counts))
+        for number, host in enumerate(self.hosts):
+            block = torch.cat(shares[number :: len(self.hosts)])
+            unpack(block, [members[member] for member in host])
 
 
 class HierarchicalTransport:
@@ -55,43 +93,41 @@ class HierarchicalTransport:
         self._flat: DistributedTransport | None = None
         if self._index < self._num_carriers:
             self._between = self._connect(f"carrier{self._index}", self._host, len(self._hosts))
-        self._buffers = Buffers(torch.device("cpu"), 2 * _PIECE_BYTES)
+        self._buffers = Buffers(torch.device("cpu"), 2 * _PORTION_BYTES)
         self.name = f"{local.name}+gloo"
 
-    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
-        limit = _PIECE_BYTES // inputs[0].dtype.itemsize
-        rule = reduction(op, inputs[0].dtype, 1.0, postscale, self._num_members)
-        # One piece is between the hosts while others go through this host's memory.
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        limit = _PORTION_BYTES // inputs[0].dtype.itemsize
+        # One portion is between the hosts while others go through this host's memory.
         overlap(
-            self._reduce(sources, results, number % 2, op, prescale, rule)
-            for number, (sources, results) in enumerate(pieces(inputs, outputs, limit))
+            self._reduce(sources, results, number % 2, reduce)
+            for number, (sources, results) in enumerate(portions(inputs, outputs, limit))
             if any(source.numel() for source in sources)
         )
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
-        self._everybody().adasum(inputs, outputs, prescale=prescale, postscale=postscale)
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        self._between_all().adasum(inputs, outputs, reduce)
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
-        dtype = inputs[0].dtype
-        blocks = [[sum(each[m] for m in host) for host in self._hosts] for each in counts]
-        mine = [torch.empty(block[self._host], dtype=dtype) for block in blocks]
-        self._local.allgather(inputs, mine, [[each[m] for m in self._here] for each in counts])
-        # parts[i][h][c]: how much of host h's block of tensor i carrier c carries
-        parts = [[self._carried(size) for size in block] for block in blocks]
-        carried = [[sum(part[c] for part in each) for c in range(len(self._here))] for each in parts]
-        slices = self._slices(carried, dtype)
+        dtype, divisions = inputs[0].dtype, [self._divide(each) for each in counts]
+        # Inside the host: what its members have becomes the host's block, which all of them get.
+        members = [division.block(self._host) for division in divisions]
+        blocks = [torch.empty(sum(sizes), dtype=dtype) for sizes in members]
+        self._local.allgather(inputs, blocks, members)
+        # Between hosts: each carrier sends its share of this host's block, and gets the same share of all blocks.
+        slices = self._slices([division.carried for division in divisions], dtype)
         if self._between is not None:
-            own = [block.split(each[self._host])[self._index] for block, each in zip(mine, parts, strict=True)]
-            self._between.allgather(own, slices, [[part[self._index] for part in each] for each in parts])
-        gathered = [torch.empty(sum(each), dtype=dtype) for each in carried]
-        self._local.allgather(slices, gathered, carried)
-        for i, output in enumerate(outputs):
-            pieces = gathered[i].split([part[c] for c in range(len(self._here)) for part in parts[i]])
-            targets = output.split(list(counts[i]))
-            for h, host in enumerate(self._hosts):
-                block = torch.cat(pieces[h :: len(self._hosts)])
-                for m, part in zip(host, block.split([counts[i][m] for m in host]), strict=True):
-                    targets[m].copy_(part)
+            own = [
+                block.split(list(division.shares[self._host]))[self._index]
+                for block, division in zip(blocks, divisions, strict=True)
+            ]
+            self._between.allgather(own, slices, self._own_shares(divisions))
+        # Inside the host: the carriers' slices together are all blocks.
+        carried = [division.carried for division in divisions]
+        arranged = [torch.empty(sum(sizes), dtype=dtype) for sizes in carried]
+        self._local.allgather(slices, arranged, carried)
+        for division, tensor, output in zip(divisions, arranged, outputs, strict=True):
+            division.by_member(tensor, output)
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
         (source,) = (h for h, host in enumerate(self._hosts) if root in host)
@@ -127,7 +163,7 @@ class HierarchicalTransport:
         unpack(arrived, [received[m] for m in inside])
         outside = [m for m in range(self._num_members) if m not in inside]
         arrived = torch.empty(sum(receive_counts[m] for m in outside), dtype=input.dtype)
-        self._everybody().alltoall(
+        self._between_all().alltoall(
             torch.cat([sent[m] for m in outside]),
             arrived,
             [0 if m in inside else count for m, count in enumerate(send_counts)],
@@ -135,37 +171,25 @@ class HierarchicalTransport:
         )
         unpack(arrived, [received[m] for m in outside])
 
-    def reducescatter(
-        self,
-        inputs: Tensors,
-        outputs: Tensors,
-        counts: Sequence[Sequence[int]],
-        *,
-        op: int,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        dtype = inputs[0].dtype
-        whole = ReduceOp.SUM if op == ReduceOp.AVERAGE else op
-        # The block of a host is what its members shall get. parts[i][h][c]: carrier c's share of host h's
-        # block.
-        blocks = [[sum(each[m] for m in host) for host in self._hosts] for each in counts]
-        parts = [[self._carried(size) for size in block] for block in blocks]
-        carried = [[sum(part[c] for part in each) for c in range(len(self._here))] for each in parts]
-        arranged = [self._by_carrier(*each) for each in zip(inputs, counts, parts, strict=True)]
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        dtype, divisions = inputs[0].dtype, [self._divide(each) for each in counts]
+        # Inside the host: each carrier gets its share of all hosts' blocks, combined over this host's members.
+        carried = [division.carried for division in divisions]
         slices = self._slices(carried, dtype)
-        self._local.reducescatter(arranged, slices, carried, op=whole, prescale=prescale, postscale=1.0)
-        reduced = self._slices([each[self._host] for each in parts], dtype)
+        arranged = [division.by_carrier(source) for division, source in zip(divisions, inputs, strict=True)]
+        self._local.reducescatter(arranged, slices, carried, _inside_a_host(reduce))
+        # Between hosts: each carrier gets its share of this host's block, combined over the hosts.
+        here = [division.shares[self._host] for division in divisions]
+        reduced = self._slices(here, dtype)
         if self._between is not None:
-            shares = [[part[self._index] for part in each] for each in parts]
-            self._between.reducescatter(slices, reduced, shares, op=whole, prescale=1.0, postscale=1.0)
-            rule = reduction(op, dtype, 1.0, postscale, self._num_members)
+            self._between.reducescatter(slices, reduced, self._own_shares(divisions), _between_hosts(reduce))
             for part in reduced:
-                rule.finish_(part)
-        mine = [torch.empty(block[self._host], dtype=dtype) for block in blocks]
-        self._local.allgather(reduced, mine, [each[self._host] for each in parts])
-        for block, each, output in zip(mine, counts, outputs, strict=True):
-            output.copy_(block.split([each[m] for m in self._here])[self._index])
+                self._finish_(part, reduce)
+        # Inside the host: the carriers' shares together are the host's block, of which each member takes its own part.
+        blocks = [torch.empty(sum(shares), dtype=dtype) for shares in here]
+        self._local.allgather(reduced, blocks, here)
+        for division, block, output in zip(divisions, blocks, outputs, strict=True):
+            output.copy_(block.split(division.block(self._host))[self._index])
 
     def barrier(self) -> None:
         self._local.barrier()
@@ -178,33 +202,35 @@ class HierarchicalTransport:
             if transport is not None:
                 transport.close()
 
-    def _reduce(
-        self, sources: Tensors, results: Tensors, slot: int, op: int, prescale: float, rule: Reduction
-    ) -> InTwoHalves:
+    def _reduce(self, sources: Tensors, results: Tensors, turn: int, reduce: Reduce) -> InTwoHalves:
+        """One portion of an allreduce. Two are under way at a time, in different turns."""
         total, dtype = sum([source.numel() for source in sources]), sources[0].dtype
-        whole = ReduceOp.SUM if op == ReduceOp.AVERAGE else op
         source, result = sources[0], results[0]
         if len(sources) > 1:
-            source = result = torch.cat(list(sources), out=self._buffers.take(f"packed{slot}", total, dtype))
+            source = result = torch.cat(list(sources), out=self._buffers.take(f"packed{turn}", total, dtype))
         counts = self._carried(total)
-        part = self._buffers.take(f"slice{slot}", counts[self._index], dtype)
-        self._local.reducescatter([source], [part], [counts], op=whole, prescale=prescale, postscale=1.0)
+        part = self._buffers.take(f"slice{turn}", counts[self._index], dtype)
+        self._local.reducescatter([source], [part], [counts], _inside_a_host(reduce))
         between = None
         if self._between is not None and part.numel():
-            between = self._between.reduce_piece(part, slot, op=whole)
+            between = self._between.start_reduction(part, turn, _between_hosts(reduce).op)
             next(between)
         yield
         if between is not None:
             complete(between)
-            rule.finish_(part)
+            self._finish_(part, reduce)
         self._local.allgather([part], [result], [counts])
         if len(sources) > 1:
             unpack(result, results)
 
-    def _everybody(self) -> DistributedTransport:
+    def _finish_(self, tensor: torch.Tensor, reduce: Reduce) -> None:
+        """What is left to do with what has been combined over all members."""
+        arithmetic_of(reduce._replace(prescale=1.0), tensor.dtype, self._num_members).finish_(tensor)
+
+    def _between_all(self) -> DistributedTransport:
         """A connection between all members, made when an operation first needs one."""
         if self._flat is None:
-            self._flat = self._connect("everybody", self._member, self._num_members)
+            self._flat = self._connect("members", self._member, self._num_members)
         return self._flat
 
     def _connect(self, prefix: str, member: int, num_members: int) -> DistributedTransport:
@@ -218,19 +244,25 @@ class HierarchicalTransport:
         idle = len(self._here) - self._num_carriers
         return spread(total, self._num_carriers) + [0] * idle
 
+    def _divide(self, counts: Sequence[int]) -> _Division:
+        blocks = [sum(counts[member] for member in host) for host in self._hosts]
+        return _Division(self._hosts, counts, [self._carried(size) for size in blocks])
+
+    def _own_shares(self, divisions: Sequence[_Division]) -> list[list[int]]:
+        """What this carrier carries of each host's block."""
+        return [[shares[self._index] for shares in division.shares] for division in divisions]
+
     def _slices(self, counts: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
         """Room for this member's slice of each tensor."""
-        return list(
-            torch.empty(sum(each[self._index] for each in counts), dtype=dtype).split(
-                [each[self._index] for each in counts]
-            )
-        )
+        sizes = [each[self._index] for each in counts]
+        return list(torch.empty(sum(sizes), dtype=dtype).split(sizes))
 
-    def _by_carrier(self, tensor: torch.Tensor, counts: Sequence[int], parts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Rearranged: for each carrier of this host, its share of every host's block."""
-        members = tensor.split(list(counts))
-        shares = [
-            torch.cat([members[m] for m in host]).split(list(part))
-            for host, part in zip(self._hosts, parts, strict=True)
-        ]
-        return torch.cat([share[c] for c in range(len(self._here)) for share in shares])
+
+def _inside_a_host(reduce: Reduce) -> Reduce:
+    """The first half of a reduction: this host's members are combined, scaled before and not after."""
+    return _between_hosts(reduce)._replace(prescale=reduce.prescale)
+
+
+def _between_hosts(reduce: Reduce) -> Reduce:
+    """The second half: hosts are combined, unscaled. An average is a sum that is divided at the very end."""
+    return Reduce(ReduceOp.SUM if reduce.op == ReduceOp.AVERAGE else reduce.op)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hora.engine.request import ReduceOp
-from hora.engine.transport.arithmetic import reduction
+from hora.engine.request import Reduce, ReduceOp
+from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.base import Tensors
 
 __all__ = ["LocalTransport"]
@@ -18,17 +18,17 @@ class LocalTransport:
 
     name = "local"
 
-    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         for source, out in zip(inputs, outputs, strict=True):
             if source.data_ptr() != out.data_ptr():
                 out.copy_(source)
-            if prescale != 1.0 or postscale != 1.0:
-                arithmetic = reduction(op, out.dtype, prescale, postscale, 1)
+            if reduce.prescale != 1.0 or reduce.postscale != 1.0:
+                arithmetic = arithmetic_of(reduce, out.dtype, 1)
                 arithmetic.prepare_(out)
                 arithmetic.finish_(out)
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
-        self.allreduce(inputs, outputs, op=ReduceOp.SUM, prescale=prescale, postscale=postscale)
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        self.allreduce(inputs, outputs, reduce._replace(op=ReduceOp.SUM))
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         for source, out in zip(inputs, outputs, strict=True):
@@ -42,20 +42,11 @@ class LocalTransport:
     ) -> None:
         output.copy_(input[: send_counts[0]])
 
-    def reducescatter(
-        self,
-        inputs: Tensors,
-        outputs: Tensors,
-        counts: Sequence[Sequence[int]],
-        *,
-        op: int,
-        prescale: float,
-        postscale: float,
-    ) -> None:
-        self.allreduce(inputs, outputs, op=op, prescale=prescale, postscale=postscale)
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        self.allreduce(inputs, outputs, reduce)
 
     def barrier(self) -> None:
-        """Everybody is here."""
+        """The only member is here."""
 
     def close(self) -> None:
         """Nothing is held."""

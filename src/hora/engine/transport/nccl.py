@@ -1,8 +1,8 @@
 """The NCCL group: CUDA tensors, one GPU per member.
 
-Calls queue work on the current stream and return; `streams` orders that stream after the caller's and waits
-for the result under the guard. Members that share a GPU cannot use NCCL: `share_a_gpu` finds out, and the
-engine then takes `StagedTransport`.
+Calls queue work on the current stream and return. `execute_on_device` orders that stream after the caller's, and
+`CudaTransport` waits for the result under the guard. Members that share a GPU cannot use NCCL: `share_a_gpu` finds out,
+and `CudaTransport` then goes through host memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hora.engine.request import ReduceOp
+from hora.engine.request import DTYPES, ReduceOp
 from hora.engine.transport.base import Guard
 from hora.engine.transport.group import Group, Pending, connect
 from hora.errors import HorovodInternalError
@@ -31,20 +31,8 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
-_DTYPES = frozenset(
-    (
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    )
-)
-# torch's own watchdog ends the whole process when a peer is lost. The guard does better: the process lives
-# on.
+_REDUCED_DTYPES = frozenset(DTYPES.values()) - {torch.int16, torch.bool}
+# torch's own watchdog ends the whole process when a peer is lost. The guard does better: the process lives on.
 _QUIET_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -88,7 +76,7 @@ class NcclGroup(Group):
     @staticmethod
     def reduces(dtype: torch.dtype) -> bool:
         """Whether NCCL can reduce the dtype by itself."""
-        return dtype in _DTYPES
+        return dtype in _REDUCED_DTYPES
 
     def start_allreduce(self, tensor: torch.Tensor, op: int) -> Pending:
         """Reduce in place; Average only sums."""

@@ -1,13 +1,13 @@
-"""The staging area of the shared-memory transport: a few slots for each member, reused step by step.
+"""The memory through which the shared-memory transport moves data: a few slots for each member, reused step by step.
 
 Layout of the segment: a counter and notes for each member, `DEPTH` slots for each member, and `DEPTH` result
 slots that all members write parts of. Step numbers run on from one operation to the next; step s uses slot s
 modulo DEPTH.
 
-In every step each member fills its slot (or leaves it), publishes the step, waits for everybody's, and reads.
+In every step each member fills its slot (or leaves it), publishes the step, waits for all others', and reads.
 A member may run AHEAD steps ahead: it fills and publishes s + AHEAD before it waits for s, so that a peer
-that is late for a moment stops nobody. Whoever has published s has then read all of s - AHEAD - 1, and
-whoever has waited for s - 1 may fill s + AHEAD, because everybody has read its slot's last use: with DEPTH =
+that is late for a moment stops no other. A member that has published s has then read all of s - AHEAD - 1, and
+one that has waited for s - 1 may fill s + AHEAD, because all have read its slot's last use: with DEPTH =
 2 AHEAD + 2 slots no second counter is needed to say "I have read it". `steps` keeps that order for all
 operations.
 """
@@ -28,12 +28,10 @@ __all__ = ["AHEAD", "DEPTH", "Ring"]
 AHEAD = 1
 DEPTH = 2 * AHEAD + 2
 
-# A line for the counter and one for the notes. Processors fetch lines in pairs, so this keeps members apart
-# as well.
+# A line for the counter and one for the notes. Processors fetch lines in pairs, so this keeps members apart as well.
 _MEMBER_BYTES = 2 * LINE_BYTES
 
-# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of
-# a training.
+# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a training.
 _KEPT_VIEWS = 4096
 
 
@@ -63,7 +61,7 @@ class Ring:
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
         counters = [Counter.at(segment.memory, peer * _MEMBER_BYTES) for peer in range(num_members)]
         self._own = counters[member]
-        # Everybody begins with the next member, so that not all of them look at member 0 first.
+        # Each member begins with the next one, so that not all of them look at member 0 first.
         order = [(member + distance) % num_members for distance in range(1, num_members)]
         self._peers = [(counters[peer], f"member {peer} in shared memory") for peer in order]
         self._notes = [
@@ -113,7 +111,7 @@ class Ring:
         self._notes[self._member][step % DEPTH].value = value
 
     def notes(self, step: int) -> list[int]:
-        """Everybody's numbers of `step`, once it has been waited for."""
+        """All members' numbers of `step`, once it has been waited for."""
         return [row[step % DEPTH].value for row in self._notes]
 
     def steps(self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]) -> None:
@@ -139,13 +137,13 @@ class Ring:
         self._own.set(step)
 
     def wait(self, step: int) -> None:
-        """Return when everybody has published `step`."""
+        """Return when all members have published `step`."""
         for counter, what in self._peers:
             if counter.value < step:
                 counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what)
 
     def meet(self) -> None:
-        """A step without data: return when everybody has come."""
+        """A step without data: return when all members have come."""
         step = self.begin()
         self.publish(step)
         self.wait(step)

@@ -1,14 +1,13 @@
 """Collectives among processes of one host that share memory: torch operations on views of it, no native code.
 
-Private data goes through the slots of a `Ring` piece by piece, so the staging area stays in the cache and is
-bounded whatever the size of the tensors. Two members, or little data: everybody reads everybody's slot and
+Private data goes through the slots of a `Ring` piece by piece, so the memory in use stays in the cache and is
+bounded whatever the size of the tensors. Two members, or little data: each member reads all members' slots and
 reduces all of it straight into its own output, one synchronisation. More of both: member m reduces slice m of
 each piece and the result goes round through shared memory. Either way members are combined in the order 0, 1,
 2, … (`arithmetic`).
 
-Data that lies in shared memory already (gradient buckets) is reduced where it is: `reduce_shared` and
-`reduce_shared_slice`. Called by the engine, from one thread at a time. After an exception the transport is
-unusable and must be closed.
+Data that lies in shared memory already (gradient buckets) does not come here: a `BoundReduction` reduces it where it is.
+Called by the engine, from one thread at a time. After an exception the transport is unusable and must be closed.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from operator import is_
 
 import torch
 
-from hora.engine.request import ReduceOp
+from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.futex import LINE_BYTES
-from hora.engine.shm.reduction import cut_slice, reduce_everywhere, reduce_slice, shared_slice
+from hora.engine.shm.reduction import shared_slice
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.arithmetic import Reduction, adasum_pair, reduction
+from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum_pair, arithmetic_of, single_threaded
 from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.packing import Piece, copy, cut, put, take, total
 from hora.engine.transport.ring import AHEAD, Ring
-from hora.engine.transport.stream import Piece, copy, cut, put, take, total
-from hora.engine.transport.threads import SERIAL_ELEMENTS, single_threaded
 
 __all__ = ["ShmTransport"]
 
@@ -34,10 +32,9 @@ __all__ = ["ShmTransport"]
 # Larger pieces mean fewer synchronisations, until the slots in use no longer fit the second-level cache.
 SMALL_SLOT_BYTES = 65536
 LARGE_SLOT_BYTES = 524288
-# Up to this many bytes of all members together everybody reduces everything; beyond, each member reduces its
-# slice.
+# Up to this many bytes of all members together each member reduces everything; beyond, each reduces its slice.
 DIRECT_BYTES = 393216
-# Whoever has published step s + LAG has reduced its slice of step s.
+# A member that has published step s + LAG has reduced its slice of step s.
 LAG = AHEAD + 1
 
 
@@ -85,10 +82,10 @@ class ShmTransport:
             small.close()
         return self._ring
 
-    def allreduce(self, inputs: Tensors, outputs: Tensors, *, op: int, prescale: float, postscale: float) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         num_members = self._num_members
-        arithmetic = reduction(op, dtype, prescale, postscale, num_members)
+        arithmetic = arithmetic_of(reduce, dtype, num_members)
         count = total(inputs)
         num_bytes = count * dtype.itemsize
         ring = self._ring_for(num_bytes)
@@ -101,7 +98,7 @@ class ShmTransport:
             self._allreduce_sliced(ring, inputs, outputs, arithmetic)
 
     def _allreduce_at_once(
-        self, ring: Ring, inputs: Tensors, outputs: Tensors, count: int, arithmetic: Reduction
+        self, ring: Ring, inputs: Tensors, outputs: Tensors, count: int, arithmetic: Arithmetic
     ) -> None:
         """A single step of `_allreduce_direct`, without the preparations for several."""
         source, dtype = Piece(tuple(inputs), count), arithmetic.dtype
@@ -113,8 +110,8 @@ class ShmTransport:
         ring.wait(step)
         self._reduce_slots(ring, step, source, Piece(tuple(outputs), count), arithmetic)
 
-    def _allreduce_direct(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Reduction) -> None:
-        """Everybody puts its piece into its slot and reduces all slots into its own output."""
+    def _allreduce_direct(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:
+        """Each member puts its piece into its slot and reduces all slots into its own output."""
         dtype, member = arithmetic.dtype, self._member
         most = ring.slot_bytes // dtype.itemsize
         sources = cut(inputs, most)
@@ -131,7 +128,7 @@ class ShmTransport:
         with single_threaded():
             ring.steps(len(sources), fill, drain)
 
-    def _reduce_slots(self, ring: Ring, step: int, source: Piece, result: Piece, arithmetic: Reduction) -> None:
+    def _reduce_slots(self, ring: Ring, step: int, source: Piece, result: Piece, arithmetic: Arithmetic) -> None:
         """Reduce all members' slots of a step; the own slot holds the (prescaled) source."""
         count, dtype = source.count, arithmetic.dtype
         operands = [ring.slot(peer, step, count, dtype) for peer in range(self._num_members)]
@@ -139,7 +136,7 @@ class ShmTransport:
             operands[self._member] = source.parts[0]  # has to come into the cache anyway, to be overwritten
         _reduce(operands, result, arithmetic, ring.scratch(count, dtype))
 
-    def _allreduce_sliced(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Reduction) -> None:
+    def _allreduce_sliced(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:
         """Member m reduces slice m of each piece into a common result, which all copy out LAG steps later."""
         dtype, member, num_members = arithmetic.dtype, self._member, self._num_members
         most = ring.slot_bytes // dtype.itemsize
@@ -179,10 +176,10 @@ class ShmTransport:
                 ring.steps(len(sources), fill, reduce)
                 ring.steps(1, lambda _index, _step: None, receive_all)
 
-    def adasum(self, inputs: Tensors, outputs: Tensors, *, prescale: float, postscale: float) -> None:
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         if self._num_members & (self._num_members - 1):
             raise ValueError(f"Adasum needs a power of 2 of ranks, not {self._num_members}; use Average or Sum")
-        arithmetic = reduction(ReduceOp.SUM, inputs[0].dtype, prescale, postscale, self._num_members)
+        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, self._num_members)
         for source, out in zip(inputs, outputs, strict=True):
             arithmetic.prepare(source, out)
         distance = 1
@@ -198,7 +195,7 @@ class ShmTransport:
             arithmetic.finish_(out)
 
     def _swap(self, inputs: Tensors, outputs: Tensors, partner: int) -> None:
-        """Everybody sends `inputs` and receives those of its partner, of the same sizes."""
+        """Each member sends `inputs` and receives those of its partner, of the same sizes."""
         dtype = inputs[0].dtype
         ring = self._ring_for(total(inputs) * dtype.itemsize)
         most = ring.slot_bytes // dtype.itemsize
@@ -258,7 +255,7 @@ class ShmTransport:
         sent = input[: sum(send_counts)].split(list(send_counts))
         received = output.split(list(receive_counts))
         copy(sent[self._member], received[self._member])
-        # Nobody knows what others send each other. So the first step carries the beginnings of everything and
+        # No member knows what others send each other. So the first step carries the beginnings of everything and
         # the size of the largest part, and then all know how many steps are left.
         ring = self._ring
         most = self._share_bytes(ring) // input.itemsize
@@ -274,7 +271,7 @@ class ShmTransport:
         return ring.slot_bytes // self._num_members // LINE_BYTES * LINE_BYTES
 
     def _exchange(self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int, *, note: int = 0) -> list[int]:
-        """Send the first `num_steps` pieces of `sent[m]` to each other member m. Returns everybody's note."""
+        """Send the first `num_steps` pieces of `sent[m]` to each other member m. Returns all members' notes."""
         dtype, member, share_bytes = sent[0].dtype, self._member, self._share_bytes(ring)
         most = share_bytes // dtype.itemsize
         sources, results = [cut([part], most) for part in sent], [cut([part], most) for part in received]
@@ -297,18 +294,9 @@ class ShmTransport:
         ring.steps(num_steps, fill, drain)
         return notes
 
-    def reducescatter(
-        self,
-        inputs: Tensors,
-        outputs: Tensors,
-        counts: Sequence[Sequence[int]],
-        *,
-        op: int,
-        prescale: float,
-        postscale: float,
-    ) -> None:
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         dtype, member, members = inputs[0].dtype, self._member, range(self._num_members)
-        arithmetic = reduction(op, dtype, prescale, postscale, self._num_members)
+        arithmetic = arithmetic_of(reduce, dtype, self._num_members)
         ring = self._ring_for(total(inputs) * dtype.itemsize)
         share_bytes = self._share_bytes(ring)
         most = share_bytes // dtype.itemsize
@@ -337,29 +325,11 @@ class ShmTransport:
     def barrier(self) -> None:
         self._ring.meet()
 
-    def reduce_shared(self, views: Tensors, *, op: int, prescale: float, postscale: float) -> None:
-        """Allreduce in place: `views[m]` is member m's data in shared memory. All of them get the result."""
-        arithmetic = reduction(op, views[0].dtype, prescale, postscale, self._num_members)
-        self._ring.meet()
-        with single_threaded():
-            reduce_everywhere(cut_slice(views, self._member), arithmetic)
-        self._ring.meet()
-
-    def reduce_shared_slice(
-        self, views: Tensors, out: torch.Tensor, *, op: int, prescale: float, postscale: float
-    ) -> None:
-        """Like `reduce_shared`, but makes only the own `shared_slice` of the result, in the private `out`."""
-        arithmetic = reduction(op, views[0].dtype, prescale, postscale, self._num_members)
-        self._ring.meet()
-        with single_threaded():
-            reduce_slice(cut_slice(views, self._member), arithmetic, out)
-        self._ring.meet()
-
     def close(self) -> None:
         self._ring.close()
 
 
-def _reduce(operands: list[torch.Tensor], result: Piece, arithmetic: Reduction, scratch: torch.Tensor) -> None:
+def _reduce(operands: list[torch.Tensor], result: Piece, arithmetic: Arithmetic, scratch: torch.Tensor) -> None:
     """Reduce and finish straight into the result, or through `scratch` when that is in several places."""
     out = result.parts[0] if len(result.parts) == 1 else scratch
     arithmetic.combine(operands, out, scratch)

@@ -59,7 +59,7 @@ def DistributedOptimizer(
     names = parameter_names(optimizer, named_parameters)
     hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     grouped = parameter_groups(groups, hooked)
-    # In an elastic world newcomers make their optimizers while the others train: nobody would answer.
+    # In an elastic world newcomers make their optimizers while the others train and would not answer.
     if isinstance(groups, int) and takes_part(process_set) and not engine.current_runtime().world.elastic:
         grouped = parameter_groups(groups, in_common_order(hooked, names, process_set))
     options = ReduceOptions(

@@ -145,15 +145,15 @@ def in_common_order(
     from hora.torch.functions import allgather_object
 
     mine = {names[parameter]: parameter for parameter in parameters}
-    everybody: list[list[str]] = allgather_object(list(mine), name="optimizer.groups", process_set=process_set)
-    for member, others in enumerate(everybody):
-        if set(others) != set(everybody[0]):
-            differing = sorted(set(others) ^ set(everybody[0]))
+    of_all: list[list[str]] = allgather_object(list(mine), name="optimizer.groups", process_set=process_set)
+    for member, others in enumerate(of_all):
+        if set(others) != set(of_all[0]):
+            differing = sorted(set(others) ^ set(of_all[0]))
             raise ValueError(
                 f"an integer for groups needs the same parameters on all ranks, but these exist on member 0 or on member "
                 f"{member} of the process set only: {', '.join(differing[:5])}; give them the same names and requires_grad"
             )
-    return [mine[name] for name in everybody[0]]
+    return [mine[name] for name in of_all[0]]
 
 
 def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> int:
@@ -167,9 +167,9 @@ def _raise_difference(
     from hora.torch.functions import allgather_object
 
     mine = [(names[p], tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
-    everybody: list[list[Any]] = allgather_object(mine, name="optimizer.parameters", process_set=options.process_set)
-    for member, theirs in enumerate(everybody):
-        for here, there in itertools.zip_longest(everybody[0], theirs):
+    of_all: list[list[Any]] = allgather_object(mine, name="optimizer.parameters", process_set=options.process_set)
+    for member, theirs in enumerate(of_all):
+        for here, there in itertools.zip_longest(of_all[0], theirs):
             if here != there:
                 raise HorovodInternalError(
                     f"Mismatched parameters of a DistributedOptimizer: member 0 of the process set has {here}, member {member} "

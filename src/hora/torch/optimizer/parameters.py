@@ -46,7 +46,7 @@ def parameter_names(
 
 
 def unnamed(group_index: int, index: int) -> str:
-    """The name of a parameter nobody named."""
+    """The name of a parameter that the user has not named."""
     return f"allreduce.noname.{group_index}.{index}"
 
 

@@ -59,12 +59,12 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
 def _check_same_groups(optimizer: Optimizer) -> None:
     """ValueError on all ranks if their parameters differ, instead of waiting for tensors that the root will not send."""
     mine = [len(group["params"]) for group in optimizer.param_groups]
-    everybody = allgather_object(mine, "broadcast_optimizer_state.groups")
-    for other, counts in enumerate(everybody):
-        if counts != everybody[0]:
+    of_all = allgather_object(mine, "broadcast_optimizer_state.groups")
+    for other, counts in enumerate(of_all):
+        if counts != of_all[0]:
             raise ValueError(
                 "the ranks' optimizers have different parameters, so no state can be sent: parameters "
-                f"per group are {everybody[0]} on rank 0 and {counts} on rank {other}"
+                f"per group are {of_all[0]} on rank 0 and {counts} on rank {other}"
             )
 
 

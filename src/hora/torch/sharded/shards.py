@@ -102,8 +102,8 @@ class Shards:
         """Parameters once in shared memory, every member's gradients in a place there."""
         spec = specs[index]
         values = memory.take(spec.num_elements, spec.parameters[0].dtype)
-        everybodys = places.of(index)
-        mine = everybodys[self._member]
+        of_all = places.of(index)
+        mine = of_all[self._member]
         begin, end = self._slice_of(spec)
         # No other member reads the own slice of the own gradients: the reduced slice can lie there, if it can stay there.
         out = torch.zeros(end - begin, dtype=spec.dtype) if places.in_turn else mine[begin:end]
@@ -114,7 +114,7 @@ class Shards:
         bound = BoundReduction(
             self.runtime.process_sets.queue(self._set_id),
             Kind.REDUCESCATTER,
-            [everybodys],
+            [of_all],
             name=spec.name,
             reduce=self._options.reduce_after_early_scale,
             out=out,

@@ -1,0 +1,314 @@
+"""The transport over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
+
+gloo only moves bytes here. Reductions exchange the members' parts directly and combine them locally with
+`arithmetic`, in member order: that gives the same bits as shared memory does, for every dtype, and costs no
+more traffic than gloo's own ring. NCCL reduces by itself, in its own order, which is the same for all
+members. The engine calls it; `HierarchicalTransport` and `CudaTransport` build on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from hora.engine.request import Reduce, ReduceOp
+from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum_pair, arithmetic_of
+from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.gloo import GlooGroup
+from hora.engine.transport.group import Pending
+from hora.engine.transport.nccl import NcclGroup
+from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, portions, runs, spread, unpack
+
+__all__ = ["DistributedTransport"]
+
+# A batch travels in portions of this size, which bounds the buffers.
+_PORTION_BYTES = 8 * 2**20
+# A GPU needs longer ones to be busy.
+_CUDA_PORTION_BYTES = 64 * 2**20
+# Up to here every member sends everything to every other, one step instead of two.
+_ONE_STEP_BYTES = 16 * 2**10
+
+
+class _Portion(NamedTuple):
+    """A part of an allreduce: views of several tensors, or of one. Two are under way at a time, in different turns."""
+
+    sources: list[torch.Tensor]
+    results: list[torch.Tensor]
+    turn: int
+
+    @property
+    def single(self) -> bool:
+        return len(self.sources) == 1
+
+    @property
+    def total(self) -> int:
+        return sum([source.numel() for source in self.sources])
+
+
+class DistributedTransport:
+    """See `Transport`. `device` is "cpu" or the CUDA device; `address` is the one gloo listens at."""
+
+    def __init__(
+        self,
+        store: Store,
+        member: int,
+        num_members: int,
+        guard: Guard,
+        limit_s: float,
+        device: str | torch.device = "cpu",
+        address: str | None = None,
+    ) -> None:
+        self._member = member
+        self._num_members = num_members
+        self._device = torch.device(device)
+        self._group: GlooGroup | NcclGroup
+        if self._device.type == "cuda":
+            self._group = NcclGroup(store, member, num_members, device=self._device, guard=guard, limit_s=limit_s)
+            self._portion_bytes = _CUDA_PORTION_BYTES
+        else:
+            self._group = GlooGroup(
+                store, member, num_members, address=address or "127.0.0.1", guard=guard, limit_s=limit_s
+            )
+            self._portion_bytes = _PORTION_BYTES
+        self.name = self._group.backend
+        self._buffers = Buffers(self._device, 2 * self._portion_bytes)
+
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        dtype = inputs[0].dtype
+        arithmetic = arithmetic_of(reduce, dtype, self._num_members)
+        cut = portions(inputs, outputs, self._portion_bytes // dtype.itemsize)
+        overlap(
+            self._reduce(_Portion(sources, results, number % 2), reduce.op, arithmetic)
+            for number, (sources, results) in enumerate(cut)
+            if any(source.numel() for source in sources)
+        )
+
+    def start_reduction(self, tensor: torch.Tensor, turn: int, op: int) -> InTwoHalves:
+        """Reduce one tensor in place, unscaled; of two that overlap, one has turn 0 and one turn 1."""
+        arithmetic = arithmetic_of(Reduce(op), tensor.dtype, self._num_members)
+        return self._reduce(_Portion([tensor], [tensor], turn), op, arithmetic)
+
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        n, me, dtype = self._num_members, self._member, inputs[0].dtype
+        assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
+        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n)
+        sizes = [tensor.numel() for tensor in inputs]
+        own = self._buffers.take("own", sum(sizes), dtype)
+        for source, part in zip(inputs, own.split(sizes), strict=True):
+            arithmetic.prepare(source, part)
+        other = self._buffers.take("other", sum(sizes), dtype)
+        distance = 1
+        while distance < n:
+            self._swap(own, other, me ^ distance)
+            low, high = (own, other) if me & distance == 0 else (other, own)
+            for a, b, out in zip(low.split(sizes), high.split(sizes), own.split(sizes), strict=True):
+                adasum_pair(a, b, out)
+            distance *= 2
+        for part, result in zip(own.split(sizes), outputs, strict=True):
+            arithmetic.finish(part, result)
+
+    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
+        dtype = inputs[0].dtype
+        for run in runs([sum(each) for each in counts], self._portion_bytes // dtype.itemsize):
+            if len(run) == 1:
+                self._gather(inputs[run[0]], outputs[run[0]], counts[run[0]])
+                continue
+            totals = [sum(counts[i][m] for i in run) for m in range(self._num_members)]
+            own = self._pack("own", [inputs[i] for i in run])
+            gathered = self._buffers.take("gathered", sum(totals), dtype)
+            self._gather(own, gathered, totals)
+            parts = gathered.split([counts[i][m] for m in range(self._num_members) for i in run])
+            for k, i in enumerate(run):
+                torch.cat(parts[k :: len(run)], out=outputs[i])
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        for run in runs([t.numel() for t in tensors], self._portion_bytes // tensors[0].dtype.itemsize):
+            group = [tensors[i] for i in run if tensors[i].numel() > 0]
+            if len(group) == 1:
+                self._broadcast(group[0], root)
+            elif group:
+                packed = self._pack("own", group)
+                self._broadcast(packed, root)
+                if self._member != root:
+                    unpack(packed, group)
+
+    def alltoall(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        self._group.finish(self._start_alltoall(input, output, send_counts, receive_counts))
+
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        dtype, n, me = inputs[0].dtype, self._num_members, self._member
+        arithmetic = arithmetic_of(reduce, dtype, n)
+        for run in runs([tensor.numel() for tensor in inputs], self._portion_bytes // dtype.itemsize):
+            totals = [sum(counts[i][m] for i in run) for m in range(n)]
+            if sum(totals) == 0:
+                continue
+            if len(run) == 1 and not arithmetic.prescales:
+                packed = inputs[run[0]]
+            else:
+                packed = self._buffers.take("own", sum(totals), dtype)
+                targets = iter(packed.split([counts[i][m] for m in range(n) for i in run]))
+                parts = [inputs[i].split(list(counts[i])) for i in run]
+                for m in range(n):
+                    for part in parts:
+                        arithmetic.prepare(part[m], next(targets))
+            received = self._buffers.take("received", n * totals[me], dtype)
+            self.alltoall(packed, received, totals, [totals[me]] * n)
+            own = received[: totals[me]]
+            self._combine(arithmetic, received.split(max(totals[me], 1)), own)
+            unpack(own, [outputs[i] for i in run])
+
+    def barrier(self) -> None:
+        n = self._num_members
+        bells = self._buffers.take("bells", 2 * n, torch.uint8)
+        self._group.finish(self._group.start_alltoall(bells[:n], bells[n:], [1] * n, [1] * n))
+
+    def close(self) -> None:
+        self._group.close()
+        self._buffers.clear()
+
+    def abort(self) -> None:
+        """Give up what is under way; every later call fails."""
+        self._group.discard()
+
+    # Each of the following reduces one portion: it starts the exchange, yields, and then does the rest.
+
+    def _reduce(self, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
+        if isinstance(self._group, NcclGroup) and self._group.reduces(arithmetic.dtype):
+            return self._reduce_natively(self._group, portion, op, arithmetic)
+        if self._num_members == 2:
+            return self._reduce_with_partner(portion, arithmetic)
+        if portion.total * arithmetic.dtype.itemsize <= _ONE_STEP_BYTES:
+            return self._reduce_in_one_step(portion, arithmetic)
+        return self._reduce_in_two_steps(portion, arithmetic)
+
+    def _reduce_natively(self, group: NcclGroup, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
+        if portion.single:
+            work = portion.results[0]
+            if arithmetic.prescales or work.data_ptr() != portion.sources[0].data_ptr():
+                arithmetic.prepare(portion.sources[0], work)
+        else:
+            work = self._prepare(portion, arithmetic)
+        pending = group.start_allreduce(work, op)
+        yield
+        group.finish(pending)
+        arithmetic.finish_(work)
+        if not portion.single:
+            unpack(work, portion.results)
+
+    def _reduce_with_partner(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
+        """Two members swap everything and both compute the same: one step, and no more traffic than two."""
+        own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
+        other = self._take("other", portion.total, portion)
+        counts = [0, portion.total] if self._member == 0 else [portion.total, 0]
+        pending = self._start_alltoall(own, other, counts, counts)
+        yield
+        self._group.finish(pending)
+        out = portion.results[0] if portion.single else other
+        self._combine(arithmetic, (own, other) if self._member == 0 else (other, own), out)
+        if not portion.single:
+            unpack(out, portion.results)
+
+    def _reduce_in_one_step(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
+        n, total = self._num_members, portion.total
+        own = self._prepare(portion, arithmetic)
+        copies = self._take("copies", n * total, portion)
+        copies.view(n, total).copy_(own)
+        received = self._take("received", n * total, portion)
+        pending = self._start_alltoall(copies, received, [total] * n, [total] * n)
+        yield
+        self._group.finish(pending)
+        self._combine(arithmetic, received.split(total), own)
+        unpack(own, portion.results)
+
+    def _reduce_in_two_steps(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
+        """Member m receives slice m of all and combines it; then all receive all slices."""
+        n, me = self._num_members, self._member
+        slices = spread(portion.total, n)
+        own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
+        received = self._take("received", n * slices[me], portion)
+        pending = self._start_alltoall(own, received, slices, [slices[me]] * n)
+        yield
+        self._group.finish(pending)
+        reduced = received[: slices[me]]
+        self._combine(arithmetic, received.split(max(slices[me], 1)), reduced)
+        # gloo's own allgather goes round a ring and through memory of its own; this goes directly.
+        copies = self._take("copies", n * slices[me], portion)
+        copies.view(n, slices[me]).copy_(reduced)
+        gathered = portion.results[0] if portion.single else self._take("gathered", portion.total, portion)
+        self._group.finish(self._start_alltoall(copies, gathered, [slices[me]] * n, slices))
+        if not portion.single:
+            unpack(gathered, portion.results)
+
+    def _combine(self, arithmetic: Arithmetic, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine the members' parts into `out`, which may be one of them, and finish it."""
+        count = out.numel()
+        # On the CPU in parts that stay in the cache from one step to the next, and in one thread.
+        step = SERIAL_ELEMENTS if self._device.type == "cpu" else max(count, 1)
+        scratch = self._buffers.take("scratch", min(step, count), arithmetic.dtype)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            result = out[start:stop]
+            arithmetic.combine([operand[start:stop] for operand in operands], result, scratch[: stop - start])
+            arithmetic.finish_(result)
+
+    # Moving bytes.
+
+    def _start_alltoall(
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> Pending:
+        size = input.dtype.itemsize
+        return self._group.start_alltoall(
+            as_bytes(output),
+            as_bytes(input[: sum(send_counts)]),  # rows beyond the counts stay at home
+            [count * size for count in receive_counts],
+            [count * size for count in send_counts],
+        )
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._group.finish(self._group.start_broadcast(as_bytes(tensor), root))
+
+    def _swap(self, own: torch.Tensor, other: torch.Tensor, partner: int) -> None:
+        counts = [own.numel() if m == partner else 0 for m in range(self._num_members)]
+        if sum(counts):
+            self.alltoall(own, other, counts, counts)
+
+    def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
+        """One tensor of all members; `gathered` is contiguous in member order."""
+        n, total = self._num_members, sum(counts)
+        if total == 0:
+            return
+        if all(count == counts[0] for count in counts):
+            self._group.finish(self._group.start_allgather(as_bytes(gathered), as_bytes(own)))
+        elif total * own.dtype.itemsize <= _ONE_STEP_BYTES * n:
+            copies = self._buffers.take("copies", n * own.numel(), own.dtype)
+            copies.view(n, own.numel()).copy_(own)
+            self.alltoall(copies, gathered, [own.numel()] * n, counts)
+        else:
+            for m, part in enumerate(gathered.split(list(counts))):
+                if m == self._member:
+                    part.copy_(own)
+                if counts[m]:
+                    self._broadcast(part, m)
+
+    def _pack(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        packed = self._buffers.take(purpose, sum(t.numel() for t in tensors), tensors[0].dtype)
+        return torch.cat(list(tensors), out=packed)
+
+    def _take(self, purpose: str, count: int, portion: _Portion) -> torch.Tensor:
+        """A buffer that the portion under way beside this one does not use."""
+        return self._buffers.take(f"{purpose}{portion.turn}", count, portion.sources[0].dtype)
+
+    def _prepare(self, portion: _Portion, arithmetic: Arithmetic) -> torch.Tensor:
+        packed = self._take("own", portion.total, portion)
+        torch.cat(portion.sources, out=packed)
+        arithmetic.prepare_(packed)
+        return packed

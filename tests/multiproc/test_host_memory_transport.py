@@ -1,0 +1,28 @@
+"""CUDA tensors through host memory, without a GPU: CPU tensors play the device's, so every copy is finished when it returns.
+
+What portions are copied, reduced and returned is the real thing; that streams are ordered is checked by `test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from transport_checks import PORTION_BYTES, check_everything
+
+from hora.engine.transport import cuda
+from hora.engine.transport.distributed import DistributedTransport
+
+
+@pytest.mark.ranks(2)
+def test_every_operation_is_right(place):
+    cpu = DistributedTransport(place.store, place.rank, place.size, lambda: None, 600.0, address="127.0.0.1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_PORTION_BYTES", PORTION_BYTES)
+        patch.setattr(cuda, "_record", lambda: SimpleNamespace(synchronize=lambda: None))
+        transport = cuda.HostMemoryTransport(cpu)
+        assert transport.name == "staged-gloo"
+        results = check_everything(transport, place.rank, place.size)
+        transport.close()
+    cpu.close()
+    assert place.gather(results) == [results] * 2
