@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hora.torch.compression import Compression
+from hora.torch.compression import Compression, ErrorFeedback, wire_dtype
 from hora.torch.optimizer.bucket_plan import plan_buckets
-from hora.torch.optimizer.error_feedback import ErrorFeedback, wire_dtype
 from hora.torch.optimizer.parameters import parameter_groups, parameter_names
 
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)

@@ -27,7 +27,7 @@ from hora.torch.basics import (
     stop_timeline,
 )
 from hora.torch.collective import poll, synchronize
-from hora.torch.compression import Compression
+from hora.torch.compression import Compression, ErrorFeedback
 from hora.torch.functions import allgather_object, broadcast_object, broadcast_parameters
 from hora.torch.ops import (
     allgather,
@@ -57,7 +57,6 @@ from hora.torch.ops import (
 )
 from hora.torch.optimizer.clip import clip_grad_norm_
 from hora.torch.optimizer.distributed import DistributedOptimizer
-from hora.torch.optimizer.error_feedback import ErrorFeedback
 from hora.torch.optimizer.state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+__all__ = [
+    "BF16Compressor",
+    "Compression",
+    "Compressor",
+    "ErrorFeedback",
+    "FP16Compressor",
+    "NoneCompressor",
+    "wire_dtype",
+]
 
 
 class Compressor:
@@ -69,3 +77,31 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+class ErrorFeedback(Compressor):
+    """A casting compressor whose rounding errors are carried over: what a cast loses in one step is added in the next.
+
+    The remainders live in the optimizer's buckets, in the parameters' dtype, on each rank; outside the optimizer it behaves
+    as the compressor inside it.
+    """
+
+    def __init__(self, compression: type[Compressor]) -> None:
+        if wire_dtype(compression) is None:
+            raise ValueError(f"error feedback needs Compression.fp16 or Compression.bf16, but got {compression!r}")
+        self.compression = compression
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+        return self.compression.compress(tensor)
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.compression.decompress(tensor, ctx)
+
+
+def wire_dtype(compression: type[Compressor] | Compressor) -> torch.dtype | None:
+    """The dtype that a casting compressor sends, None for any other compressor."""
+    if isinstance(compression, ErrorFeedback):
+        compression = compression.compression
+    if compression is FP16Compressor:
+        return torch.float16
+    return torch.bfloat16 if compression is BF16Compressor else None

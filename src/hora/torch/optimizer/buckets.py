@@ -20,8 +20,8 @@ from hora.engine.request import Kind
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.bound import BoundReduction
 from hora.engine.shm.segment import SharedMemory
+from hora.torch.compression import ErrorFeedback
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.error_feedback import ErrorFeedback
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 

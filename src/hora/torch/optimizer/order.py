@@ -17,10 +17,9 @@ import torch
 from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
-from hora.torch.compression import NoneCompressor
+from hora.torch.compression import NoneCompressor, wire_dtype
 from hora.torch.optimizer.bucket_plan import plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
-from hora.torch.optimizer.error_feedback import wire_dtype
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 from hora.torch.process_sets import ProcessSet

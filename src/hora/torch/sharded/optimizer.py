@@ -20,10 +20,9 @@ import torch
 from hora import engine
 from hora.engine.malloc import give_back_freed_memory
 from hora.engine.request import ReduceOp
-from hora.torch.compression import NoneCompressor
+from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
 from hora.torch.optimizer.base import SliceNorm, _DistributedOptimizer, bare_copy
 from hora.torch.optimizer.bucket_plan import plan_buckets
-from hora.torch.optimizer.error_feedback import ErrorFeedback, wire_dtype
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
