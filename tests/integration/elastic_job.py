@@ -103,10 +103,10 @@ def call(plan: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     import horovod
-    from hora.launch.host import ssh
+    from hora.launch.host import launcher, ssh
 
     # Hosts that are cut off are noticed sooner than users would like.
-    ssh._HEARTBEAT_S, ssh._HEARTBEAT_LIMIT_S = 0.5, 5.0
+    launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 5.0
     ssh._OPTIONS["ServerAliveInterval"] = "1"
     order = json.loads(sys.argv[1])
     results = horovod.run(call, args=(order["plan"],), **order["arguments"])

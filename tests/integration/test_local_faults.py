@@ -16,7 +16,7 @@ from job_process import HOROVODRUN, JobProcess, wait_until
 import horovod
 from hora.errors import JobFailedError
 from hora.launch.control.controller import run_job
-from hora.launch.host.local import LocalLauncher
+from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import place_ranks
 
@@ -303,7 +303,7 @@ def test_a_broken_stream_of_the_caller_ends_the_job_with_its_error():
         output=output,
     )
     with pytest.raises(LookupError, match="a bug in the caller's stream"):
-        run_job(job, LocalLauncher())
+        run_job(job, HostLauncher())
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

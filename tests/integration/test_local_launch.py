@@ -12,7 +12,7 @@ from job_process import HOROVODRUN, JobProcess
 import horovod
 from hora.errors import StartTimeoutError
 from hora.launch.control.controller import run_job
-from hora.launch.host.local import LocalLauncher
+from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import Job
 from hora.launch.slots import Slot, place_ranks
 
@@ -160,7 +160,7 @@ def test_processes_that_never_connect_are_a_start_timeout(tmp_path: Path):
     python.chmod(0o755)
     job = Job(slots=local_slots(2), function=b"", env=os.environ, executable=str(python), start_timeout_s=1.0)
     with pytest.raises(StartTimeoutError, match=r"Timed out waiting for 2 of 2 .*\[0, 1\].* after 1 seconds"):
-        run_job(job, LocalLauncher())
+        run_job(job, HostLauncher())
 
 
 def test_a_worker_starts_fresh_and_shares_nothing_with_its_caller():

@@ -360,8 +360,8 @@ def _listening(namespace):
 IMPATIENT = """
 import sys
 from hora import cli
-from hora.launch import ssh
-ssh._HEARTBEAT_S, ssh._HEARTBEAT_LIMIT_S = 0.5, 3.0
+from hora.launch.host import launcher, ssh
+launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 3.0
 ssh._OPTIONS["ServerAliveInterval"] = "1"
 sys.exit(cli.main(sys.argv[1:]))
 """

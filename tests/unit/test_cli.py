@@ -6,8 +6,7 @@ import pytest
 
 import horovod
 from hora.cli import dispatch, run
-from hora.cli.doctor import command as doctor_command
-from hora.cli.doctor import findings
+from hora.cli.doctor import examine, findings
 from hora.cli.doctor.findings import Finding
 from hora.horovod import check_build
 from hora.horovod.env import get_env_rank_and_size
@@ -138,9 +137,9 @@ def test_a_reader_that_has_gone_is_no_missing_program(capsys, monkeypatch):
     def nobody_reads(names, ssh):
         raise BrokenPipeError
 
-    monkeypatch.setattr(doctor_command, "_examine", nobody_reads)
+    monkeypatch.setattr(examine, "_examine", nobody_reads)
     with pytest.raises(BrokenPipeError):  # `hora` itself ends quietly then
-        doctor_command.main([])
+        examine.main([])
     assert capsys.readouterr().err == ""
 
 

@@ -51,7 +51,7 @@ def test_empty_views_are_legal():
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_reserved(monkeypatch):
     # Really asking for too much would bring the machine down, should the check ever be broken.
-    monkeypatch.setattr(segment_module, "_available_bytes", lambda: 2**20)
+    monkeypatch.setattr(segment_module, "available_bytes", lambda: 2**20)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("memory was reserved"))
     with pytest.raises(MemoryError, match=r"cannot reserve 2\.0 MiB .* for hora: only 1 MiB are available"):
         Segment.create(2**21)
@@ -70,7 +70,7 @@ def test_a_full_memory_file_is_refused_in_the_same_words(monkeypatch):
 
 def test_available_memory_is_some_but_not_more_than_there_is():
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < segment_module._available_bytes() <= total_bytes
+    assert 0 < segment_module.available_bytes() <= total_bytes
 
 
 @pytest.mark.parametrize(("num_bytes", "expected"), [(0, 0), (1, 64), (64, 64), (65, 128)])

@@ -80,11 +80,11 @@ class Job:
 class WorkerSpec:
     """One process for a launcher to start.
 
-    `worker` identifies the process for the whole job (its rank, in a job that never changes size). The
-    launcher must make `secret` readable for the process under a path named by `HORA_SECRET_FILE` (a memfd
-    in /proc, never a file on disk) and must add that variable to `env`; argv and environment never hold the
-    secret. `preload`: several workers of one host may be forked from a process that has loaded these modules,
-    instead of being executed; None: they may not.
+    `worker` identifies the process for the whole job (its rank, in a job that never changes size). `private_files`:
+    variables and what the process shall find in the file that each of them names: the job's secret in
+    `HORA_SECRET_FILE`. The launcher makes these files (memfds in /proc, never on a disk) and adds the variables to `env`;
+    argv and environment never hold what is in them. `preload`: several workers of one host may be forked from a process
+    that has loaded these modules, instead of being executed; None: they may not.
     """
 
     worker: int
@@ -92,7 +92,7 @@ class WorkerSpec:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
     cwd: str | None = None
-    secret: bytes = field(repr=False)
+    private_files: Mapping[str, bytes] = field(repr=False)
     grace_s: float = 5.0
     preload: tuple[str, ...] | None = None
 

@@ -1,7 +1,8 @@
-"""From options to a running job: the one way in for `horovodrun`, `hora run` and `run()`.
+"""From options to a running job: the one way in for `horovodrun`, `hora run`, `run()` and local `HorovodRunner`s.
 
-It finds the hosts, gives ranks their places, chooses the launcher and hands the `Job` to the controller. Not
-here: reading flags (`flags`), the rules of placement (`hosts`), what a launcher does.
+`start` goes through it once: the hosts, the job with a place for every rank, the launcher, and over to the controller;
+the functions below stand in that order. Not here: reading flags (`flags`), the rules of placement (`slots`), what a
+launcher does (`host.launcher`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hora.launch.control.controller import run_job
-from hora.launch.host.local import LocalLauncher
+from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import Job, JobResult, Launcher, OutputOptions
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
@@ -37,17 +38,26 @@ def start(
 ) -> JobResult:
     """Run the command of `options`, or the pickled `function`, to its end.
 
-    ValueError for a request that cannot be carried out, JobFailedError when a worker fails.
+    ValueError for a request that cannot be met, JobFailedError when a worker fails.
     """
     if function is None and not options.command:
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
-    if options.elastic:
-        return _start_elastic(options, environ, function=function, executable=executable)
-    job = make_job(options, environ, function=function, executable=executable)
+    elastic = elastic_spec(options, environ) if options.elastic else None
+    job = make_job(options, environ, elastic, function=function, executable=executable)
     launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
-    return run_job(job, launcher)
+    if elastic is None:
+        return run_job(job, launcher)
+    return _run_elastic(job, replace(elastic, local_only=launcher.local_only), launcher)
+
+
+def _run_elastic(job: Job, elastic: ElasticSpec, launcher: Launcher) -> JobResult:
+    from hora.launch.control.elastic import run_elastic_job
+
+    result = run_elastic_job(job, elastic, launcher)
+    values = [value for value in result.results if value is not None]
+    return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
 
 
 def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
@@ -61,76 +71,6 @@ def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
         pairs = zip(allocated[::2], allocated[1::2], strict=False)
         return [HostInfo.from_string(f"{name}:{slots}") for name, slots in pairs]
     return [HostInfo("localhost", options.num_proc or 1)]
-
-
-def make_job(
-    options: Options,
-    environ: Mapping[str, str],
-    *,
-    hosts: Sequence[HostInfo] | None = None,
-    function: bytes | None = None,
-    executable: str | None = None,
-) -> Job:
-    """The job that `options` ask for: exactly `-np` ranks, with our environment and what was asked for."""
-    hosts = find_hosts(options, environ) if hosts is None else hosts
-    num_proc = options.num_proc or sum(host.slots for host in hosts)
-    slots = tuple(get_host_assignments(hosts, num_proc, num_proc))
-    env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
-    if not options.nics and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
-        env.setdefault("HOROVOD_GLOO_IFACE", "lo")
-        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        # All ranks share this machine's cores, whatever names its addresses go by.
-        env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_proc, 1)))
-    return Job(
-        slots=slots,
-        command=options.command if function is None else (),
-        function=function,
-        env=env,
-        cwd=_directory(),
-        executable=executable or sys.executable,
-        output=OutputOptions(
-            timestamp=bool(options.prefix_output_with_timestamp),
-            directory=options.output_filename,
-        ),
-        start_timeout_s=float(options.effective("start_timeout")),
-        verbose=bool(options.verbose),
-    )
-
-
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise ValueError("the directory you are in does not exist any more; go to another one and try again") from None
-
-
-def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[str, str]) -> Launcher:
-    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere."""
-    remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
-    if not remote and not options.nics:
-        return LocalLauncher()
-    from hora.launch.host.ssh import Ssh, SshLauncher, check_hosts, reachable_address  # local jobs start faster without
-
-    ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
-    chosen = address.interface_address(options.nics) if options.nics else None
-    check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
-    listen = chosen or reachable_address(remote, ssh)
-    return SshLauncher(ssh, listen=listen, verbose=bool(options.verbose))
-
-
-def _start_elastic(
-    options: Options, environ: Mapping[str, str], *, function: bytes | None, executable: str | None
-) -> JobResult:
-    from hora.launch.control.elastic import run_elastic_job
-
-    spec = elastic_spec(options, environ)
-    hosts = spec.hosts or (HostInfo("localhost", spec.limits.num_proc),)  # a script may know of none yet
-    job = make_job(replace(options, num_proc=None), environ, hosts=hosts, function=function, executable=executable)
-    launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
-    spec = replace(spec, local_only=isinstance(launcher, LocalLauncher))
-    result = run_elastic_job(job, spec, launcher)
-    values = [value for value in result.results if value is not None]
-    return replace(result, results=tuple(values[: spec.limits.min_num_proc]))
 
 
 def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
@@ -165,3 +105,66 @@ def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
         script=script,
         cooldown_range=options.cooldown_range,
     )
+
+
+def make_job(
+    options: Options,
+    environ: Mapping[str, str],
+    elastic: ElasticSpec | None = None,
+    *,
+    function: bytes | None = None,
+    executable: str | None = None,
+) -> Job:
+    """The job that `options` ask for, with our environment and what was asked for: exactly `-np` ranks, or one for every
+    slot of an elastic job's first hosts."""
+    if elastic is None:
+        hosts: Sequence[HostInfo] = find_hosts(options, environ)
+        num_proc = options.num_proc or sum(host.slots for host in hosts)
+    else:
+        # A discovery script may know of no host yet.
+        hosts = elastic.hosts or (HostInfo("localhost", elastic.limits.num_proc),)
+        num_proc = sum(host.slots for host in hosts)
+    slots = tuple(get_host_assignments(hosts, num_proc, num_proc))
+    env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
+    if not options.nics and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
+        env.setdefault("HOROVOD_GLOO_IFACE", "lo")
+        env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # All ranks share this machine's cores, whatever names its addresses go by.
+        env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_proc, 1)))
+    if elastic is not None:
+        # The launcher decides how long to wait; a worker must not lose patience before.
+        env["HOROVOD_ELASTIC_TIMEOUT"] = str(int(2 * elastic.limits.elastic_timeout_s + 60))
+    return Job(
+        slots=slots,
+        command=options.command if function is None else (),
+        function=function,
+        env=env,
+        cwd=_directory(),
+        executable=executable or sys.executable,
+        output=OutputOptions(
+            timestamp=bool(options.prefix_output_with_timestamp),
+            directory=options.output_filename,
+        ),
+        start_timeout_s=float(options.effective("start_timeout")),
+        verbose=bool(options.verbose),
+    )
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the directory you are in does not exist any more; go to another one and try again") from None
+
+
+def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[str, str]) -> HostLauncher:
+    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere."""
+    remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
+    if not remote and not options.nics:
+        return HostLauncher()
+    from hora.launch.host.ssh import Ssh, check_hosts, reachable_address  # local jobs start faster without
+
+    ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
+    chosen = address.interface_address(options.nics) if options.nics else None
+    check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
+    return HostLauncher(ssh=ssh, listen=chosen or reachable_address(remote, ssh), verbose=bool(options.verbose))

@@ -1,4 +1,4 @@
-"""What a session needs of the place where its workers run: this machine (`local`) or a Spark cluster (`spark`)."""
+"""What a session needs of the place where its workers run: this machine (`local_backend`) or Spark (`spark_backend`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 from hora.workers.record import Record
 
-__all__ = ["GRACE_S", "Backend", "Launched", "order_bytes"]
+__all__ = ["GRACE_S", "ORDER_VARIABLE", "Backend", "PlannedWorker", "order_file"]
 
+ORDER_VARIABLE = "HORA_WORKER_ORDER_FILE"  # names the file in which a worker's process finds what to do
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launched:
+class PlannedWorker:
     """A worker to start: its number in launch events, its record, the request, and variables for its environment."""
 
     number: int
@@ -33,7 +34,7 @@ class Backend(Protocol):
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         """Set something aside for this worker; raises Refused."""
 
-    def start(self, launched: Sequence[Launched]) -> None:
+    def start(self, launched: Sequence[PlannedWorker]) -> None:
         """Start workers that have a reservation. Does not wait."""
 
     def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
@@ -49,8 +50,11 @@ class Backend(Protocol):
         """End everything."""
 
 
-def order_bytes(request: Mapping[str, Any], *, cores: Sequence[int], source: str | None = None) -> bytes:
-    """What the worker's process (`code`) has to do. `source`: the script's text, where the file itself is not."""
+def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str | None = None) -> dict[str, bytes]:
+    """The private file in which the worker's process (`main`) finds what to do, by its variable.
+
+    `source`: the script's text, where the file itself is not.
+    """
     order = {
         "code": request.get("code") or "",
         "script": request.get("script") or "",
@@ -58,4 +62,4 @@ def order_bytes(request: Mapping[str, Any], *, cores: Sequence[int], source: str
         "cores": list(cores),
         "memory_gib": request["memory"],
     }
-    return json.dumps(order).encode()
+    return {ORDER_VARIABLE: json.dumps(order).encode()}

@@ -6,29 +6,16 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
+from hora.memory import total_bytes
 from hora.workers.capacity import Capacity
 
 __all__ = ["measure"]
 
-_LIMIT_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
 
 def measure(environ: Mapping[str, str]) -> Capacity:
     """The capacity of this machine, inside the limits of its container."""
-    return Capacity(
-        cores=tuple(sorted(os.sched_getaffinity(0))), memory_gib=_memory_bytes() / 2**30, gpus=_gpus(environ)
-    )
-
-
-def _memory_bytes() -> int:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in _LIMIT_FILES:
-        path = Path(name)
-        if path.exists() and (text := path.read_text().strip()).isdigit():
-            return min(physical, int(text))
-    return physical
+    return Capacity(cores=tuple(sorted(os.sched_getaffinity(0))), memory_gib=total_bytes() / 2**30, gpus=_gpus(environ))
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The worker's own process: runs the code or the script it was given. `python -m hora.workers.main`
 
-What to run comes from the supervisor's memory (HORA_SECRET_FILE), never from the command line. Code may use a line that
+What to run comes from the supervisor's memory (HORA_WORKER_ORDER_FILE), never from the command line. Code may use a line that
 begins with `!` for a shell command, as in a notebook; `{name}` and `$name` of Python variables are filled in there.
 A thread watches that the worker keeps to its memory.
 """
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.environment import variables
+from hora.launch.host.processes import family
+from hora.workers.backend import ORDER_VARIABLE
 
 __all__ = ["expand_shell_lines", "main"]
 
@@ -80,7 +82,7 @@ def _watch_memory(limit_gib: float) -> None:
     """End the worker, with words, when it and its children use more than they were given."""
     page = os.sysconf("SC_PAGE_SIZE")
     while True:
-        used = sum(_resident_pages(pid) for pid in _family(os.getpid())) * page / 2**30
+        used = sum(_resident_pages(pid) for pid in family(os.getpid())) * page / 2**30
         if used > limit_gib:
             print(
                 f"hora: this worker uses {used:.2f} GiB of memory but was given {limit_gib:g}; it is ended. "
@@ -90,18 +92,6 @@ def _watch_memory(limit_gib: float) -> None:
             )
             os.killpg(os.getpgrp(), signal.SIGKILL)
         threading.Event().wait(_WATCH_S)
-
-
-def _family(pid: int) -> list[int]:
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:  # it ended just now
-            continue
-        for child in children:
-            found += _family(int(child))
-    return found
 
 
 def _resident_pages(pid: int) -> int:
@@ -115,7 +105,7 @@ def _resident_pages(pid: int) -> int:
 def main() -> None:
     """Run what the session asked for, in a fresh `__main__`."""
     sys.excepthook = _show_error
-    order = json.loads(Path(variables()["HORA_SECRET_FILE"]).read_text())
+    order = json.loads(Path(variables()[ORDER_VARIABLE]).read_text())
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
     threading.Thread(target=_watch_memory, args=(order["memory_gib"],), name="hora-memory", daemon=True).start()

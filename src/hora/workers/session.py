@@ -1,6 +1,6 @@
 """A session: owns workers, from launch to end.
 
-It numbers them, has a backend start them (`local`, or `spark` where a Spark session is active), shows their output with
+It numbers them, has a backend start them (this machine's, or Spark's where a Spark session is active), shows their output with
 their ids in front, and knows how each of them ended. Callers: `api` in this process, `gateway` for others.
 """
 
@@ -18,9 +18,9 @@ from typing import Any, cast
 from hora.launch.control.log_file import LogFile
 from hora.launch.control.output import Output
 from hora.launch.job import OutputOptions, WorkerExit
-from hora.workers.backend import GRACE_S, Backend, Launched
+from hora.workers.backend import GRACE_S, ORDER_VARIABLE, Backend, PlannedWorker
 from hora.workers.capacity import Capacity, Refused
-from hora.workers.local import LocalWorkers
+from hora.workers.local_backend import LocalBackend
 from hora.workers.record import Record, new_id
 
 __all__ = ["Session"]
@@ -40,6 +40,7 @@ _NOT_INHERITED = (
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HORA_SECRET_FILE",
+    ORDER_VARIABLE,
     "HORA_JOB",
     "HORA_WORKER",
 )
@@ -68,7 +69,7 @@ class Session:
         self._numbers = itertools.count(1)
         self._output = Output(output or OutputOptions(), {})
         self._logs: dict[int, LogFile] = {}
-        self._local = LocalWorkers(capacity, inherited, self)
+        self._local = LocalBackend(capacity, inherited, self)
         self._spark: list[tuple[object, Backend]] = []  # by context; the last one is in use
         self._backends: dict[int, Backend] = {}  # of each worker
 
@@ -100,10 +101,10 @@ class Session:
 
     def _reserve(
         self, n: int, request: Mapping[str, Any], backend: Backend
-    ) -> tuple[list[dict[str, Any]], list[Launched]]:
+    ) -> tuple[list[dict[str, Any]], list[PlannedWorker]]:
         """An answer for each of `n` workers, and those for which there is room."""
         answers: list[dict[str, Any]] = []
-        launched: list[Launched] = []
+        launched: list[PlannedWorker] = []
         for index in range(n):
             engine = new_id()
             try:
@@ -217,17 +218,17 @@ class Session:
         wanted = request.get("backend", "auto")
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
             return self._local
-        from hora.workers.spark import SparkWorkers, spark_context  # local workers start faster without
+        from hora.workers.spark_backend import SparkBackend, spark_context  # local workers start faster without
 
         context = spark_context(wanted)
         if context is None:
             return self._local
         with self._changed:
             if not self._spark or self._spark[-1][0] is not context:
-                self._spark.append((context, SparkWorkers(context, self)))
+                self._spark.append((context, SparkBackend(context, self)))
             return self._spark[-1][1]
 
-    def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: Backend) -> Launched:
+    def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: Backend) -> PlannedWorker:
         number = next(self._numbers)
         record = Record(
             id=engine,
@@ -248,9 +249,9 @@ class Session:
         self._records[engine] = record
         self._by_number[number], self._backends[number] = record, backend
         self._output.set_ranks(cast(Mapping[int, int], {number: engine}))  # lines are tagged with the id
-        return Launched(number=number, record=record, request=request, variables=self._variables(record))
+        return PlannedWorker(number=number, record=record, request=request, variables=self._variables(record))
 
-    def _undo(self, launched: Sequence[Launched], backend: Backend) -> None:
+    def _undo(self, launched: Sequence[PlannedWorker], backend: Backend) -> None:
         for worker in launched:
             del self._records[worker.record.id], self._by_number[worker.number], self._backends[worker.number]
             if worker.number in self._logs:

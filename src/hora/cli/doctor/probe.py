@@ -2,7 +2,7 @@
 
 It prints one JSON line of facts, which name a port where it listens; then it reads one JSON line, a list of
 `[address, port]`, and prints a second one, which of these it could connect to (null, or the error). Standard
-library only at the top, apart from the environment: a broken torch must be a fact, not a crash.
+library only at the top, but for what reads the environment and the memory: a broken torch must be a fact, not a crash.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from hora.launch.environment import variables
+from hora.memory import available_bytes
 
 __all__ = ["MARK", "facts"]
 
@@ -79,13 +80,9 @@ def _memfd_problem() -> str | None:
 
 def _memory_bytes() -> int | None:
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        return available_bytes()
     except OSError:
         return None
-    return None
 
 
 def _free_bytes(path: str) -> int | None:

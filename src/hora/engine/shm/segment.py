@@ -13,20 +13,15 @@ import mmap
 import os
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from hora.memory import available_bytes
+
 __all__ = ["PAGE_BYTES", "Segment", "SharedMemory", "aligned"]
 
 PAGE_BYTES = mmap.PAGESIZE
-
-_CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_FILES = (
-    (_CGROUP / "memory.max", _CGROUP / "memory.current"),
-    (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes"),
-)
 
 
 def aligned(num_bytes: int, to_bytes: int = PAGE_BYTES) -> int:
@@ -47,9 +42,9 @@ class Segment:
         """A zeroed segment. MemoryError says how much was asked for when the machine has not that much."""
         num_bytes = aligned(max(num_bytes, 1))
         # Reserving more than there is would not fail: the kernel would end processes to make room.
-        available_bytes = _available_bytes()
-        if num_bytes > available_bytes:
-            raise MemoryError(_refusal(num_bytes, label, f"only {available_bytes / 2**20:.0f} MiB are available"))
+        left_bytes = available_bytes()
+        if num_bytes > left_bytes:
+            raise MemoryError(_refusal(num_bytes, label, f"only {left_bytes / 2**20:.0f} MiB are available"))
         descriptor = _anonymous_file(label)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
@@ -124,16 +119,6 @@ def _refusal(num_bytes: int, label: str, why: str) -> str:
         f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label}: {why}; free memory, "
         "start fewer ranks on this host, or set HORA_TRANSPORT=gloo to do without shared memory"
     )
-
-
-def _available_bytes() -> int:
-    """What the machine and, in a container, its memory limit have left."""
-    meminfo = Path("/proc/meminfo").read_text()
-    available_bytes = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
-    for limit, used in _CGROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # not in a container, or "max"
-            available_bytes = min(available_bytes, int(limit.read_text()) - int(used.read_text()))
-    return available_bytes
 
 
 def _anonymous_file(label: str) -> int:

@@ -90,7 +90,7 @@ class JobUnderWay(ABC):
                 argv=self._argv,
                 env={**job.env, "PYTHONUNBUFFERED": "1", **world.to_env()},
                 cwd=job.cwd,
-                secret=self._secret,
+                private_files={"HORA_SECRET_FILE": self._secret},
                 grace_s=job.grace_s,
                 preload=self._preload,
             )

@@ -1,7 +1,7 @@
 """One host of a job, seen from the launcher: the other end of a supervisor's pipes.
 
-Starts the supervisor (with whatever command reaches the host: Python itself, or ssh and Python), sends it
-orders, and reports its frames as `LaunchEvents`. Local and ssh launchers are made of these.
+Starts the supervisor (with the command that reaches the host: Python itself, or ssh and Python), sends it orders, and
+reports its frames as `LaunchEvents`. Called by `launcher`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Protocol
 from hora.launch.host import supervisor
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 
-__all__ = ["Host", "local_supervisor_command", "wait_or_kill"]
+__all__ = ["HostConnection", "SupervisorProcess", "local_supervisor_command", "wait_or_kill"]
 
 _TAIL_BYTES = 4096
 _PIPE_BYTES = 1024 * 1024
@@ -69,7 +69,7 @@ class SupervisorProcess(Child, Protocol):
     stderr: IO[bytes] | None
 
 
-class Host:
+class HostConnection:
     """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
 
     `heartbeat_s`: how often to send a sign of life, which a supervisor beyond a network waits for.
@@ -128,6 +128,11 @@ class Host:
             return True
         return self._ended is not None
 
+    @property
+    def over(self) -> bool:
+        """Whether the supervisor is gone and everything that it reported has been passed on."""
+        return self._over_now.is_set() and not self._reader.is_alive()
+
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         orders = bytearray()
         # One worker alone is not worth a zygote, but an elastic job's newcomer may come from the one there is.
@@ -140,7 +145,7 @@ class Host:
                 "env": dict(spec.env),
                 "inherit_env": self._inherit_env,
                 "cwd": spec.cwd,
-                "secret": spec.secret.hex(),
+                "private_files": {name: data.hex() for name, data in spec.private_files.items()},
                 "preload": spec.preload if self._has_zygote else None,
             }
             orders += json.dumps(order).encode() + b"\n"
@@ -165,13 +170,11 @@ class Host:
         self._command(op="terminate", workers=[worker], grace_s=grace_s)
 
     def finish(self, *, grace_s: float) -> None:
-        """End every worker and descendant that is left, and the supervisor. Does not wait. May be said
-        again."""
+        """End every worker and descendant that is left, and the supervisor. Does not wait. May be said again."""
         self._command(op="finish", grace_s=grace_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with
-        it."""
+        """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with it."""
         wait_or_kill(self._process, timeout_s)
         self._reader.join(_CLOSE_SLACK_S)
         if self._heartbeat_s is not None:

@@ -1,4 +1,4 @@
-"""The guardian: the supervisor's parent, which ends whatever the supervisor leaves behind should somebody kill it."""
+"""The guardian: the supervisor's parent, which ends whatever the supervisor leaves behind should that be killed."""
 
 from __future__ import annotations
 

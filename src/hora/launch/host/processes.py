@@ -16,6 +16,7 @@ __all__ = [
     "die_with_parent",
     "environment_value",
     "exit_code",
+    "family",
     "name_process",
     "send_signal",
 ]
@@ -57,8 +58,23 @@ def exit_code(status: int) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
+def family(pid: int) -> list[int]:
+    """A process and its descendants, from its own list of children.
+
+    Cheap, so that a worker's memory can be watched all the time, but a child may be missed while others end: to end
+    processes, look at all of them with `Processes`.
+    """
+    found = [pid]
+    with contextlib.suppress(OSError):  # it ended just now
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                for child in file.read().split():
+                    found += family(int(child))
+    return found
+
+
 class Processes:
-    """Who is whose child right now, zombies left out."""
+    """Who is whose child right now, on the whole machine, zombies left out."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}

@@ -1,53 +1,43 @@
-"""The ssh launcher: a supervisor on every host, reached by ssh where the host is another machine.
+"""ssh: how it is called, whether it gets through, and which of our addresses the hosts reach.
 
-ssh only starts the supervisor. Its orders, with the job's secret and the workers' environment, travel on its
-standard input, so that no `ps` on either machine shows them. The end of that input (we died, or ssh did) ends
-the remote workers; silence for a while (the network was cut) ends ssh here. Used by `start` and by elastic
-jobs, which may start workers on further hosts later.
+ssh only starts the supervisor. Its orders, with the job's secret and the workers' environment, travel on its standard
+input, so that no `ps` on either machine shows them. The end of that input (we died, or ssh did) ends the remote workers;
+silence for a while (the network was cut) ends ssh here. Called by `start`, the `launcher` and `hora doctor`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO
 
 from hora.launch.control.interrupt import ended_by_signals
 from hora.launch.host import supervisor
-from hora.launch.host.connection import Host, local_supervisor_command
-from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.net import address
 
-__all__ = ["Ssh", "SshLauncher", "check_hosts", "reachable_address"]
+__all__ = ["Ssh", "check_hosts", "reachable_address"]
 
 _CONNECT_ATTEMPTS = 5
 _CONNECT_LIMIT_S = 10
 _SILENCE_S, _SILENCES = 5, 3  # ssh gives a host up after this many unanswered questions, this far apart
-# A launcher that says nothing for so long is gone, or cut off: its remote workers end. Longer than it takes a
-# user who suspended it by accident to notice.
-_HEARTBEAT_S, _HEARTBEAT_LIMIT_S = 10.0, 60.0
-_CLOSE_SLACK_S = 15.0
 _SSH_FAILED = 255
 _SHOWN_BYTES = 4096
 _OPTIONS = {
     "PasswordAuthentication": "no",
     "StrictHostKeyChecking": "no",
-    "BatchMode": "yes",  # never ask for anything: nobody is there to answer
+    "BatchMode": "yes",  # never ask for anything: the launcher cannot answer
     "LogLevel": "ERROR",
     "ConnectTimeout": str(_CONNECT_LIMIT_S),
     "ServerAliveInterval": str(_SILENCE_S),
     "ServerAliveCountMax": str(_SILENCES),
 }
-# What another machine must not get: functions of our shell, our directories and devices, somebody's secret.
-_PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +88,10 @@ class Ssh:
         path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
         return self.command(hostname, ["exec", "env", *path, self.executable, "-m", module, *args], attempts=attempts)
 
+    def supervisor(self, hostname: str, *args: str) -> list[str]:
+        """The argv that starts a supervisor on a host."""
+        return self.python(hostname, "hora.launch.host.supervisor", *args, attempts=_CONNECT_ATTEMPTS)
+
     def real_name(self, hostname: str) -> str:
         """The name or address that ssh itself uses for a host, which may be an alias of its configuration."""
         found = subprocess.run(
@@ -142,7 +136,7 @@ class _Check:
 
     def __init__(self, hostname: str, ssh: Ssh) -> None:
         self.hostname = hostname
-        self._argv = ssh.python(hostname, "hora.launch.host.supervisor", attempts=_CONNECT_ATTEMPTS)
+        self._argv = ssh.supervisor(hostname)
 
     def __enter__(self) -> _Check:
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
@@ -202,61 +196,3 @@ def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:
         )
     # A host that is reached through loopback (a tunnel, a test) can often use another address too.
     return next((source for source in sources if not source.startswith("127.")), sources[0])
-
-
-class SshLauncher:
-    """Starts workers on any hosts, this one included. `listen`: our address that all of them reach."""
-
-    def __init__(self, ssh: Ssh, *, listen: str, verbose: bool = False) -> None:
-        self._ssh, self._listen, self._verbose = ssh, listen, verbose
-        self._hosts: dict[str, Host] = {}
-        self._grace_s = 0.0
-
-    @property
-    def bind_address(self) -> str:
-        return self._listen
-
-    @property
-    def advertised_address(self) -> str:
-        return self._listen
-
-    def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
-        self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
-        by_host: dict[str, list[WorkerSpec]] = {}
-        for spec in workers:
-            by_host.setdefault(spec.slot.hostname, []).append(spec)
-        # First all connections, then the workers: ssh takes its time, and so the hosts take it together.
-        remote = {name for name in by_host if not address.is_local(name)}
-        for name in by_host:
-            if name in self._hosts and self._hosts[name].ended:  # it was cut off; it may be back
-                self._hosts.pop(name).wait(_CLOSE_SLACK_S)
-            if name not in self._hosts:
-                self._hosts[name] = self._connect(name, name in remote, events)
-        for name, specs in by_host.items():
-            self._hosts[name].start([_for_elsewhere(spec) for spec in specs] if name in remote else specs)
-
-    def _connect(self, name: str, remote: bool, events: LaunchEvents) -> Host:
-        if not remote:
-            return Host(name, local_supervisor_command(), events)
-        limit = str(_HEARTBEAT_LIMIT_S)
-        command = self._ssh.python(name, "hora.launch.host.supervisor", limit, attempts=_CONNECT_ATTEMPTS)
-        if self._verbose:
-            print(shlex.join(command), file=sys.stderr, flush=True)
-        return Host(name, command, events, inherit_env=True, heartbeat_s=_HEARTBEAT_S)
-
-    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
-        chosen = list(workers)
-        for host in self._hosts.values():
-            host.terminate(chosen, grace_s=grace_s)
-
-    def close(self) -> None:
-        hosts, self._hosts = list(self._hosts.values()), {}
-        for host in hosts:
-            host.finish(grace_s=self._grace_s)
-        limit = time.monotonic() + self._grace_s + _CLOSE_SLACK_S
-        for host in hosts:
-            host.wait(max(limit - time.monotonic(), 0.1))
-
-
-def _for_elsewhere(spec: WorkerSpec) -> WorkerSpec:
-    return replace(spec, env={name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)})

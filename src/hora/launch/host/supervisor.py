@@ -1,21 +1,20 @@
-"""The supervisor: the process on each host that starts a job's workers there and sees to it that none
-outlives it.
+"""The supervisor: the process on each host that starts a job's workers there and sees to it that none outlives it.
 
 Started by the launcher (directly, or through ssh) with its standard input as life line: JSON lines come in,
 frames go out on standard output, and the end of input means that the launcher is gone. It runs as two
 processes:
 
-    guardian     inherits whatever the supervisor leaves behind, should somebody kill that, and ends it
+    guardian     inherits whatever the supervisor leaves behind, should that be killed, and ends it
     supervisor   starts workers in their own sessions, forwards their output, ends them and their descendants
 
 Both are subreapers, so double-forked grandchildren stay in sight; workers die with the supervisor
-(PDEATHSIG); the supervisor takes the guardian's death for an order to end. It also holds the job's secret
-in a memfd, which workers read through /proc. It must start fast and imports accordingly.
+(PDEATHSIG); the supervisor takes the guardian's death for an order to end. It also holds the workers' private files (the
+job's secret above all) in memfds, which they read through /proc. It must start fast and imports accordingly.
 
 Where a network lies between, the launcher sends {"op": "alive"} now and then, and the supervisor's only
 argument says after how many seconds of silence it takes the launcher for gone.
 
-Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "secret", "preload"}, {"op": "terminate",
+Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "private_files", "preload"}, {"op": "terminate",
 "workers", "grace_s"}, {"op": "finish", "grace_s"}. Frames: kind, worker, length, body; kinds are the
 constants below.
 """
@@ -70,8 +69,8 @@ class _Supervisor:
         self._output = bytearray()
         self._told_to_end = False
         self._paused = False  # the launcher is slow, workers' pipes are left unread
-        self._deaf = False  # nobody listens to us any more
-        self._secrets: dict[str, str] = {}  # secret -> path
+        self._deaf = False  # the launcher does not read any more
+        self._private_files: dict[str, str] = {}  # content, in hexadecimal -> path
         self._zygote: ZygoteClient | None = None
         self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
@@ -160,12 +159,13 @@ class _Supervisor:
             elif command["op"] == "finish":
                 self._end(command["grace_s"])
 
-    def _secret_file(self, secret: str) -> str:
-        if secret not in self._secrets:
-            descriptor = os.memfd_create("hora-secret", os.MFD_CLOEXEC)
-            os.write(descriptor, bytes.fromhex(secret))
-            self._secrets[secret] = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return self._secrets[secret]
+    def _private_file(self, data: str) -> str:
+        """The path under which workers read this, which is nowhere on a disk."""
+        if data not in self._private_files:
+            descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
+            os.write(descriptor, bytes.fromhex(data))
+            self._private_files[data] = f"/proc/{os.getpid()}/fd/{descriptor}"
+        return self._private_files[data]
 
     def _start(self, command: dict[str, Any]) -> None:
         worker = command["worker"]
@@ -173,7 +173,7 @@ class _Supervisor:
             self._exited(worker, 128 + signal.SIGTERM, "the job was ending already")
             return
         env = variables() if command["inherit_env"] else {}
-        env |= command["env"] | {"HORA_SECRET_FILE": self._secret_file(command["secret"])}
+        env |= command["env"] | {name: self._private_file(data) for name, data in command["private_files"].items()}
         # N ranks that each start a thread per core would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", _fair_share(env))
         if command["preload"] is None or not self._ask_zygote(command, env):
@@ -263,7 +263,7 @@ class _Supervisor:
 
     def _drain_pipes(self, worker: int | None = None) -> None:
         for descriptor, (owner, _) in list(self._pipes.items()):
-            # A pipe holds 64 KiB by default; somebody who goes on writing must not keep us here.
+            # A pipe holds 64 KiB by default; a process that goes on writing must not keep us here.
             for _ in range(32):
                 if (worker is None or owner == worker) and not self._forward(descriptor):
                     break

@@ -26,7 +26,7 @@ from hora.launch.control.controller import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.spark.placement import Placement, TaskPlace, place_tasks
 from hora.launch.spark.stage import SparkStage
-from hora.launch.spark.task import mask_secret
+from hora.launch.spark.task import mask
 from hora.launch.spark.tasks import SparkTasks
 from hora.launch.spark.variables import GPU_VARIABLE
 from hora.net.wire import Header
@@ -131,6 +131,7 @@ class SparkLauncher:
     def _order(self, worker: WorkerSpec, placement: Placement) -> tuple[Header, bytes]:
         """The message that makes a task start the worker's process."""
         nonce = secrets.token_bytes(32)
+        private = json.dumps({name: data.hex() for name, data in worker.private_files.items()}).encode()
         env = dict(worker.env)
         env[GPU_VARIABLE] = ",".join(placement.own_gpus)
         if placement.visible_gpus and self._wanted.bind_gpus:
@@ -144,7 +145,7 @@ class SparkLauncher:
             "grace_s": worker.grace_s,
             "preload": worker.preload,
             "nonce": nonce.hex(),
-            "secret": mask_secret(self._tasks.secret, nonce, worker.secret).hex(),
+            "private_files": mask(self._tasks.secret, nonce, private).hex(),
         }
         return header, json.dumps(env).encode()
 

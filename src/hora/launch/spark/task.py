@@ -2,8 +2,8 @@
 
 The task itself only looks after its rank. It does not run the user's function, because Spark reuses its Python
 workers: what a training does to modules, threads, devices and the environment must not reach the next job.
-It starts its process through the local launcher, so that killing the task (or its executor, or the driver)
-ends the process as well. Spark calls `SparkTask`; the driver's end of the connection is `spark_tasks`.
+It starts its process through the launcher for hosts, so that killing the task (or its executor, or the driver)
+ends the process as well. Spark calls `SparkTask`; the driver's end of the connection is `tasks`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.environment import variables
-from hora.launch.host.local import LocalLauncher
+from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
-from hora.launch.spark.warm import WarmLauncher, prepare
+from hora.launch.spark.warm import fork_supervisor, prepare
 from hora.net.connection import Connection, connect
 from hora.net.wire import Credentials, Header
 
-__all__ = ["SparkTask", "host_hash", "mask_secret"]
+__all__ = ["SparkTask", "host_hash", "mask"]
 
 _CONNECT_LIMIT_S = 60.0
 _TAIL_BYTES = 64 * 1024
@@ -37,8 +37,7 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class SparkTask:
-    """A task's whole knowledge, carried in the closure that Spark ships: where the driver listens, and the
-    secret.
+    """A task's whole knowledge, carried in the closure that Spark ships: where the driver listens, and the secret.
 
     `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
     failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
@@ -62,17 +61,17 @@ class SparkTask:
                 "set spark.driver.host to an address of the driver that executors can reach"
             ) from error
         try:
-            _Supervisor(connection, self).serve(task)
+            _TaskAgent(connection, self).serve(task)
         finally:
             connection.close()
 
 
-class _Supervisor:
-    """Obeys the driver until it says leave or is gone. Implements LaunchEvents for the local launcher."""
+class _TaskAgent:
+    """Obeys the driver until it says leave or is gone. Implements LaunchEvents for its launcher."""
 
     def __init__(self, connection: Connection, task: SparkTask) -> None:
         self._connection, self._task = connection, task
-        self._launcher: LocalLauncher | None = None
+        self._launcher: HostLauncher | None = None
         self._sending = threading.Lock()
         self._tails: dict[str, collections.deque[bytes]] = {}
 
@@ -90,7 +89,7 @@ class _Supervisor:
                 elif header["kind"] == "leave":
                     return
         except (EOFError, OSError):
-            return  # the driver is gone or has given up: nobody is left to tell, only the process to end
+            return  # the driver is gone or has given up: only the process is left to end
         finally:
             if self._launcher is not None:
                 self._launcher.close()
@@ -99,11 +98,12 @@ class _Supervisor:
         if self._launcher is None:
             may_fork = worker.preload is not None and worker.argv[0] == sys.executable
             warm = may_fork and prepare(worker.preload or (), worker.env)
-            self._launcher = WarmLauncher() if warm else LocalLauncher()
+            self._launcher = HostLauncher(supervisor=fork_supervisor() if warm else None)
         self._launcher.start([worker], self)
 
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
-        secret = mask_secret(self._task.secret, bytes.fromhex(header["nonce"]), bytes.fromhex(header["secret"]))
+        masked = bytes.fromhex(header["private_files"])
+        private = json.loads(mask(self._task.secret, bytes.fromhex(header["nonce"]), masked))
         executable = header["executable"]
         inherited = variables()
         if not executable:
@@ -115,7 +115,7 @@ class _Supervisor:
             slot=Slot(**header["slot"]),
             argv=(executable or sys.executable, *header["arguments"]),
             env=inherited | json.loads(payload),
-            secret=secret,
+            private_files={name: bytes.fromhex(data) for name, data in private.items()},
             grace_s=header["grace_s"],
             preload=None if header["preload"] is None else tuple(header["preload"]),
         )
@@ -152,23 +152,21 @@ class _Supervisor:
             return
 
 
-def mask_secret(stage_secret: bytes, nonce: bytes, secret: bytes) -> bytes:
-    """A worker's secret, hidden from whoever listens on the network; applied twice it is itself again.
+def mask(stage_secret: bytes, nonce: bytes, data: bytes) -> bytes:
+    """A worker's private files, hidden from listeners on the network; applied twice they are themselves again.
 
     The connection authenticates what it carries but does not encrypt it. The stage's secret came inside
     Spark's task.
     """
     pad = b"".join(
         hmac.digest(stage_secret, b"worker secret" + nonce + block.to_bytes(4, "big"), "sha256")
-        for block in range(-(-len(secret) // 32))
+        for block in range(-(-len(data) // 32))
     )
-    return bytes(a ^ b for a, b in zip(secret, pad, strict=False))
+    return bytes(a ^ b for a, b in zip(data, pad, strict=False))
 
 
 def host_hash() -> str:
-    """A name for the place whose processes can share memory: the host, its namespaces and, on YARN, the
-    container.
-    """
+    """A name for the place whose processes can share memory: the host, its namespaces and, on YARN, the container."""
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)]
     facts = [socket.gethostname(), *spaces, variables().get("CONTAINER_ID", "")]
     return f"{socket.gethostname()}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}"

@@ -15,7 +15,15 @@ GPU_VARIABLE = "HORA_SPARK_GPUS"
 _DEFAULT_TIMEOUT_S = 600.0
 _FORWARDED = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_")
 # Who the driver itself is, if it runs inside a job, is nothing that its own ranks should inherit.
-_OWN = ("HOROVOD_RANK", "HOROVOD_SIZE", "HORA_SECRET_FILE", "HORA_JOB", "HORA_WORKER", GPU_VARIABLE)
+_OWN = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HORA_SECRET_FILE",
+    "HORA_WORKER_ORDER_FILE",
+    "HORA_JOB",
+    "HORA_WORKER",
+    GPU_VARIABLE,
+)
 
 
 def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -1,11 +1,9 @@
-"""Ranks forked from a warm Spark Python worker instead of started afresh: hundredths of a second, not
-seconds.
+"""Ranks forked from a warm Spark Python worker instead of started afresh: hundredths of a second, not seconds.
 
-Spark keeps its Python workers, and Hora's stages have workers of their own (`spark_stage`), in which
-nothing but `spark_task` ever runs. So torch can be imported there once, by the first job that needs it, and
-every rank is a fork of that clean process: user code runs in the fork only, and the fork is gone when its
-job is over. Called by `spark_task`; where a fork would not be the same as a fresh process, `prepare` says
-so and nothing here is used.
+Spark keeps its Python workers, and Hora's stages have workers of their own (`stage`), in which nothing but `task` ever
+runs. So torch can be imported there once, by the first job that needs it, and every rank is a fork of that clean
+process: user code runs in the fork only, and the fork is gone when its job is over. Called by `task`; where a fork would
+not be the same as a fresh process, `prepare` says so and nothing here is used.
 """
 
 from __future__ import annotations
@@ -24,15 +22,13 @@ from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
 from hora.launch.environment import variables
-from hora.launch.host.connection import Host
-from hora.launch.host.local import LocalLauncher
+from hora.launch.host.connection import SupervisorProcess
 from hora.launch.host.processes import exit_code, name_process
 from hora.launch.host.run_forked import differ_only_in, load, run_forked
 from hora.launch.host.supervisor import supervise
-from hora.launch.job import LaunchEvents
 from hora.launch.worker import work
 
-__all__ = ["WarmLauncher", "prepare"]
+__all__ = ["fork_supervisor", "prepare"]
 
 # What a rank's environment may have beside this process's.
 _LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "PYTHONPATH")
@@ -46,15 +42,13 @@ def prepare(modules: Sequence[str], env: Mapping[str, str]) -> bool:
     return len(os.listdir("/proc/self/task")) == 1
 
 
-class WarmLauncher(LocalLauncher):
-    """A local launcher whose supervisor and workers are forks of this process."""
-
-    def _open_host(self, events: LaunchEvents) -> Host:
-        return Host("localhost", (), events, process=_ForkedSupervisor())
+def fork_supervisor() -> SupervisorProcess:
+    """A supervisor, for a launcher on this machine, that is a fork of this process, as its workers will be."""
+    return _ForkedSupervisor()
 
 
 class _ForkedSupervisor:
-    """A supervisor in a fork of this process, with the part of `subprocess.Popen`'s face that a Host needs."""
+    """A supervisor in a fork of this process, with the part of `subprocess.Popen`'s face that a HostConnection needs."""
 
     stdin: IO[bytes] | None
     stdout: IO[bytes] | None

@@ -21,10 +21,10 @@ from hora.launch.spark.slots import count_slots, require_slots
 from hora.launch.spark.stage import SparkStage
 from hora.launch.spark.tasks import SparkTasks
 from hora.launch.spark.variables import forwarded_variables
-from hora.workers.backend import GRACE_S, Launched, order_bytes
+from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Refused
 
-__all__ = ["SparkWorkers", "spark_context"]
+__all__ = ["SparkBackend", "spark_context"]
 
 _MEET_S = 0.25
 _CLOSE_LIMIT_S = GRACE_S + 45.0
@@ -49,7 +49,7 @@ def spark_context(backend: str) -> Any | None:
     return None if context is None or context._jsc is None or str(context.master).startswith("local") else context
 
 
-class SparkWorkers:
+class SparkBackend:
     """See `backend.Backend`. Calls are serialised by the session."""
 
     def __init__(self, context: Any, events: LaunchEvents) -> None:
@@ -77,7 +77,7 @@ class SparkWorkers:
             raise Refused(f"a Spark task slot was asked for, but {slots - len(self._held)} of {slots} are free")
         self._held.add(worker)
 
-    def start(self, launched: Sequence[Launched]) -> None:
+    def start(self, launched: Sequence[PlannedWorker]) -> None:
         self._groups = [group for group in self._groups if not group.over]
         self._groups.append(_Group(self._context, launched, self._events))
 
@@ -111,7 +111,7 @@ class _Tasks(SparkTasks):
 class _Group:
     """The workers of one launch: waiting for slots -> running -> over. Implements LaunchEvents for the launcher."""
 
-    def __init__(self, context: Any, launched: Sequence[Launched], events: LaunchEvents) -> None:
+    def __init__(self, context: Any, launched: Sequence[PlannedWorker], events: LaunchEvents) -> None:
         self._launched, self._events = list(launched), events
         # Here and now: executors need not have the file, and it may change before there are slots.
         script = launched[0].request.get("script")
@@ -202,7 +202,7 @@ class _Group:
                 slot=placement.slot,
                 argv=(sys.executable, "-m", "hora.workers.main"),
                 env={**forwarded_variables(), **worker.variables, **own, **worker.request["env"]},
-                secret=order_bytes(worker.request, cores=(), source=self._source),
+                private_files=order_file(worker.request, cores=(), source=self._source),
                 grace_s=GRACE_S,
             )
             specs.append(spec)

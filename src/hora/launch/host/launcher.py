@@ -1,0 +1,122 @@
+"""The launcher for hosts: workers under a supervisor on each of them, this machine or others that ssh reaches.
+
+Without `ssh` all workers run on this machine, under one supervisor, and nothing listens off loopback. With it each host
+has its own; ssh only starts the supervisor there (`ssh`), everything else goes through its pipes (`connection`). Used by
+`start` (elastic jobs start workers on further hosts later), by Spark tasks and by the workers API.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hora.launch.host.connection import HostConnection, SupervisorProcess, local_supervisor_command
+from hora.launch.job import LaunchEvents, WorkerSpec
+from hora.net import address
+
+if TYPE_CHECKING:
+    from hora.launch.host.ssh import Ssh  # local jobs start faster without
+
+__all__ = ["HostLauncher"]
+
+_CLOSE_SLACK_S = 15.0
+# A launcher that says nothing for so long is gone, or cut off: its remote workers end. Longer than it takes a
+# user who suspended it by accident to notice.
+_HEARTBEAT_S, _HEARTBEAT_LIMIT_S = 10.0, 60.0
+# What another machine must not get: functions of our shell, our directories and devices, a foreign job's secret.
+_PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY")
+
+
+class HostLauncher:
+    """Starts workers on this machine, or on any hosts that `ssh` reaches, this one included.
+
+    `listen`: our address that all of them reach. `supervisor`: one for this machine that runs already, to use first.
+    """
+
+    def __init__(
+        self,
+        *,
+        ssh: Ssh | None = None,
+        listen: str = "127.0.0.1",
+        verbose: bool = False,
+        supervisor: SupervisorProcess | None = None,
+    ) -> None:
+        self._ssh, self._listen, self._verbose, self._supervisor = ssh, listen, verbose, supervisor
+        self._hosts: dict[str, HostConnection] = {}
+        self._former: list[HostConnection] = []  # their supervisors have ended, or are about to
+        self._grace_s = 0.0
+
+    @property
+    def bind_address(self) -> str:
+        return self._listen
+
+    @property
+    def advertised_address(self) -> str:
+        return self._listen
+
+    @property
+    def local_only(self) -> bool:
+        """Whether workers can be started on this machine only."""
+        return self._ssh is None
+
+    def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
+        self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
+        by_host: dict[str, list[WorkerSpec]] = {}
+        for spec in workers:
+            by_host.setdefault("localhost" if self._ssh is None else spec.slot.hostname, []).append(spec)
+        remote = {name for name in by_host if self._ssh is not None and not address.is_local(name)}
+        # First all connections, then the workers: ssh takes its time, and so the hosts take it together.
+        for name in by_host:
+            if name in self._hosts and self._hosts[name].ended:  # it was cut off, or killed; it may be back
+                self._retire(self._hosts.pop(name))
+            if name not in self._hosts:
+                self._hosts[name] = self._reach(name, events) if name in remote else self._open(name, events)
+        for name, specs in by_host.items():
+            self._hosts[name].start([_for_elsewhere(spec) for spec in specs] if name in remote else specs)
+
+    def _retire(self, host: HostConnection) -> None:
+        """Keep it until its workers' ends are reported; not waited for, because the caller may hold up the reports."""
+        for over in [former for former in self._former if former.over]:
+            self._former.remove(over)
+            over.wait(_CLOSE_SLACK_S)
+        self._former.append(host)
+
+    def _open(self, name: str, events: LaunchEvents) -> HostConnection:
+        """This machine, by a supervisor that runs already or a new one."""
+        running, self._supervisor = self._supervisor, None
+        return HostConnection(name, local_supervisor_command(), events, process=running)
+
+    def _reach(self, name: str, events: LaunchEvents) -> HostConnection:
+        """Another machine, by ssh."""
+        assert self._ssh is not None
+        command = self._ssh.supervisor(name, str(_HEARTBEAT_LIMIT_S))
+        if self._verbose:
+            print(shlex.join(command), file=sys.stderr, flush=True)
+        return HostConnection(name, command, events, inherit_env=True, heartbeat_s=_HEARTBEAT_S)
+
+    def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
+        chosen = list(workers)
+        for host in self._hosts.values():
+            host.terminate(chosen, grace_s=grace_s)
+
+    def clear_up(self, worker: int, *, grace_s: float) -> None:
+        """End what a worker that has ended has left running. Does not wait."""
+        for host in self._hosts.values():
+            host.clear_up(worker, grace_s=grace_s)
+
+    def close(self) -> None:
+        hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
+        for host in hosts:
+            host.finish(grace_s=self._grace_s)
+        limit = time.monotonic() + self._grace_s + _CLOSE_SLACK_S
+        for host in hosts:
+            host.wait(max(limit - time.monotonic(), 0.1))
+
+
+def _for_elsewhere(spec: WorkerSpec) -> WorkerSpec:
+    return replace(spec, env={name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)})
