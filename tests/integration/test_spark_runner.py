@@ -16,7 +16,7 @@ import threading
 import pytest
 
 from hora.errors import JobFailedError
-from hora.launch.spark.slots import count_slots
+from hora.launch.spark.cluster import count_slots
 from sparkdl import HorovodRunner
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]

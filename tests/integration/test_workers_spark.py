@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hora import workers
-from hora.launch.spark.slots import count_slots
+from hora.launch.spark.cluster import count_slots
 from hora.workers import api
 
 pytestmark = pytest.mark.spark

@@ -1,24 +1,25 @@
-"""`horovod.spark.run`: call a function on the tasks of a Spark cluster and return every rank's result.
+"""`horovod.spark.run` and `run_elastic`: call a function on the tasks of a Spark cluster and return every rank's result.
 
-The sister of `HorovodRunner` with Horovod's own signature. It checks arguments and reads results;
-`hora.launch.spark.launcher` does the work. Re-exported by `horovod.spark`.
+The sisters of `HorovodRunner` with Horovod's own signatures. They check arguments and read results; `launch.spark` does
+the work. Re-exported by `horovod.spark`.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 import cloudpickle
 
 from hora.errors import BadCallError
-from hora.launch.job import OutputOptions
+from hora.launch.job import JobResult, OutputOptions
 from hora.launch.pickling import pickle_call
 from hora.launch.spark.launcher import SparkJob, run_on_spark
-from hora.launch.spark.variables import start_timeout_s
+from hora.launch.spark.variables import elastic_timeout_s, start_timeout_s
 
-__all__ = ["run"]
+__all__ = ["run", "run_elastic"]
 
 
 def run(
@@ -44,36 +45,120 @@ def run(
     started. `env`: variables for the processes, on top of their executors' environment. `executable`: their
     Python.
     """
-    from hora.launch.spark.session import active_context
-
     if use_mpi:
         raise ValueError("use_mpi=True: MPI support has not been built; Hora needs none. Drop use_mpi.")
+    context = _context(fn, "run")
+    num_proc = context.defaultParallelism if num_proc is None else num_proc
+    if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
+        raise ValueError(f"num_proc must be an integer of at least 1, but it is {num_proc!r}")
+    job = SparkJob(
+        function=pickle_call(fn, args, kwargs),
+        num_proc=num_proc,
+        group="horovod.spark.run",
+        env=_variables(env, nics),
+        output=_output(stdout, stderr, prefix_output_with_timestamp),
+        start_timeout_s=_start_timeout_s(start_timeout),
+        bind_gpus=False,
+        executable=executable,
+        verbose=verbose >= 2,
+    )
+    return _values(run_on_spark(context, job))
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] = {},
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: IO[Any] | None = None,
+    stderr: IO[Any] | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on `num_proc` Spark tasks; results of the last workers in rank order.
+
+    The job goes on while at least `min_num_proc` workers live and takes in up to `max_num_proc` (both are `num_proc`
+    unless given). A worker that fails fails its Spark task, which Spark starts again: `spark.task.maxFailures` must
+    exceed the failures to be survived. The function uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names;
+    the other arguments are those of `run`.
+    """
+    from hora.launch.spark.elastic import run_elastic_on_spark  # jobs that never change size start faster without
+
+    context = _context(fn, "run_elastic")
+    num_proc = context.defaultParallelism if num_proc is None else num_proc
+    least = _renamed("min_np", min_np, "min_num_proc", min_num_proc) or num_proc
+    most = _renamed("max_np", max_np, "max_num_proc", max_num_proc) or num_proc
+    if not 1 <= least <= num_proc <= most:
+        raise ValueError(
+            "1 <= min_num_proc <= num_proc <= max_num_proc must hold, but they are "
+            f"min_num_proc={least}, num_proc={num_proc}, max_num_proc={most}"
+        )
+    timeout_s = elastic_timeout_s() if elastic_timeout is None else float(elastic_timeout)
+    job = SparkJob(
+        function=pickle_call(fn, args, kwargs),
+        num_proc=num_proc,
+        group="horovod.spark.run_elastic",
+        env=_variables(env, nics),
+        output=_output(stdout, stderr, prefix_output_with_timestamp),
+        start_timeout_s=_start_timeout_s(start_timeout),
+        bind_gpus=False,
+        verbose=verbose >= 2,
+    )
+    result = run_elastic_on_spark(
+        context,
+        job,
+        min_num_proc=least,
+        max_num_proc=most,
+        elastic_timeout_s=timeout_s,
+        reset_limit=reset_limit,
+    )
+    return _values(result)
+
+
+def _context(fn: Callable[..., Any], caller: str) -> Any:
+    """The active SparkContext on which to call the function."""
+    from hora.launch.spark.cluster import active_context
+
     if not callable(fn):
         raise BadCallError(f"fn must be a function, but it is {fn!r}")
     context = active_context()
     if context is None:
-        raise RuntimeError("Could not find an active SparkContext: create a SparkSession first, then call run().")
-    num_proc = context.defaultParallelism if num_proc is None else num_proc
-    if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
-        raise ValueError(f"num_proc must be an integer of at least 1, but it is {num_proc!r}")
-    timeout_s = start_timeout_s() if start_timeout is None else float(start_timeout)
-    extra = {} if nics is None else {"HOROVOD_GLOO_IFACE": ",".join(nics)}
-    outcome = run_on_spark(
-        context,
-        SparkJob(
-            function=pickle_call(fn, args, kwargs),
-            num_proc=num_proc,
-            group="horovod.spark.run",
-            env={str(name): str(value) for name, value in (env or {}).items()} | extra,
-            output=OutputOptions(
-                timestamp=prefix_output_with_timestamp,
-                stdout=sys.stdout if stdout is None else stdout,
-                stderr=sys.stderr if stderr is None else stderr,
-            ),
-            start_timeout_s=timeout_s,
-            bind_gpus=False,
-            executable=executable,
-            verbose=verbose >= 2,
-        ),
+        raise RuntimeError(f"Could not find an active SparkContext: create a SparkSession first, then call {caller}().")
+    return context
+
+
+def _variables(env: Mapping[str, str] | None, nics: Iterable[str] | None) -> dict[str, str]:
+    given = {str(name): str(value) for name, value in (env or {}).items()}
+    return given | ({} if nics is None else {"HOROVOD_GLOO_IFACE": ",".join(nics)})
+
+
+def _output(stdout: IO[Any] | None, stderr: IO[Any] | None, timestamp: bool) -> OutputOptions:
+    return OutputOptions(
+        timestamp=timestamp,
+        stdout=sys.stdout if stdout is None else stdout,
+        stderr=sys.stderr if stderr is None else stderr,
     )
-    return [cloudpickle.loads(result) for result in outcome.results]
+
+
+def _start_timeout_s(given: float | None) -> float:
+    return start_timeout_s() if given is None else float(given)
+
+
+def _values(result: JobResult) -> list[Any]:
+    return [cloudpickle.loads(value) for value in result.results if value is not None]
+
+
+def _renamed(old: str, old_value: int | None, new: str, new_value: int | None) -> int | None:
+    if old_value is None:
+        return new_value
+    warnings.warn(f"{old} is deprecated, say {new}", DeprecationWarning, stacklevel=3)
+    return old_value

@@ -19,11 +19,11 @@ from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
+from hora.launch.spark.cluster import context_or_new, require_slots
 from hora.launch.spark.launcher import SparkJob, run_on_spark
-from hora.launch.spark.session import context_or_new
-from hora.launch.spark.slots import require_slots
 from hora.launch.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.start import start
+from hora.spark.elastic_function import is_elastic
 from hora.world import World
 
 __all__ = ["HorovodRunner"]
@@ -36,7 +36,8 @@ class HorovodRunner:
 
     `np > 0`: that many tasks of one Spark stage. `np < 0`: `-np` processes on this machine, without Spark;
     `-1` calls the function right here. `np = 0` (deprecated): one process for each task slot of the
-    cluster. A function that uses `hvd.elastic.run` goes on when Spark loses an executor.
+    cluster. A function that uses `hvd.elastic.run` goes on when Spark loses an executor; `main.elastic = True` (or
+    `False`) says whether it does, where its code does not show it.
     `driver_log_verbosity`: `"all"` shows every line the processes print, `"log_callback_only"`
     what they send with `log_to_driver`.
     """
@@ -53,9 +54,7 @@ class HorovodRunner:
         self._driver_log_verbosity = driver_log_verbosity
 
     def run(self, main, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
-        """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle can
-        carry).
-        """
+        """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle can carry)."""
         _check_call(main, kwargs)
         if self.num_processor == -1:
             return main(**kwargs)
@@ -78,12 +77,12 @@ def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: in
 
 
 def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool) -> Any:
-    plain = pickle_call(main, kwargs=kwargs)
-    elastic = is_elastic(plain)
+    elastic = is_elastic(main, kwargs)
+    function = pickle_call(main, kwargs=kwargs) if elastic else _pickled(main, kwargs)
     context = context_or_new()
     num_slots = require_slots(context, num_proc)
     job = SparkJob(
-        function=plain if elastic else _pickled(main, kwargs),
+        function=function,
         num_proc=num_proc or num_slots,
         group="HorovodRunner",
         env=forwarded_variables(),
@@ -97,27 +96,15 @@ def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc:
 
 def _run_elastic(context: Any, job: SparkJob) -> JobResult:
     """With as many tasks as were asked for, on those that live while Spark replaces the others."""
-    from hora.launch.control.elastic_policy import Limits
     from hora.launch.spark.elastic import run_elastic_on_spark
 
-    timeout_s = elastic_timeout_s()
-    limits = Limits(
-        num_proc=job.num_proc,
-        min_num_proc=1,
-        max_num_proc=job.num_proc,
-        elastic_timeout_s=timeout_s,
-        stuck_s=max(timeout_s / 2, 1.0),
+    return run_elastic_on_spark(
+        context, job, min_num_proc=1, max_num_proc=job.num_proc, elastic_timeout_s=elastic_timeout_s()
     )
-    return run_elastic_on_spark(context, job, limits)
-
-
-def is_elastic(function: bytes) -> bool:
-    """Whether a pickled function drives an elastic loop itself: it names `hvd.elastic` and one of its states."""
-    return b"elastic" in function and b"State" in function
 
 
 class _OnlyRank0Answers:
-    """Calls the function and keeps the other ranks' values, which nobody wants, from travelling."""
+    """Calls the function and keeps the other ranks' values, which `run` does not return, from travelling."""
 
     def __init__(self, main: Callable[..., Any]) -> None:
         self._main = main

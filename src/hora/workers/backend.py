@@ -34,7 +34,7 @@ class Backend(Protocol):
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         """Set something aside for this worker; raises Refused."""
 
-    def start(self, launched: Sequence[PlannedWorker]) -> None:
+    def start(self, planned: Sequence[PlannedWorker]) -> None:
         """Start workers that have a reservation. Does not wait."""
 
     def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:

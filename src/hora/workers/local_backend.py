@@ -46,8 +46,8 @@ class LocalBackend:
         finally:
             self._claims.keep(self._capacity.used_gpus())
 
-    def start(self, launched: Sequence[PlannedWorker]) -> None:
-        self._launcher.start([self._spec(worker) for worker in launched], self._events)
+    def start(self, planned: Sequence[PlannedWorker]) -> None:
+        self._launcher.start([self._spec(worker) for worker in planned], self._events)
 
     def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
         self._launcher.terminate(numbers, grace_s=grace_s)
@@ -64,15 +64,15 @@ class LocalBackend:
         self._launcher.close()
         self._claims.keep(())
 
-    def _spec(self, launched: PlannedWorker) -> WorkerSpec:
-        grant = self._capacity.grants[launched.record.id]
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(launched.number)}
+    def _spec(self, planned: PlannedWorker) -> WorkerSpec:
+        grant = self._capacity.grants[planned.record.id]
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(planned.number)}
         return WorkerSpec(
-            worker=launched.number,
+            worker=planned.number,
             slot=_SLOT,
             argv=(sys.executable, "-m", "hora.workers.main"),
-            env={**self._environment, **launched.variables, **own, **launched.request["env"]},
+            env={**self._environment, **planned.variables, **own, **planned.request["env"]},
             cwd=os.getcwd(),
-            private_files=order_file(launched.request, cores=grant.cores),
+            private_files=order_file(planned.request, cores=grant.cores),
             grace_s=GRACE_S,
         )

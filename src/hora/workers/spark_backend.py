@@ -14,21 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.spark.launcher import SparkJob, SparkLauncher, driver_addresses
-from hora.launch.spark.placement import place_tasks
-from hora.launch.spark.session import active_context
-from hora.launch.spark.slots import count_slots, require_slots
-from hora.launch.spark.stage import SparkStage
-from hora.launch.spark.tasks import SparkTasks
+from hora.launch.spark.cluster import active_context, count_slots, is_local, require_slots
+from hora.launch.spark.driver import StageDriver
+from hora.launch.spark.launcher import SparkLauncher
+from hora.launch.spark.placement import Placement, place_tasks
 from hora.launch.spark.variables import forwarded_variables
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Refused
 
 __all__ = ["SparkBackend", "spark_context"]
 
-_MEET_S = 0.25
 _CLOSE_LIMIT_S = GRACE_S + 45.0
-_TERMINATED = 143
+_TERMINATED, _FAILED = 143, 255
 
 
 def spark_context(backend: str) -> Any | None:
@@ -46,7 +43,7 @@ def spark_context(backend: str) -> Any | None:
     from pyspark import SparkContext
 
     context = SparkContext._active_spark_context
-    return None if context is None or context._jsc is None or str(context.master).startswith("local") else context
+    return None if context is None or context._jsc is None or is_local(context) else context
 
 
 class SparkBackend:
@@ -55,7 +52,7 @@ class SparkBackend:
     def __init__(self, context: Any, events: LaunchEvents) -> None:
         self._context, self._events = context, events
         self._held: set[str] = set()
-        self._groups: list[_Group] = []
+        self._launches: list[_Launch] = []
 
     def settle(self, n: int) -> None:
         try:
@@ -77,14 +74,14 @@ class SparkBackend:
             raise Refused(f"a Spark task slot was asked for, but {slots - len(self._held)} of {slots} are free")
         self._held.add(worker)
 
-    def start(self, launched: Sequence[PlannedWorker]) -> None:
-        self._groups = [group for group in self._groups if not group.over]
-        self._groups.append(_Group(self._context, launched, self._events))
+    def start(self, planned: Sequence[PlannedWorker]) -> None:
+        self._launches = [launch for launch in self._launches if not launch.over]
+        self._launches.append(_Launch(self._context, planned, self._events))
 
     def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
         wanted = set(numbers)
-        for group in self._groups:
-            group.terminate(wanted, grace_s=grace_s)
+        for launch in self._launches:
+            launch.terminate(wanted, grace_s=grace_s)
 
     def release(self, worker: str) -> None:
         self._held.discard(worker)
@@ -93,43 +90,32 @@ class SparkBackend:
         pass  # its task ends what is left of it
 
     def close(self) -> None:
-        for group in self._groups:
-            group.terminate(group.numbers, grace_s=GRACE_S)
-        for group in self._groups:
-            group.join()
+        for launch in self._launches:
+            launch.terminate(launch.numbers, grace_s=GRACE_S)
+        for launch in self._launches:
+            launch.join()
 
 
-class _Tasks(SparkTasks):
-    """Knows from which address each task has called."""
+class _Launch:
+    """The workers of one launch: waiting for slots -> running -> over. Implements LaunchEvents for the Spark launcher.
 
-    def address(self, task: int) -> str:
-        with self._arrived:
-            peer = self._peers.get(task)
-            return "unknown" if peer is None else peer.host
+    A thread of its own takes it through these states; `_lock` guards what callers and the server's thread see.
+    """
 
-
-class _Group:
-    """The workers of one launch: waiting for slots -> running -> over. Implements LaunchEvents for the launcher."""
-
-    def __init__(self, context: Any, launched: Sequence[PlannedWorker], events: LaunchEvents) -> None:
-        self._launched, self._events = list(launched), events
+    def __init__(self, context: Any, planned: Sequence[PlannedWorker], events: LaunchEvents) -> None:
+        self._planned, self._events = list(planned), events
         # Here and now: executors need not have the file, and it may change before there are slots.
-        script = launched[0].request.get("script")
+        script = planned[0].request.get("script")
         self._source = Path(script).read_text() if script else None
-        self.numbers = frozenset(worker.number for worker in launched)
+        self.numbers = frozenset(worker.number for worker in planned)
         self._lock = threading.RLock()
         self._stopped: set[int] = set()
-        self._left = set(self.numbers)
+        self._left = set(self.numbers)  # those whose end was not reported yet
         self._all_ended = threading.Event()
         self._launcher: SparkLauncher | None = None
-        self._tasks_of: dict[int, int] = {}
-        self._bind_address, self._address = driver_addresses(context)
-        self._tasks = _Tasks(len(self._launched), bind_address=self._bind_address)
-        keep_output = not str(context.master).startswith("local")
-        body = self._tasks.body(self._address, stream_output=True, keep_output=keep_output)
-        self._stage = SparkStage(context, len(self._launched), body, group="hora-workers")
-        self._stage.start()
-        self._thread = threading.Thread(target=self._run, name=self._stage.group, daemon=True)
+        self._task_of: dict[int, int] = {}
+        self._driver = StageDriver(context, len(self._planned), group="hora-workers")
+        self._thread = threading.Thread(target=self._run, name=self._driver.stage.group, daemon=True)
         self._thread.start()
 
     @property
@@ -146,7 +132,7 @@ class _Group:
     def join(self) -> None:
         self._thread.join(_CLOSE_LIMIT_S)
 
-    # What the launcher reports, on the listener's thread.
+    # What the launcher reports, on the server's thread.
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
         self._events.output(worker, stream, data)
@@ -159,72 +145,75 @@ class _Group:
             if ended.worker not in self._left:
                 return
             self._left.remove(ended.worker)
-            task = self._tasks_of.get(ended.worker)
-            if task is not None:
-                self._tasks.send(task, {"kind": "leave"})
+            if ended.worker in self._task_of:
+                self._driver.dismiss(self._task_of[ended.worker])
             none_left = not self._left
         self._events.exited(ended)
         if none_left:
             self._all_ended.set()
 
-    # The group's own thread.
+    # The launch's own thread.
 
     def _run(self) -> None:
-        try:
-            if self._meet():
-                self._all_ended.wait()
-        finally:
-            self._end_rest("the Spark stage of these workers ended")
-            self._tasks.dismiss()
-            if self._tasks.missing() or not self._stage.ended.wait(GRACE_S):
-                self._stage.cancel()
-            self._tasks.close()
+        reason = "the Spark stage of these workers ended"
+        with self._driver:
+            try:
+                places = self._driver.meet(len(self._planned), self._still_wanted)
+                if places is not None:
+                    self._start(place_tasks(places))
+                    self._all_ended.wait()
+                elif self._driver.stage.ended.is_set():
+                    reason = self._driver.stage.failure_text()
+            finally:
+                self._end_rest(reason)
 
-    def _meet(self) -> bool:
-        """Wait until every task is there, then start the workers. False if it does not come to that."""
-        while (places := self._tasks.wait(_MEET_S)) is None:
-            with self._lock:
-                if self._left <= self._stopped:
-                    return False
-            if self._stage.ended.is_set():
-                self._end_rest(self._stage.failure_text())
-                return False
-        placements = place_tasks(places)
-        wanted = SparkJob(function=b"", num_proc=len(placements), group=self._stage.group, bind_gpus=False)
-        specs = []
-        for worker, placement in zip(self._launched, placements, strict=True):
-            self._tasks_of[worker.number] = placement.task
-            worker.record.ip_address = self._tasks.address(placement.task)
-            own = {"CDSW_IP_ADDRESS": worker.record.ip_address, "CDSW_MASTER_IP": self._address}
-            own |= {"CML_MASTER_IP": self._address, "CUDA_VISIBLE_DEVICES": ",".join(placement.own_gpus)}
-            spec = WorkerSpec(
-                worker=worker.number,
-                slot=placement.slot,
-                argv=(sys.executable, "-m", "hora.workers.main"),
-                env={**forwarded_variables(), **worker.variables, **own, **worker.request["env"]},
-                private_files=order_file(worker.request, cores=(), source=self._source),
-                grace_s=GRACE_S,
-            )
-            specs.append(spec)
-        launcher = SparkLauncher(
-            self._tasks, self._stage, placements, wanted, bind_address=self._bind_address, address=self._address
-        )
+    def _still_wanted(self) -> bool:
+        """Whether a worker is left that was not stopped while it waited for its slot."""
         with self._lock:
-            self._launcher = launcher
-            early = sorted(self._left & self._stopped)
+            return not self._left <= self._stopped
+
+    def _start(self, placements: Sequence[Placement]) -> None:
+        """Start those workers that nothing has stopped by now, each in its task."""
+        specs = [self._spec(worker, placement) for worker, placement in zip(self._planned, placements, strict=True)]
+        launcher = SparkLauncher(self._driver, placements, bind_gpus=False)
+        with self._lock:
+            self._launcher = launcher  # from here on `terminate` reaches what runs
+            stopped = sorted(self._left & self._stopped)
         # Not under the lock: the launcher may report at once, and the session's lock comes before ours.
-        launcher.start([spec for spec in specs if spec.worker not in early], self)
+        launcher.start([spec for spec in specs if spec.worker not in stopped], self)
         with self._lock:
-            meanwhile = self._stopped.difference(early)
+            meanwhile = self._stopped.difference(stopped)
         launcher.terminate(meanwhile, grace_s=GRACE_S)
-        for number in early:
-            self.exited(WorkerExit(worker=number, code=_TERMINATED, reason="it was stopped before it started"))
-        return True
+        for number in stopped:
+            self._report_stopped(number)
+
+    def _spec(self, worker: PlannedWorker, placement: Placement) -> WorkerSpec:
+        self._task_of[worker.number] = placement.task
+        worker.record.ip_address = self._driver.host_of(placement.task)
+        own = {
+            "CDSW_IP_ADDRESS": worker.record.ip_address,
+            "CDSW_MASTER_IP": self._driver.address,
+            "CML_MASTER_IP": self._driver.address,
+            "CUDA_VISIBLE_DEVICES": ",".join(placement.own_gpus),
+        }
+        return WorkerSpec(
+            worker=worker.number,
+            slot=placement.slot,
+            argv=(sys.executable, "-m", "hora.workers.main"),
+            env={**forwarded_variables(), **worker.variables, **own, **worker.request["env"]},
+            private_files=order_file(worker.request, cores=(), source=self._source),
+            grace_s=GRACE_S,
+        )
 
     def _end_rest(self, reason: str) -> None:
+        """Report the end of every worker that is left: of those that were stopped, and of those that failed for `reason`."""
         with self._lock:
             left = sorted(self._left)
         for number in left:
-            stopped = number in self._stopped
-            why = "it was stopped before it started" if stopped else reason
-            self.exited(WorkerExit(worker=number, code=_TERMINATED if stopped else 255, reason=why))
+            if number in self._stopped:
+                self._report_stopped(number)
+            else:
+                self.exited(WorkerExit(worker=number, code=_FAILED, reason=reason))
+
+    def _report_stopped(self, number: int) -> None:
+        self.exited(WorkerExit(worker=number, code=_TERMINATED, reason="it was stopped before it started"))

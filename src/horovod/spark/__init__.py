@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hora.spark.run import run
-from hora.spark.run_elastic import run_elastic
+from hora.spark.run import run, run_elastic
 
 __all__ = ["run", "run_elastic"]

@@ -8,7 +8,6 @@ same way. The stage is an ordinary one: a barrier stage would end all tasks with
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +20,9 @@ from hora.launch.control.elastic_policy import Limits
 from hora.launch.control.elastic_spec import ElasticSpec
 from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.slots import HostInfo, place_ranks
-from hora.launch.spark.launcher import SparkJob, SparkLauncher, driver_addresses
+from hora.launch.spark.driver import StageDriver
+from hora.launch.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.spark.placement import Placement, TaskPlace
-from hora.launch.spark.stage import SparkStage
-from hora.launch.spark.tasks import SparkTasks
 from hora.net.server import Peer
 from hora.net.wire import Header
 
@@ -33,40 +31,63 @@ __all__ = ["run_elastic_on_spark"]
 Changed = Callable[[Sequence[HostInfo]], None]
 
 
-def run_elastic_on_spark(context: Any, wanted: SparkJob, limits: Limits) -> JobResult:
+def run_elastic_on_spark(
+    context: Any,
+    wanted: SparkJob,
+    *,
+    min_num_proc: int,
+    max_num_proc: int,
+    elastic_timeout_s: float,
+    reset_limit: int | None = None,
+) -> JobResult:
     """Run the job on up to `max_num_proc` tasks of this SparkContext's cluster, on no fewer than `min_num_proc`."""
-    bind_address, address = driver_addresses(context)
-    num_tasks = limits.max_num_proc or limits.num_proc
-    with contextlib.ExitStack() as stack:
-        tasks = _Attempts(num_tasks, bind_address=bind_address)
-        stack.callback(tasks.close)
-        keep_output = not context.master.startswith("local")
-        body = tasks.body(address, stream_output=wanted.stream_output, keep_output=keep_output)
-        stage = SparkStage(context, num_tasks, body, group=wanted.group, barrier=False)
-        stack.callback(stage.cancel)
-        stage.start()
-        hosts = _meet(tasks, stage, wanted, limits)
-        launcher = _ElasticLauncher(tasks, stage, wanted, bind_address=bind_address, address=address)
+    limits = Limits(
+        num_proc=wanted.num_proc,
+        min_num_proc=min_num_proc,
+        max_num_proc=max_num_proc,
+        reset_limit=reset_limit,
+        elastic_timeout_s=elastic_timeout_s,
+        stuck_s=max(elastic_timeout_s / 2, 1.0),
+    )
+    driver = _Attempts(context, max_num_proc, group=wanted.group, stream_output=wanted.stream_output, barrier=False)
+    with driver:
+        hosts = _meet(driver, wanted, limits)
         job = Job(
             slots=tuple(place_ranks([host.hostname for host in hosts])),
             function=wanted.function,
-            env=wanted.env,
+            env={**wanted.env, "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * limits.elastic_timeout_s + 60))},
             output=wanted.output,
             start_timeout_s=wanted.start_timeout_s,
             verbose=wanted.verbose,
         )
-        spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(tasks))
-        result = run_elastic_job(job, spec, launcher)
+        spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(driver))
+        result = run_elastic_job(job, spec, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus))
         return replace(result, results=tuple(value for value in result.results if value is not None))
 
 
-class _Attempts(SparkTasks):
+def _meet(driver: _Attempts, wanted: SparkJob, limits: Limits) -> list[HostInfo]:
+    """The hosts to begin with: `num_proc` of them, or after the start timeout at least `min_num_proc`."""
+    deadline = time.monotonic() + wanted.start_timeout_s
+    places = driver.meet(limits.num_proc, lambda: time.monotonic() <= deadline)
+    if places is None and driver.stage.ended.is_set():
+        raise JobFailedError(f"Spark job has failed before its processes started: {driver.stage.failure_text()}")
+    if places is None and driver.num_arrived() < limits.min_num_proc:
+        raise StartTimeoutError(
+            f"Timed out waiting for Spark tasks to start. {driver.num_arrived()} of {limits.num_proc} had "
+            f"started after {wanted.start_timeout_s:g} s, and the job needs {limits.min_num_proc}. Check that "
+            "the cluster has free task slots and that executors can reach the driver, or raise start_timeout "
+            "(HOROVOD_SPARK_START_TIMEOUT)."
+        )
+    return driver.hosts()
+
+
+class _Attempts(StageDriver):
     """Tasks that come, go and come again. `changed` is called with each new list of hosts."""
 
-    def __init__(self, num_tasks: int, *, bind_address: str) -> None:
+    def __init__(self, context: Any, num_tasks: int, *, group: str, stream_output: bool, barrier: bool) -> None:
         self._numbers = itertools.count()
         self.changed: Changed | None = None
-        super().__init__(num_tasks, bind_address=bind_address)
+        super().__init__(context, num_tasks, group=group, stream_output=stream_output, barrier=barrier)
 
     def hosts(self) -> list[HostInfo]:
         with self._arrived:
@@ -117,19 +138,17 @@ class _Discovery:
 class _ElasticLauncher(SparkLauncher):
     """Starts each worker in the task that its slot's host stands for, and has tasks whose worker failed fail."""
 
-    _tasks: _Attempts
+    _driver: _Attempts
 
-    def __init__(
-        self, tasks: _Attempts, stage: SparkStage, wanted: SparkJob, *, bind_address: str, address: str
-    ) -> None:
-        super().__init__(tasks, stage, (), wanted, bind_address=bind_address, address=address)
+    def __init__(self, driver: _Attempts, *, bind_gpus: bool) -> None:
+        super().__init__(driver, (), bind_gpus=bind_gpus)
         self._closing = False
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         self._events = events
-        self._tasks.on_message = self._message
+        self._driver.on_message = self._message
         for worker in workers:
-            place = self._tasks.place_of(worker.slot.hostname)
+            place = self._driver.place_of(worker.slot.hostname)
             if place is None:
                 reason = f"the Spark task on {worker.slot.hostname} has ended"
                 events.exited(WorkerExit(worker=worker.worker, code=137, reason=reason))
@@ -137,8 +156,8 @@ class _ElasticLauncher(SparkLauncher):
             with self._lock:
                 self._running[place.task] = worker.worker
             placement = Placement(slot=worker.slot, task=place.task, own_gpus=place.gpus, visible_gpus=place.gpus)
-            self._tasks.send(place.task, *self._order(worker, placement))
-            if place.task not in self._tasks.connected():
+            self._driver.send(place.task, *self._order(worker, placement))
+            if place.task not in self._driver.connected():
                 self._message(place.task, {"kind": "gone"}, b"")
 
     def close(self) -> None:
@@ -148,23 +167,4 @@ class _ElasticLauncher(SparkLauncher):
     def _exited(self, task: int, ended: WorkerExit) -> None:
         super()._exited(task, ended)
         if ended.code and not self._closing:
-            self._tasks.send(task, {"kind": "fail", "code": ended.code})
-
-
-def _meet(tasks: _Attempts, stage: SparkStage, wanted: SparkJob, limits: Limits) -> list[HostInfo]:
-    """The hosts to begin with: `num_proc` of them, or after the start timeout at least `min_num_proc`."""
-    deadline = time.monotonic() + wanted.start_timeout_s
-    while True:
-        if tasks.wait(0.25) is not None or tasks.num_arrived() >= limits.num_proc:
-            return tasks.hosts()
-        if stage.ended.is_set():
-            raise JobFailedError(f"Spark job has failed before its processes started: {stage.failure_text()}")
-        if time.monotonic() > deadline:
-            if tasks.num_arrived() >= limits.min_num_proc:
-                return tasks.hosts()
-            raise StartTimeoutError(
-                f"Timed out waiting for Spark tasks to start. {tasks.num_arrived()} of {limits.num_proc} had "
-                f"started after {wanted.start_timeout_s:g} s, and the job needs {limits.min_num_proc}. Check that "
-                "the cluster has free task slots and that executors can reach the driver, or raise start_timeout "
-                "(HOROVOD_SPARK_START_TIMEOUT)."
-            )
+            self._driver.send(task, {"kind": "fail", "code": ended.code})

@@ -2,8 +2,7 @@
 
 The stage is a barrier stage, so Spark starts all tasks together or none. Spark's own `barrier()` and
 `allGather()` are not used: each of them costs a whole second, and the tasks meet through their
-authenticated connections anyway. This module knows nothing about ranks; `spark.py` gives it the body of a
-task.
+authenticated connections anyway. This module knows nothing about ranks; `driver` gives it the body of a task.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hora.launch.spark.slots import allocates_dynamically
+from hora.launch.spark.cluster import allocates_dynamically
 
 __all__ = ["SparkStage"]
 
@@ -110,7 +109,7 @@ def _own_workers(context: Any) -> Iterator[None]:
     """Have Spark run what is defined within this in Python workers of their own.
 
     Spark keeps a set of Python workers for each environment that they ask for. No UDF shall run in ours,
-    because ranks are forked from them (`spark_warm`), and a rank shall not inherit what a UDF did.
+    because ranks are forked from them (`warm`), and a rank shall not inherit what a UDF did.
     """
     environment = context.environment
     context.environment = {**environment, "HORA_SPARK_WORKER": "1"}

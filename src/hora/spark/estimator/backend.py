@@ -49,7 +49,7 @@ class SparkBackend(Backend):
     def num_processes(self) -> int:
         if self._num_proc is not None:
             return self._num_proc
-        from hora.launch.spark.session import active_context
+        from hora.launch.spark.cluster import active_context
 
         context = active_context()
         if context is None:

@@ -1,22 +1,77 @@
-"""How many processes a Spark cluster can run at once, asked of Spark before anything is submitted.
+"""The Spark cluster that is there: its context, how many processes it can run at once, how executors reach the driver.
 
-Only the driver's classic SparkContext is asked; nothing is started or reserved. Called by the Spark
-launcher and by `HorovodRunner`, so that a job that can never fit is an error at once instead of a stage
-that waits for ever.
+Only the driver's classic SparkContext is asked; nothing is started or reserved, but for a session where `context_or_new`
+is asked for one. Slots are counted before anything is submitted, so that a job that can never fit is an error at once
+instead of a stage that waits for ever. Called on the driver: by the launcher's side and by what users call.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import threading
 import time
 from typing import Any
 
-__all__ = ["allocates_dynamically", "count_slots", "require_slots"]
+__all__ = [
+    "active_context",
+    "allocates_dynamically",
+    "context_or_new",
+    "count_slots",
+    "driver_addresses",
+    "is_local",
+    "require_slots",
+]
 
 _POLL_S = 0.1
 # Spark itself gives executors of a new application this long to register before it schedules without them.
 _REGISTRATION_LIMIT_S = 30.0
 _most_seen: dict[str, int] = {}  # application -> the most slots that it ever had
+
+
+def active_context() -> Any | None:
+    """The running SparkContext, or None. ValueError under Spark Connect, which has none."""
+    try:
+        from pyspark import SparkContext
+    except ImportError as error:
+        raise ImportError("running on Spark needs pyspark: pip install 'hora[spark]'") from error
+    context = SparkContext._active_spark_context
+    if context is not None and context._jsc is not None:
+        return context
+    _refuse_connect()
+    return None
+
+
+def context_or_new() -> Any:
+    """The running SparkContext; a new session's where none runs (its master comes from Spark's configuration)."""
+    context = active_context()
+    if context is not None:
+        return context
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.builder.appName("HorovodRunner").getOrCreate()
+    _refuse_connect(session)
+    return session.sparkContext
+
+
+def _refuse_connect(session: Any = None) -> None:
+    """A Connect client has no SparkContext: it cannot count slots or start a stage of plain tasks, and its executors have
+    no settled way back to the machine it runs on."""
+    if session is None:
+        from pyspark.sql import SparkSession
+
+        session = SparkSession.getActiveSession()
+    if session is not None and type(session).__module__.startswith("pyspark.sql.connect"):
+        raise ValueError(
+            "this SparkSession is a Spark Connect client, and processes cannot be started through it: run "
+            "the driver in classic mode (a master such as spark://host:7077 instead of sc://…, without "
+            "SPARK_REMOTE), or use np=-n for processes on this machine"
+        )
+
+
+def is_local(context: Any) -> bool:
+    """Whether this machine is the whole cluster, and the executor is the driver's own process."""
+    return str(context.master).startswith("local")
 
 
 def count_slots(context: Any) -> int:
@@ -49,7 +104,7 @@ def require_slots(context: Any, num_slots: int) -> int:
     while True:
         slots = count_slots(context)
         _most_seen[context.applicationId] = max(slots, _most_seen.get(context.applicationId, 0))
-        if slots >= wanted and (num_slots > 0 or time.time() >= settled or context.master.startswith("local")):
+        if slots >= wanted and (num_slots > 0 or time.time() >= settled or is_local(context)):
             return slots
         if time.time() >= settled:
             raise ValueError(_too_few(context, num_slots, slots))
@@ -78,7 +133,7 @@ def _require_on_demand(context: Any, num_slots: int) -> int:
 def _settled_at(context: Any) -> float:
     """When all executors that will come have come (seconds since the epoch)."""
     started = int(context.startTime) / 1000.0
-    if context.master.startswith("local"):
+    if is_local(context):
         return started
     waiting = context.getConf().get("spark.scheduler.maxRegisteredResourcesWaitingTime", "")
     limit_s = float(waiting.removesuffix("s")) if waiting.removesuffix("s").isdigit() else _REGISTRATION_LIMIT_S
@@ -101,3 +156,33 @@ def _too_few(context: Any, wanted: int, slots: int) -> str:
         f"has {slots} (each task needs {needs}); use np={slots} or fewer, "
         "or a cluster with more executor cores" + (" and GPUs" if gpus else "")
     )
+
+
+def driver_addresses(context: Any) -> tuple[str, str]:
+    """Where to listen for the executors, and the address under which they reach it.
+
+    Spark has already settled how executors reach the driver. Where that is loopback, no other machine shall reach us.
+    """
+    if is_local(context):
+        return "127.0.0.1", "127.0.0.1"
+    conf = context.getConf()
+    host = conf.get("spark.driver.host", "") or socket.gethostname()
+    try:
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:  # a name that only the executors' side of the network knows
+        return "0.0.0.0", host
+    if ipaddress.ip_address(resolved).is_loopback:
+        return str(resolved), str(resolved)
+    bind = conf.get("spark.driver.bindAddress", "") or str(resolved)
+    return (bind if _can_bind(bind) else "0.0.0.0"), host
+
+
+def _can_bind(address: str) -> bool:
+    # In a pod the driver's host is often a service's address, which is not an address of this machine.
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.launch.spark import session
+from hora.launch.spark import cluster
 
 
 class ConnectSession:
@@ -20,7 +20,7 @@ def test_a_connect_session_is_refused_with_a_way_out(monkeypatch):
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     monkeypatch.setattr(SparkSession, "getActiveSession", ConnectSession)
     with pytest.raises(ValueError, match=r"Spark Connect.*classic mode.*np=-n"):
-        session.active_context()
+        cluster.active_context()
 
 
 def test_no_session_is_no_context(monkeypatch):
@@ -29,4 +29,4 @@ def test_no_session_is_no_context(monkeypatch):
 
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
-    assert session.active_context() is None
+    assert cluster.active_context() is None
