@@ -5,7 +5,9 @@ Tests that share something expensive (the Spark cluster, a file's fixtures) stay
 
 from __future__ import annotations
 
+import random
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,17 @@ _SPARK = {"spark", "spark_cluster"}
 for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _action)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, default=2_000, help="how many random inputs each fuzzing test tries")
+
+
+@pytest.fixture
+def cases(request: pytest.FixtureRequest) -> Iterator[tuple[str, random.Random]]:
+    """Random inputs for a fuzzing test: each one's name, for messages, and a source of randomness that depends on it."""
+    names = (f"case {number} of {request.node.name}" for number in range(request.config.getoption("--cases")))
+    return ((name, random.Random(name)) for name in names)
 
 
 @pytest.hookimpl(tryfirst=True)

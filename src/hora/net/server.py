@@ -41,6 +41,7 @@ _FLUSH_LIMIT_S = 2.0
 _ACCEPT_AT_ONCE = 64
 _REST_S = 0.2
 _LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a user's limit may be longer
+_MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError)  # what comes of a message that makes no sense
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 
@@ -49,7 +50,7 @@ class Handler(Protocol):
     """What a server's owner implements. Called in the server's thread only."""
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """An authenticated peer sent a message. ValueError, KeyError or TypeError: the peer is shown out."""
+        """An authenticated peer sent a message. One of `_MALFORMED` is raised: the peer is shown out."""
 
     def closed(self, peer: Peer) -> None:
         """An authenticated peer's connection has ended, for whatever reason."""
@@ -295,7 +296,7 @@ class Server:
                 self._greet(peer, handshake, data)
             else:
                 self._take(peer, data)
-        except (AuthenticationError, ValueError, KeyError, TypeError) as error:
+        except (AuthenticationError, *_MALFORMED) as error:
             self._turn_away(peer, str(error) if isinstance(error, AuthenticationError) else repr(error))
         except OSError:
             self._drop(peer)

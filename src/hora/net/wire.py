@@ -222,18 +222,12 @@ class Opener:
 
     def _take(self, body: bytes) -> tuple[Header, bytes] | None:
         if self._header is None:
-            (length,) = _LENGTH.unpack_from(body)
-            if length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
-                raise AuthenticationError(f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}")
-            header = json.loads(body[_LENGTH.size : _LENGTH.size + length])
-            if not isinstance(header, dict) or not isinstance(header.get("_n"), int):
-                raise AuthenticationError("a message had no proper header")
-            self._header, self._missing = header, header.pop("_n")
+            self._header, body = _opened(body)
+            self._missing = self._header.pop("_n")
             if self._missing > self._max_payload_bytes:
                 raise AuthenticationError(
                     f"a payload of {self._missing} bytes was announced; the limit is {self._max_payload_bytes}"
                 )
-            body = body[_LENGTH.size + length :]
         self._payload += body
         self._missing -= len(body)
         if self._missing < 0:
@@ -243,3 +237,22 @@ class Opener:
         message = self._header, bytes(self._payload)
         self._header, self._payload = None, bytearray()
         return message
+
+
+def _opened(body: bytes) -> tuple[Header, bytes]:
+    """The header in a message's first frame, and the rest of the frame. Genuine, but perhaps made by a hostile member."""
+    length = int.from_bytes(body[: _LENGTH.size], "big")
+    if len(body) < _LENGTH.size or length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
+        raise AuthenticationError(f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}")
+    try:
+        header = json.loads(body[_LENGTH.size : _LENGTH.size + length], parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise AuthenticationError(f"a header that is no JSON was sent: {str(error)[:200]}") from None
+    size = header.get("_n") if isinstance(header, dict) else None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise AuthenticationError("a message had no proper header")
+    return header, body[_LENGTH.size + length :]
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number of JSON")

@@ -12,6 +12,8 @@ until what it waits for happens, its time limit passes, its peer goes, or a rank
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +25,9 @@ from hora.world import World
 
 __all__ = ["ErrorReport", "Rendezvous", "RendezvousEvents"]
 
-_TOLD = 16
+_TOLD = 16  # ranks that a message names
+# What a worker says ends up in the headers of messages to others, which have room for so much.
+_KEY_CHARACTERS, _NAME_CHARACTERS, _LINE_BYTES = 4096, 200, 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +93,19 @@ class _Gather:
     size: int
     parked: dict[int, _Parked] = field(default_factory=dict)  # by rank
 
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.parked]
+    @property
+    def complete(self) -> bool:
+        return len(self.parked) == self.size
+
+    def lacks(self, rank: int) -> bool:
+        return 0 <= rank < self.size and rank not in self.parked
+
+    def missing(self) -> str:
+        """The ranks that have not come: not all of them, should there be thousands."""
+        missing = (rank for rank in range(self.size) if rank not in self.parked)
+        first = list(itertools.islice(missing, _TOLD))
+        rest = self.size - len(self.parked) - len(first)
+        return f"ranks {first} are missing" + (f", and {rest} others" if rest else "")
 
 
 @dataclass
@@ -152,7 +167,7 @@ class Rendezvous:
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        operation = _OPERATIONS.get(header["op"])
+        operation = _OPERATIONS.get(str(header["op"]))
         if operation is None:
             raise ValueError(f"unknown operation {header['op']!r}")
         operation(self, peer, header, payload)
@@ -168,7 +183,7 @@ class Rendezvous:
         # News of a rank of an earlier generation says nothing about today's bearer of its number.
         generation, rank = self._ranks.pop(peer, (None, -1))
         for key, gather in list(self._gathers.items()):
-            if generation == self._worlds.generation and rank in gather.missing():
+            if generation == self._worlds.generation and gather.lacks(rank):
                 self._fail_gather(key, f"rank {rank} closed its connection without a good-bye")
             elif any(one.peer is peer for one in gather.parked.values()):
                 self._fail_gather(key, f"{peer.name} closed its connection without a good-bye")
@@ -176,7 +191,7 @@ class Rendezvous:
             self._events.lost(peer.number)
 
     def _hello(self, peer: Peer, header: Header, payload: bytes) -> None:
-        peer.name, peer.number = str(header["name"]), int(header["worker"])
+        peer.name, peer.number = str(header["name"])[:_NAME_CHARACTERS], int(header["worker"])
         if peer.number in self._given_up:
             message = f"worker {peer.number} was given up by the launcher and its place is somebody else's"
             peer.number = -1
@@ -196,11 +211,11 @@ class Rendezvous:
         self._answer(peer, header["id"])
 
     def _set(self, peer: Peer, header: Header, payload: bytes) -> None:
-        self._store(str(header["key"]), payload)
+        self._store(_key(header), payload)
         self._answer(peer, header["id"])
 
     def _get(self, peer: Peer, header: Header, payload: bytes) -> None:
-        key = str(header["key"])
+        key = _key(header)
         if key in self._table:
             self._answer(peer, header["id"], self._table[key])
             return
@@ -211,13 +226,13 @@ class Rendezvous:
             self._gets.setdefault(key, []).append(parked)
 
     def _add(self, peer: Peer, header: Header, payload: bytes) -> None:
-        key = str(header["key"])
+        key = _key(header)
         total = int(self._table.get(key, b"0")) + int(header["amount"])
         self._store(key, str(total).encode())
         self._answer(peer, header["id"], str(total).encode())
 
     def _delete(self, peer: Peer, header: Header, payload: bytes) -> None:
-        existed = self._table.pop(str(header["key"]), None) is not None
+        existed = self._table.pop(_key(header), None) is not None
         self._answer(peer, header["id"], b"1" if existed else b"0")
 
     def _check(self, peer: Peer, header: Header, payload: bytes) -> None:
@@ -225,7 +240,7 @@ class Rendezvous:
         self._answer(peer, header["id"], b"1" if present else b"0")
 
     def _gather(self, peer: Peer, header: Header, payload: bytes) -> None:
-        key, rank, size = str(header["key"]), int(header["rank"]), int(header["size"])
+        key, rank, size = _key(header), int(header["rank"]), int(header["size"])
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
             # Whoever waits already would wait in vain: everybody hears of the disagreement.
@@ -234,11 +249,11 @@ class Rendezvous:
             self._fail_gather(key, why)
             return
         self._ranks[peer] = (self._worlds.generation, rank)
-        gather.parked[rank] = self._park(peer, header, lambda: f"ranks {gather.missing()} are missing", payload)
-        if not gather.missing():
+        gather.parked[rank] = self._park(peer, header, gather.missing, payload)
+        if gather.complete:
             del self._gathers[key]
             self._complete(gather)
-        elif any(missing in self._gone for missing in gather.missing()):
+        elif any(gather.lacks(gone) for gone in self._gone):
             self._fail_gather(key, self._obituary())
 
     def _complete(self, gather: _Gather) -> None:
@@ -263,7 +278,7 @@ class Rendezvous:
         self._answer(peer, header["id"])
 
     def _said(self, peer: Peer, header: Header, payload: bytes) -> None:
-        self._events.said(peer.number, payload.decode(errors="replace"))
+        self._events.said(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
 
     def _next_world(self, peer: Peer, header: Header, payload: bytes) -> None:
         generation = int(header["generation"])
@@ -317,7 +332,7 @@ class Rendezvous:
         self._gone[rank] = how
         self._failed = self._failed or failed
         for key, gather in list(self._gathers.items()):
-            if rank in gather.missing():
+            if gather.lacks(rank):
                 self._fail_gather(key, self._obituary())
         if failed:
             waiting = [one for parked in self._gets.values() for one in parked]
@@ -338,7 +353,7 @@ class Rendezvous:
 
     def _park(self, peer: Peer, header: Header, describe: Callable[[], str], payload: bytes = b"") -> _Parked:
         parked = _Parked(peer, int(header["id"]), describe, payload)
-        deadline = time.monotonic() + float(header["timeout_s"])
+        deadline = time.monotonic() + _limit_s(header)
         parked.timer = self._server.call_at(deadline, lambda: self._expire(parked))
         return parked
 
@@ -358,6 +373,20 @@ class Rendezvous:
 
     def _answer(self, peer: Peer, request: int, payload: bytes = b"") -> None:
         peer.send({"re": request}, payload)
+
+
+def _key(header: Header) -> str:
+    key = header["key"]
+    if not isinstance(key, str) or len(key) > _KEY_CHARACTERS:
+        raise ValueError(f"a key must be text of at most {_KEY_CHARACTERS} characters")
+    return key
+
+
+def _limit_s(header: Header) -> float:
+    limit_s = float(header["timeout_s"])
+    if not math.isfinite(limit_s):
+        raise ValueError(f"a time limit must be a number of seconds, but it is {limit_s}")
+    return limit_s
 
 
 _OPERATIONS: dict[str, Callable[[Rendezvous, Peer, Header, bytes], None]] = {
