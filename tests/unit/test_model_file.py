@@ -1,8 +1,11 @@
 """The model file: what is kept, and that nothing wrong is loaded."""
 
 import hashlib
+import itertools
 import json
+import math
 import pickle
+import struct
 
 import pytest
 import torch
@@ -190,3 +193,55 @@ def test_foreign_folders(tmp_path, folder):
 def test_a_resnet_is_validated(options, match):
     with pytest.raises(ValueError, match=match):
         build({"kind": "resnet", **options})
+
+
+@pytest.mark.parametrize("dtype", ["F64", "I64", "BOOL", "F8_E4M3", "F8_E8M0", "C64", "F4", "U64", "XX"])
+def test_weights_of_another_dtype_are_loaded_or_refused_in_words(folder, dtype):
+    header, _ = _header_and_data(_weights(folder).read_bytes())
+    size, end = {"F64": 8, "I64": 8, "C64": 8, "U64": 8}.get(dtype, 1), 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = end, end + math.prod(entry["shape"]) * size
+            entry |= {"dtype": dtype, "data_offsets": [start, end]}
+    _replace_weights(folder, _safetensors(header, bytes(end)))
+    try:
+        load(folder)
+    except ModelFileError:
+        return
+    assert dtype in ("F64", "F8_E4M3", "C64", "F8_E8M0")  # numbers with a gradient: the network takes them
+
+
+def _header_and_data(weights):
+    (length,) = struct.unpack("<Q", weights[:8])
+    return json.loads(weights[8 : 8 + length]), weights[8 + length :]
+
+
+def _safetensors(header, data):
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def test_tampered_files_load_or_raise_a_model_file_error(folder, cases):
+    """Cards and weights with a few damaged bytes and fitting checksums."""
+    card, weights = json.loads((folder / "model.json").read_text()), _weights(folder).read_bytes()
+    odd = (None, [], {}, -1, 0, 10**400, 1e308, "x", [True], [[]], {"kind": []}, {"kind": "mlp", "sizes": [10**6] * 3})
+    for case, rng in itertools.islice(cases, 0, None, 8):  # each one writes and reads files
+        changed = bytearray(weights)
+        for _ in range(rng.randrange(4)):
+            changed[rng.randrange(len(changed) // 2)] = rng.randrange(256)
+        _replace_weights(folder, bytes(changed))
+        place = rng.choice(("architecture", "features", "classes", "notes"))
+        value = rng.choice(odd)
+        if place == "features" and rng.random() < 0.7:
+            value = [{**card["features"][1], rng.choice(("name", "categories", "divisor")): value}]
+        elif place == "architecture" and rng.random() < 0.7:
+            value = {**rng.choice((card["architecture"], {"kind": "resnet"})), rng.choice(("sizes", "depth")): value}
+        _edit_card(
+            folder, **{key: card[key] for key in ("architecture", "features", "classes", "notes")} | {place: value}
+        )
+        try:
+            load(folder)
+        except ModelFileError:
+            continue
+        except Exception as error:
+            raise AssertionError(case) from error

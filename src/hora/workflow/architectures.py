@@ -88,7 +88,7 @@ class ResNet(nn.Module):
         stem: Literal["small", "large"] = "small",
     ) -> None:
         super().__init__()
-        if depth not in _BLOCKS:
+        if not isinstance(depth, int) or depth not in _BLOCKS:
             raise ValueError(f"depth must be one of {', '.join(map(str, _BLOCKS))}, but it is {depth}")
         for name, value in (("num_classes", num_classes), ("channels", channels), ("width", width)):
             if not isinstance(value, int) or not 1 <= value <= 100_000:
@@ -129,7 +129,7 @@ def build(architecture: Mapping[str, Any]) -> nn.Module:
     """The network of a description such as {"kind": "mlp", "sizes": [5, 10, 10, 3]}."""
     options = dict(architecture)
     kind = options.pop("kind", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"architecture kind {kind!r} is not one of {', '.join(_KINDS)}")
     try:
         return _KINDS[kind](**options)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -20,11 +19,13 @@ from typing import Any
 
 import torch
 
+from hora.files import replaced
+
 __all__ = ["Checkpoints"]
 
 _MAGIC = "hora-checkpoint-1"
 _NAME = re.compile(r"^(\d{8})\.ckpt$")
-_UNFINISHED = "unfinished.partial"  # one name: a killed writer's remains are overwritten, not piled up
+_UNFINISHED = "unfinished.partial"
 _MAX_HEADER_BYTES = 4096
 
 
@@ -57,14 +58,9 @@ class Checkpoints:
         # Numbered in the order of writing: steps may start again from 0 in a folder that was used before.
         number = 1 + max((int(path.stem) for path in self.paths()), default=0)
         path = self.folder / f"{number:08d}.ckpt"
-        partial = self.folder / _UNFINISHED
-        with partial.open("wb") as file:
+        with replaced(path, unfinished=_UNFINISHED) as file:
             file.write(json.dumps(header).encode() + b"\n")
             file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        _sync_folder(self.folder)
         for old in self.paths()[: -self.keep]:
             old.unlink()
         return path
@@ -107,12 +103,3 @@ def _payload(path: Path) -> bytes:
     if hashlib.sha256(payload).hexdigest() != digest:
         raise ValueError("its checksum is wrong")
     return payload
-
-
-def _sync_folder(folder: Path) -> None:
-    """The rename itself must reach the disk too, or a power cut could take the new name away."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from hora.errors import ModelFileError
+from hora.files import replaced
 from hora.workflow.architectures import build
 
 __all__ = ["Feature", "ModelFile", "Prediction", "load", "save"]
@@ -154,7 +154,10 @@ def load(path: str | Path, model: torch.nn.Module | None = None) -> ModelFile:
     if expected != found:
         differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ModelFileError(f"{folder}: the weights do not fit the network; they differ in {', '.join(differing[:5])}")
-    model.load_state_dict(tensors, assign=True)
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except (RuntimeError, TypeError) as error:
+        raise ModelFileError(f"{folder}: the weights are not numbers that the network can use ({error})") from error
     return ModelFile(
         model=model.eval(),
         classes=tuple(card["classes"]),
@@ -164,12 +167,8 @@ def load(path: str | Path, model: torch.nn.Module | None = None) -> ModelFile:
 
 
 def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    with replaced(path, unfinished=f"{path.name}.partial") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _card_digest(card: Mapping[str, Any]) -> str:
@@ -221,8 +220,12 @@ def _read_weights(folder: Path, entry: Mapping[str, Any]) -> dict[str, torch.Ten
         raise ModelFileError(f"{path} has been changed since it was written: its checksum is wrong")
     try:
         return decode(content)
-    except (SafetensorError, ValueError) as error:
-        raise ModelFileError(f"{path} is not a safetensors file ({error})") from error
+    except (
+        SafetensorError,
+        ValueError,
+        KeyError,
+    ) as error:  # KeyError: a dtype that safetensors does not give to torch
+        raise ModelFileError(f"{path} is not a safetensors file for torch ({error})") from error
 
 
 def _empty_model(folder: Path, architecture: Any) -> torch.nn.Module:
@@ -246,5 +249,5 @@ def _feature(folder: Path, entry: Any) -> Feature:
             categories=None if categories is None else tuple(map(str, categories)),
             divisor=divisor,
         )
-    except (TypeError, KeyError, ValueError) as error:
-        raise ModelFileError(f"{folder / _CARD} has a feature that cannot be understood: {entry!r}") from error
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        raise ModelFileError(f"{folder / _CARD} has a feature that cannot be understood: {str(entry)[:200]}") from error

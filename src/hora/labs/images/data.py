@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hora.files import replaced
+
 __all__ = ["Augmentation", "Images", "cifar10", "digits", "fetch_cifar10"]
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
@@ -156,9 +158,8 @@ def fetch_cifar10(
         for name in _CIFAR10_PARTS:
             content = tar.extractfile(members[name])
             assert content is not None, "regular files have content"
-            partial = target / f"{name}.partial"
-            partial.write_bytes(content.read())
-            partial.replace(target / name)
+            with replaced(target / name, unfinished=f"{name}.partial") as file:
+                file.write(content.read())
     return target
 
 

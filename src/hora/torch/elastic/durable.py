@@ -20,6 +20,8 @@ from typing import IO, Any
 
 import torch
 
+from hora.files import replaced
+
 __all__ = ["DurableCommits"]
 
 log = logging.getLogger("hora")
@@ -84,7 +86,7 @@ class DurableCommits:
         with self._path(number, "commit").open("rb") as file:
             if os.fstat(file.fileno()).st_size != manifest.get("num_bytes"):
                 raise ValueError("its size is wrong")
-            if hashlib.file_digest(file, "sha256").hexdigest() != manifest.get("sha256"):
+            if _digest(file) != manifest.get("sha256"):
                 raise ValueError("its checksum is wrong")
             file.seek(0)
             content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
@@ -94,11 +96,11 @@ class DurableCommits:
         try:
             number = 1 + max(self._numbers(), default=0)
             payload = self._path(number, "commit")
-            with _Replacing(payload) as file:
+            with replaced(payload, unfinished=f"{_PARTIAL}.commit") as file:
                 recorder = _Recorder(file)
                 torch.save(content, recorder)  # type: ignore[arg-type]  # it needs no more than `write`
             manifest = {"format": _FORMAT, "num_bytes": recorder.num_bytes, "sha256": recorder.digest.hexdigest()}
-            with _Replacing(self._path(number, "json")) as file:
+            with replaced(self._path(number, "json"), unfinished=f"{_PARTIAL}.json") as file:
                 file.write(json.dumps(manifest).encode())
             for old in self._numbers()[: -self._keep]:
                 self._path(old, "json").unlink(missing_ok=True)
@@ -112,33 +114,6 @@ class DurableCommits:
 
     def _path(self, number: int, kind: str) -> Path:
         return self._folder / f"{number:08d}.{kind}"
-
-
-class _Replacing:
-    """A file that appears under its name when it is complete and on disk. A killed writer's remains are overwritten."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, path.parent / (_PARTIAL + path.suffix)
-
-    def __enter__(self) -> IO[bytes]:
-        self._file = self._partial.open("wb")
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        if kind is not None:
-            self._partial.unlink(missing_ok=True)
-            return
-        self._partial.replace(self._path)
-        # The rename itself must reach the disk too, or a power cut could take the new name away.
-        descriptor = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class _Recorder:
@@ -158,3 +133,10 @@ class _Recorder:
 
     def flush(self) -> None:
         self._file.flush()
+
+
+def _digest(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    return digest.hexdigest()
