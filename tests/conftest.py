@@ -1,6 +1,7 @@
 """Several test processes at a time: most tests wait for something, and a machine has at least two cores.
 
-Tests that share something expensive (the Spark cluster, a file's fixtures) stay in one process.
+Tests that share something expensive (the Spark cluster, a file's fixtures) stay in one process. Tests with real
+processes, signals and networks may get a second chance on a noisy machine (`--reruns`); those of tests/unit never.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 _SPARK = {"spark", "spark_cluster"}
+_UNIT = Path(__file__).parent / "unit"
 
 # Under nohup, or in the background of a script, they are ignored, and launchers rightly keep it that way. Tests send them.
 for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -32,9 +35,12 @@ def cases(request: pytest.FixtureRequest) -> Iterator[tuple[str, random.Random]]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        file = f"{item.path.parent.name}/{item.path.stem}"
-        shared = "spark" if _SPARK & set(getattr(item, "fixturenames", ())) else file
-        item.add_marker(pytest.mark.xdist_group(shared))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            file = f"{item.path.parent.name}/{item.path.stem}"
+            shared = "spark" if _SPARK & set(getattr(item, "fixturenames", ())) else file
+            item.add_marker(pytest.mark.xdist_group(shared))
+    if config.pluginmanager.hasplugin("rerunfailures"):
+        for item in items:
+            if _UNIT in item.path.parents:
+                item.add_marker(pytest.mark.flaky(reruns=0))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -118,27 +116,6 @@ def test_one_identity_under_all_names():
 
     assert horovod.torch.mpi_ops.allreduce is hora.torch.allreduce
     assert horovod.common.process_sets.global_process_set is hora.torch.global_process_set
-
-
-def test_the_front_alone_brings_its_submodules():
-    """Old code says `hvd.mpi_ops.x` and `hvd.compression.x` after nothing but `import horovod.torch as hvd`."""
-    code = (
-        "import horovod.torch as hvd; hvd.compression.Compressor, hvd.functions.broadcast_object, "
-        "hvd.optimizer.DistributedOptimizer, hvd.sync_batch_norm.SyncBatchNorm, hvd.elastic.state.TorchState; "
-        "assert hvd.mpi_ops._basics.Average == hvd.Average and not hvd.mpi_ops._basics.is_initialized()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_import_starts_nothing():
-    """No thread, no output, no change of the environment, no warning."""
-    code = (
-        "import os, threading; before = dict(os.environ); import horovod.torch as hvd; "
-        "assert threading.active_count() == 1 and dict(os.environ) == before and not hvd.is_initialized()"
-    )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):

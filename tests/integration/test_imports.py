@@ -1,0 +1,39 @@
+"""What an import does, and does not do, in a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["hora", "hora.cli", "hora.world", "hora.launch", "horovod", "sparkdl"])
+def test_import_needs_neither_torch_nor_pyspark(module):
+    code = (
+        f"import {module}, sys; print(sorted(m for m in ('torch', 'pyspark', 'numpy', 'pandas') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_front_alone_brings_its_submodules():
+    """Old code says `hvd.mpi_ops.x` and `hvd.compression.x` after nothing but `import horovod.torch as hvd`."""
+    code = (
+        "import horovod.torch as hvd; hvd.compression.Compressor, hvd.functions.broadcast_object, "
+        "hvd.optimizer.DistributedOptimizer, hvd.sync_batch_norm.SyncBatchNorm, hvd.elastic.state.TorchState; "
+        "assert hvd.mpi_ops._basics.Average == hvd.Average and not hvd.mpi_ops._basics.is_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_import_starts_nothing():
+    """No thread, no output, no change of the environment, no warning."""
+    code = (
+        "import os, threading; before = dict(os.environ); import horovod.torch as hvd; "
+        "assert threading.active_count() == 1 and dict(os.environ) == before and not hvd.is_initialized()"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

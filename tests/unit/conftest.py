@@ -1,0 +1,28 @@
+"""Tests of this folder start no process: one that does fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+_STARTS = frozenset(("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"))
+_in_a_test = False
+
+
+def _refuse(event: str, _arguments: tuple[Any, ...]) -> None:
+    if event in _STARTS and _in_a_test:
+        raise RuntimeError(f"{event}: a test in tests/unit starts a process; it belongs to multiproc or integration")
+
+
+sys.addaudithook(_refuse)  # there is no way to take it back: it looks at the flag
+
+
+@pytest.fixture(autouse=True)
+def _no_process() -> Iterator[None]:
+    global _in_a_test
+    _in_a_test = True
+    yield
+    _in_a_test = False
