@@ -17,9 +17,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(__file__))
+sys.path.insert(0, os.path.dirname(sys.path[0]))
 
 from elastic_job import ElasticJob, assert_good_ending
-from job_process import wait_until
+
+from waiting import wait_until
 
 # A stopped rank takes the stall check's time to be noticed, and then some: few of them.
 FAULTS = [signal.SIGKILL] * 8 + [signal.SIGTERM] * 3 + [signal.SIGSTOP]

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_process import JobProcess, wait_until
+from job_process import JobProcess
+
+from waiting import wait_until
 
 _RESULT = "RESULT "
 

@@ -10,25 +10,30 @@ import os
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from waiting import wait_until
+
 LIMIT_S = 60.0
 BIN = Path(sys.executable).parent
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
 
-def wait_until(what: str, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    """Poll for something that other processes bring about."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out waiting until {what}"
-        time.sleep(0.02)
+def wait_until_gone(*pids: int) -> None:
+    """Return when none of these processes runs any more."""
+    for pid in pids:
+        wait_until(f"process {pid} is gone", lambda pid=pid: not _runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 _started: set[_MarkedProcess] = set()

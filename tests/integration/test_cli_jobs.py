@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from job_process import BIN, lines_of, run_command, running
@@ -76,12 +75,10 @@ def test_output_has_prefixes_times_and_files(tmp_path):
 
 
 def test_the_two_commands_fail_each_in_its_way():
-    """Rank 1 fails at once although rank 0 would sleep for two minutes."""
-    job = ["-np", "2", "sh", "-c", "if [ $HOROVOD_RANK = 1 ]; then echo oh no >&2; exit 7; fi; sleep 120"]
+    """Rank 1 fails at once although rank 0 would sleep for longer than a command may take here."""
+    job = ["-np", "2", "sh", "-c", "if [ $HOROVOD_RANK = 1 ]; then echo oh no >&2; exit 7; fi; sleep 600"]
     for command, status in ((["horovodrun"], 1), (["hora", "run"], 7)):
-        started = time.monotonic()
         code, _, err = run_command(*command, *job)
-        assert time.monotonic() - started < 60
         assert code == status
         assert "Process name: 1\nExit code: 7\n" in err
         assert "oh no" in err.partition("Exit code: 7")[2]

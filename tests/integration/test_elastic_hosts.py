@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from elastic_job import ElasticJob, assert_good_ending
-from job_process import wait_until
+
+from waiting import wait_until
 
 A, B, C = "localhost", "127.0.0.1", "127.0.0.2"
 

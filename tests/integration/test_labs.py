@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from job_process import CommandProcess, run_command, wait_until
+from job_process import CommandProcess, run_command
 
 from hora.workflow import load
+from waiting import wait_until
 
 CSV = """Species,Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass
 {rows}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_process import HOROVODRUN, JobProcess, wait_until
+from job_process import HOROVODRUN, JobProcess
 
 import horovod
 from hora.errors import JobFailedError
@@ -19,6 +19,7 @@ from hora.launch.control.controller import run_job
 from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import place_ranks
+from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("by_value")
 
@@ -198,12 +199,18 @@ def test_the_first_failing_rank_is_named_not_those_that_lost_it(failing: int):
 def test_a_command_that_complains_about_a_lost_peer_is_not_the_root_cause(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, pathlib, time\n"
+        "import os, pathlib, psutil, time\n"
         "from hora.errors import HorovodInternalError\n"
+        "note = pathlib.Path(__file__).with_name('complained')\n"
         "if os.environ['HOROVOD_RANK'] == '0':\n"
+        "    note.write_text(f'{os.getpid()}.')\n"
         "    raise HorovodInternalError('a peer is lost')\n"
-        "time.sleep(0.5)\n"  # the bad news comes later than the complaint
-        "raise SystemExit(9)\n"
+        "while not note.exists() or not note.read_text().endswith('.'):\n"
+        "    time.sleep(0.01)\n"
+        "pid = int(note.read_text()[:-1])\n"
+        "while psutil.pid_exists(pid) and psutil.Process(pid).status() != 'zombie':\n"
+        "    time.sleep(0.01)\n"
+        "raise SystemExit(9)\n"  # the bad news comes later than the complaint
     )
     job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, str(script)], tmp_path)
     assert job.wait() == 1

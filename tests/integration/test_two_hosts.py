@@ -151,7 +151,6 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts):
     seen = run_ranks(hosts, "killed", lost=(3,))
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
-        assert seen[rank]["seconds"] < 5
 
 
 def test_a_cut_cable_is_noticed_on_both_sides(hosts):
@@ -162,4 +161,3 @@ def test_a_cut_cable_is_noticed_on_both_sides(hosts):
         first.run("ip", "link", "set", "cable", "up")
     for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):
         assert any(f"rank {peer} " in seen[rank]["error"] for peer in other_side)
-        assert seen[rank]["seconds"] < 30

@@ -9,16 +9,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import warnings
 from pathlib import Path
 
 import psutil
 import pytest
+from job_process import wait_until_gone
 
 from hora import workers
 from hora.workers import api
+from waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -36,15 +37,6 @@ def launch(n=1, code="print('hello')", cpu=0.5, memory=1, **more):
 
 def ids(launched):
     return [worker["id"] for worker in launched]
-
-
-def gone(pid, limit_s=20):
-    deadline = time.monotonic() + limit_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_they_run_and_tell_how_they_ended(capfd):
@@ -202,10 +194,7 @@ def test_a_web_application_on_127_0_0_1_is_found_at_its_url():
         "server.serve_forever()\n"
     )
     (worker,) = launch(code=code)
-    deadline = time.monotonic() + 30
-    while "up" not in workers.worker_output(worker):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until("the server is up", lambda: "up" in workers.worker_output(worker))
     with urllib.request.urlopen(worker["app_url"], timeout=20) as answer:
         assert answer.status == 200
 
@@ -255,8 +244,7 @@ def test_workers_and_their_children_die_with_the_parent(how):
     parent.send_signal(how)
     parent.wait(20)
     parent.stdout.close()
-    assert all(gone(pid) for pid in pids)
-    assert all(gone(process.pid) for process in family)
+    wait_until_gone(*pids, *[process.pid for process in family])
 
 
 COMPAT = """
@@ -352,6 +340,4 @@ def test_on_the_command_line(tmp_path):
         assert "stopped" in hora("list").stdout
     finally:
         assert hora("end").stdout == "ended\n"
-    deadline = time.monotonic() + 20
-    while hora("end").stdout != "there was no session\n":
-        assert time.monotonic() < deadline
+    wait_until("the session has ended", lambda: hora("end").stdout == "there was no session\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from job_process import wait_until_gone
 
 from hora.launch.job import OutputOptions
 from hora.net.connection import connect
@@ -28,6 +29,7 @@ from hora.workers.gateway import Gateway, ask, server_pid
 from hora.workers.gateway import _credentials as credentials
 from hora.workers.machine import measure
 from hora.workers.session import Session
+from waiting import wait_until
 
 KEY = "the key"
 FOR_EVER = "import time\nprint('up', flush=True)\ntime.sleep(600)"
@@ -61,19 +63,6 @@ def running(session, worker):
     assert session.wait([worker], for_completion=False, timeout_s=60)["workers"]
 
 
-def eventually(true, limit_s=20):
-    deadline = time.monotonic() + limit_s
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def gone(pid):
-    return eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-
-
 def num_calls():
     return sum(thread.name == "hora-workers-call" for thread in threading.enumerate())
 
@@ -95,6 +84,7 @@ HELLO = ClientHandshake(Credentials(b"?" * 32, "workers")).hello
         HELLO + b"\xff" * 32,
         HELLO + json.dumps({"call": "list", "key": KEY}).encode(),
     ],
+    ids=["a call", "brackets", "zeros", "half a hello", "a hello and noise", "a hello and a call"],
 )
 def test_without_the_key_the_connection_is_closed_without_a_word(session, sent):
     with silent(session.gateway.name) as sock:
@@ -201,16 +191,16 @@ def test_a_thousand_silent_connections_cost_little_and_stop_nobody(session):
         assert ask(session.gateway.name, KEY, call="list") == []
         assert most == 0  # a stranger gets no thread
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert eventually(lambda: num_calls() == 0)
+    wait_until("no call waits", lambda: num_calls() == 0)
 
 
 def test_nobody_waits_for_a_caller_that_is_gone(session):
     worker = launch(session, FOR_EVER)
     connection = connect(session.gateway.name, credentials(KEY), timeout_s=20)
     connection.send({"call": "wait"}, json.dumps({"ids": [worker], "for_completion": True, "timeout_s": 0}).encode())
-    assert eventually(lambda: num_calls() == 1)
+    wait_until("the call has come", lambda: num_calls() == 1)
     connection.close()
-    assert eventually(lambda: num_calls() == 0)
+    wait_until("no call waits", lambda: num_calls() == 0)
 
 
 def test_a_hundred_megabytes_of_output(session, tmp_path):
@@ -239,7 +229,7 @@ os.wait()
 
 
 def daemon_pid(session, worker):
-    assert eventually(lambda: "daemon" in session.tail(worker))
+    wait_until("the daemon has begun", lambda: "daemon" in session.tail(worker))
     return int(re.search(r"daemon (\d+)", session.tail(worker))[1])
 
 
@@ -255,7 +245,7 @@ def test_daemons_end_with_their_worker(session, how):
     else:
         session.stop([worker])
         assert ended(session, worker)["status"] == "stopped"
-    assert gone(pid)
+    wait_until_gone(pid)
     assert session.workers()[1]["status"] == "running"
 
 
@@ -264,7 +254,7 @@ def test_a_worker_deaf_to_sigterm_is_killed(session):
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(600)"
     )
     worker = launch(session, code)
-    assert eventually(lambda: "deaf" in session.tail(worker))
+    wait_until("the worker has begun", lambda: "deaf" in session.tail(worker))
     assert session.stop([worker]) == [(worker, 204)]
     (found,) = session.workers()
     assert (found["status"], found["exit_code"]) == ("stopped", 128 + signal.SIGKILL)
@@ -362,7 +352,7 @@ def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch)
     family = process.children(recursive=True)
     assert len(family) >= 4  # guardian, supervisor, two workers
     process.kill()
-    assert all(gone(one.pid) for one in (process, *family))
+    wait_until_gone(process.pid, *[one.pid for one in family])
     assert daemon.find(str(tmp_path)) is None
     with pytest.raises(OSError):
         socket.socket(socket.AF_UNIX).connect("\0" + name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import warnings
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from hora import workers
 from hora.launch.spark.cluster import count_slots
 from hora.workers import api
+from waiting import wait_until
 
 pytestmark = pytest.mark.spark
 
@@ -34,10 +34,7 @@ def launch(n=2, code=FOR_EVER, cpu=1, memory=1, **more):
 def slots_are_free(spark):
     context = spark.sparkContext
     # A lost executor's replacement first: Spark looks again only every 15 s whether a barrier stage fits.
-    deadline = time.monotonic() + 60
-    while count_slots(context) < 2:
-        assert time.monotonic() < deadline, "the cluster has not got its two slots back"
-        time.sleep(0.05)
+    wait_until("the cluster has its two slots back", lambda: count_slots(context) >= 2)
     return context.parallelize(range(2), 2).barrier().mapPartitions(lambda part: list(part)).count() == 2
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_process import JobProcess, wait_until
+from job_process import JobProcess
 
 import horovod
+from waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("by_value")
 

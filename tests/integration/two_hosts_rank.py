@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from typing import Any
 
 import torch
@@ -58,16 +57,15 @@ def describe() -> dict[str, object]:
 
 
 def train_until_lost(victim: int | None) -> dict[str, object]:
-    """The victim is killed in the middle of a step; the others must be told, soon."""
+    """The victim is killed in the middle of a step; the others must be told."""
     tensor = torch.ones(100_000)
     for step in range(1_000_000):
         if hvd.rank() == victim and step == 20:
             os.kill(os.getpid(), 9)
-        last = time.monotonic()
         try:
             hvd.allreduce_(tensor, name="gradient")
         except hvd.HorovodInternalError as error:
-            return {"error": str(error), "seconds": time.monotonic() - last}
+            return {"error": str(error)}
     return {}
 
 

@@ -235,12 +235,10 @@ def killed_in_mid_step(sharded: bool) -> None:
         if step == 3 and hvd.rank() == 1:
             model[2].weight.register_post_accumulate_grad_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         loss.backward()
-        started = time.monotonic()
         if step < 3:
             optimizer.step()
     with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
         optimizer.step()
-    assert time.monotonic() - started < 5
     hvd.shutdown()
 
 

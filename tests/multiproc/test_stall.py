@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import signal
-import time
+import threading
 
 import psutil
 import pytest
@@ -15,6 +15,7 @@ import torch
 import horovod.torch as hvd
 from hora import engine
 from hora.engine import Kind, hub
+from waiting import wait_until
 
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
 SHUTDOWN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
@@ -22,27 +23,38 @@ GLOO = {"HORA_TRANSPORT": "gloo"}
 
 
 class Records(logging.Handler):
-    def __init__(self) -> None:
+    """What is logged here; `when_told` is called with each text."""
+
+    def __init__(self, when_told) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self._when_told = when_told
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(f"{record.levelname} {record.getMessage()}")
+        self._when_told(self.texts[-1])
 
 
-def listen() -> Records:
-    records = Records()
+def listen(when_told=lambda text: None) -> Records:
+    records = Records(when_told)
     logging.getLogger("hora").addHandler(records)
     return records
 
 
-def _late_rank_is_reported(late: int) -> None:
+def _late_rank_is_reported(late: int, place) -> None:
+    """The late rank comes when rank 0 has complained about it."""
+
+    def told(text: str) -> None:
+        for name in ("known", "new"):
+            if f"\n{late}: [allreduce.{name}]" in text:
+                place.store.set(name, "reported")
+
     hvd.init()
-    rank, records = hvd.rank(), listen()
+    rank, records = hvd.rank(), listen(told)
     hvd.allreduce(torch.ones(1), name="known")  # a tensor that was agreed on before is watched like a new one
     for name in ("known", "new"):
         if hvd.rank() == late:
-            time.sleep(2.6)
+            wait_until(f"{name} has been reported", lambda name=name: place.store.check([name]))
         assert hvd.allreduce(torch.ones(1), name=name, op=hvd.Sum).item() == hvd.size()
     hvd.barrier()
     logging.getLogger("hora").removeHandler(records)
@@ -57,29 +69,30 @@ def _late_rank_is_reported(late: int) -> None:
 
 
 @pytest.mark.ranks(3, env=WARN)
-def test_a_rank_that_only_sleeps_is_reported_and_lives():
-    _late_rank_is_reported(2)
+def test_a_rank_that_only_sleeps_is_reported_and_lives(place):
+    _late_rank_is_reported(2, place)
 
 
 @pytest.mark.ranks(2, env=WARN)
-def test_the_coordinator_reports_itself():
-    _late_rank_is_reported(0)
+def test_the_coordinator_reports_itself(place):
+    _late_rank_is_reported(0, place)
 
 
 @pytest.mark.ranks(3, env=WARN | GLOO)
-def test_without_shared_memory_too():
-    _late_rank_is_reported(1)
+def test_without_shared_memory_too(place):
+    _late_rank_is_reported(1, place)
 
 
 @pytest.mark.ranks(3, env=SHUTDOWN)
-def test_a_stall_ends_the_job_when_asked_to():
+def test_a_stall_ends_the_job_when_asked_to(place):
     hvd.init()
     records = listen()
     hvd.allreduce(torch.ones(1), name="fine")
     if hvd.rank() == 1:
-        time.sleep(5)
+        place.store.wait(["ended on 0", "ended on 2"])
     with pytest.raises(hvd.HorovodInternalError, match=r"rank\(s\) 1 stalled for more than 2 s.*shut down"):
         hvd.allreduce(torch.ones(1), name="late")
+    place.store.set(f"ended on {hvd.rank()}", "")
     logging.getLogger("hora").removeHandler(records)
     if hvd.rank() == 0:
         assert any(text.startswith("ERROR") and "\n1!: [allreduce.late]" in text for text in records.texts)
@@ -87,11 +100,12 @@ def test_a_stall_ends_the_job_when_asked_to():
 
 
 @pytest.mark.ranks(2, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_CHECK_DISABLE": "1"})
-def test_it_can_be_switched_off():
+def test_it_can_be_switched_off(place):
     hvd.init()
-    records = listen()
+    records, looked = listen(), _count_looks()
     if hvd.rank() == 1:
-        time.sleep(2.5)
+        # Three looks, a second apart: another world would have been told after the second.
+        wait_until("it would have been reported", lambda: len(looked) >= 3)
     hvd.allreduce(torch.ones(1), name="late")
     logging.getLogger("hora").removeHandler(records)
     assert records.texts == []
@@ -100,7 +114,8 @@ def test_it_can_be_switched_off():
 
 def _stop_inside_a_reduction() -> None:
     """The process stops itself in mid-batch and is woken by its peer after the verdict."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # A signal to the process may be taken by another thread, while this one goes on for a moment.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 @pytest.mark.ranks(2, env=SHUTDOWN)
@@ -126,15 +141,27 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
 
 
 @pytest.mark.ranks(3)
-def test_looking_for_stalls_never_takes_part_in_a_collective(monkeypatch):
+def test_looking_for_stalls_never_takes_part_in_a_collective(place):
     """The thread that looks also hands shared memory to the other ranks: were it to carry out the first collective, they
     would wait for it and it for them. That happened, once in many thousand starts."""
-    monkeypatch.setattr(hub, "_TICK_S", 0.001)
-    hvd.init()
-    value = torch.ones(3)
-    handle = engine.current_runtime().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
-    if hvd.rank() == 0:
-        time.sleep(0.5)  # all have submitted, and on this rank nobody waits for it yet
-    engine.current_runtime().synchronize(handle)
-    assert value.tolist() == [3.0] * 3
-    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub, "_TICK_S", 0.001)
+        hvd.init()
+        looked = _count_looks()
+        value = torch.ones(3)
+        handle = engine.current_runtime().submit(Kind.ALLREDUCE, [value], outputs=[value], background=False)
+        place.gather("all have submitted")
+        if hvd.rank() == 0:  # where no thread waits for it yet
+            before = len(looked)
+            wait_until("it has been looked at many times", lambda: len(looked) > before + 100)
+        engine.current_runtime().synchronize(handle)
+        assert value.tolist() == [3.0] * 3
+        hvd.shutdown()
+
+
+def _count_looks() -> list[int]:
+    """A list that grows whenever the hub's thread looks for stalls."""
+    queue, looked = engine.current_runtime().process_sets.queue(0), []
+    inspect = queue.inspect
+    queue.inspect = lambda: (inspect(), looked.append(1))
+    return looked
