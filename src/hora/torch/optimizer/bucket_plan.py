@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,13 @@ BUCKET_BYTES = 4 * 2**20
 # Gradients start on cache lines: vector loads are aligned.
 _ALIGNMENT = 16
 
-_Kind = tuple[torch.dtype, torch.dtype, torch.device]  # on the wire, of the parameter, where
+
+class _Format(NamedTuple):
+    """What the gradients of one bucket have in common."""
+
+    wire_dtype: torch.dtype
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -57,30 +64,30 @@ def plan_buckets(
     Inside a bucket parameters of one group (`group_of`) lie together. Lengths are multiples of `granularity`.
     """
     specs: list[BucketSpec] = []
-    filling: dict[_Kind, list[torch.Tensor]] = {}
+    filling: dict[_Format, list[torch.Tensor]] = {}
 
-    def close(kind: _Kind) -> None:
-        members = filling.pop(kind)
+    def close(format: _Format) -> None:
+        members = filling.pop(format)
         if group_of is not None:
             members.sort(key=group_of)
-        specs.append(_spec(f"{label}.bucket.{len(specs)}", members, names, kind, granularity))
+        specs.append(_spec(f"{label}.bucket.{len(specs)}", members, names, format, granularity))
 
     for index, parameter in enumerate(parameters):
         if index in breaks:
-            for kind in list(filling):
-                close(kind)
-        kind = (wire_dtype or parameter.dtype, parameter.dtype, parameter.device)
-        members = filling.setdefault(kind, [])
+            for format in list(filling):
+                close(format)
+        format = _Format(wire_dtype or parameter.dtype, parameter.dtype, parameter.device)
+        members = filling.setdefault(format, [])
         members.append(parameter)
-        if sum(p.numel() for p in members) * kind[0].itemsize >= bucket_bytes:
-            close(kind)
-    for kind in list(filling):
-        close(kind)
+        if sum(p.numel() for p in members) * format.wire_dtype.itemsize >= bucket_bytes:
+            close(format)
+    for format in list(filling):
+        close(format)
     return specs
 
 
 def _spec(
-    label: str, members: list[torch.Tensor], names: dict[torch.Tensor, str], kind: _Kind, granularity: int
+    label: str, members: list[torch.Tensor], names: dict[torch.Tensor, str], format: _Format, granularity: int
 ) -> BucketSpec:
     offsets, position = [], 0
     for parameter in members:
@@ -89,4 +96,4 @@ def _spec(
     what = names[members[0]] if len(members) == 1 else f"{names[members[0]]} .. {names[members[-1]]}"
     name = f"{label} ({what}: {len(members)})"
     num_elements = -(-(position + _ALIGNMENT) // granularity) * granularity
-    return BucketSpec(name, tuple(members), tuple(offsets), num_elements, kind[0], kind[2])
+    return BucketSpec(name, tuple(members), tuple(offsets), num_elements, format.wire_dtype, format.device)

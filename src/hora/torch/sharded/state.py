@@ -19,23 +19,23 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import view_like
 from hora.torch.sharded.shards import Shard, Shards, in_memory_order
 
-__all__ = ["Kinds", "ShardState", "kinds_of"]
+__all__ = ["ParameterKinds", "ShardState", "kinds_of"]
 
 
 @dataclass(frozen=True)
-class Kinds:
+class ParameterKinds:
     """Parameters that can lie in one shard: of one group, and with the same scalars ("step") in their state."""
 
     of: dict[torch.Tensor, int]
     groups: list[int]  # the parameter group of each kind
 
 
-def kinds_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> Kinds:
+def kinds_of(optimizer: Any, parameters: Sequence[torch.Tensor]) -> ParameterKinds:
     """The kinds of these parameters, as the state is now."""
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     found: dict[tuple[int, object], int] = {}
     of = {p: found.setdefault((group_of[p], _scalar_values(optimizer.state.get(p))), len(found)) for p in parameters}
-    return Kinds(of, [group for group, _ in found])
+    return ParameterKinds(of, [group for group, _ in found])
 
 
 def _scalar_values(state: dict[str, Any] | None) -> object:
@@ -47,7 +47,7 @@ def _scalar_values(state: dict[str, Any] | None) -> object:
 class ShardState:
     """Where the state of each element is. `optimizer` is the user's, `inner` the one that steps the shards."""
 
-    def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: Kinds) -> None:
+    def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: ParameterKinds) -> None:
         self._optimizer = optimizer
         self._specs = specs
         self._kinds = kinds
