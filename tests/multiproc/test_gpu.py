@@ -1,69 +1,77 @@
-"""Everything that needs a GPU, as a plain script: python tests/gpu/run_gpu_checks.py
+"""Everything that needs a GPU. One is enough: NCCL is then tried with one member, and two ranks share the GPU through host
+memory. With two GPUs or more, NCCL runs between two members too.
 
-Needs torch with CUDA and numpy, nothing else. One GPU is enough: NCCL is checked with one member, two ranks
-share the GPU through host memory. With two GPUs or more, NCCL is checked between two members too. Prints
-one line per check. Names of checks, as `training` or `training.2` (on two ranks), choose among them.
+    python -m pytest -m gpu
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import os
 import signal
-import socket
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "multiproc")]
+import pytest
+import torch
+import torch.distributed as dist
+from hvd_session import session
+from transport_checks import check_everything
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from transport_checks import check_everything  # noqa: E402
+import horovod.torch as hvd
+from hora.engine.transport.cuda import CudaTransport
+from hora.engine.transport.distributed import DistributedTransport
 
-LIMIT_S = 120.0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
 # About a tenth of a second at 1.5 to 2 GHz: long enough for an unordered reader to be wrong.
 SLOW_CYCLES = 200_000_000
 
 
-def nobody_is_dead() -> None:
-    """A guard with nothing to report."""
+def on_gpu(body):
+    """Run the body on one rank and on two, on this rank's GPU, between `init` and `shutdown`; it gets rank and size."""
+
+    @functools.wraps(body)
+    def with_place():
+        torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
+        body(hvd.rank(), hvd.size())
+
+    return pytest.mark.ranks(1, 2)(session(with_place))
 
 
-# Each check runs as rank `rank` of `size`, in a process of its own: those of transports with a store, the others with
-# `hvd`, which has been initialised on this rank's GPU and is shut down afterwards.
+def nothing_to_report() -> None:
+    """A guard."""
 
 
-def nccl_transport(rank: int, size: int, store: dist.Store) -> None:
-    from hora.engine.transport.cuda import CudaTransport
-
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    transport = CudaTransport(store, rank, size, nobody_is_dead, LIMIT_S, make_cpu=lambda: None)
+@pytest.mark.ranks(1, 2)
+def test_every_operation_of_the_nccl_transport(place):
+    if place.size > torch.cuda.device_count():
+        pytest.skip("NCCL wants a GPU for each rank")
+    torch.cuda.set_device(place.rank)
+    transport = CudaTransport(place.store, place.rank, place.size, nothing_to_report, LIMIT_S, make_cpu=lambda: None)
     with torch.cuda.stream(torch.cuda.Stream()):
-        check_everything(transport, rank, size, device="cuda", same_order=size < 2)
+        check_everything(transport, place.rank, place.size, device="cuda", same_order=place.size < 2)
     assert transport.name == "nccl", transport.name
     transport.close()
 
 
-def shared_gpu_transport(rank: int, size: int, store: dist.Store) -> None:
-    from hora.engine.transport.cuda import CudaTransport
-    from hora.engine.transport.distributed import DistributedTransport
-
+@pytest.mark.ranks(2)
+def test_every_operation_of_ranks_that_share_a_gpu(place):
     torch.cuda.set_device(0)
-    cpu = DistributedTransport(dist.PrefixStore("cpu", store), rank, size, nobody_is_dead, LIMIT_S, address="127.0.0.1")
-    transport = CudaTransport(store, rank, size, nobody_is_dead, LIMIT_S, make_cpu=lambda: cpu)
+    near = dist.PrefixStore("cpu", place.store)
+    cpu = DistributedTransport(near, place.rank, place.size, nothing_to_report, LIMIT_S, address="127.0.0.1")
+    transport = CudaTransport(place.store, place.rank, place.size, nothing_to_report, LIMIT_S, make_cpu=lambda: cpu)
     with torch.cuda.stream(torch.cuda.Stream()):
-        check_everything(transport, rank, size, device="cuda")
+        check_everything(transport, place.rank, place.size, device="cuda")
     assert transport.name == "staged-gloo", transport.name
     transport.close()
     cpu.close()
 
 
-def operations(rank: int, size: int, hvd: Any) -> None:
+@on_gpu
+def test_operations(rank, size):
     """The public operations on CUDA tensors."""
     total = sum(range(1, size + 1))
     for dtype in (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -96,8 +104,9 @@ def operations(rank: int, size: int, hvd: Any) -> None:
     hvd.barrier()
 
 
-def stream_order(rank: int, size: int, hvd: Any) -> None:
-    """A long kernel before the operation, and the result used at once: nobody synchronises by hand."""
+@on_gpu
+def test_operations_are_ordered_with_the_callers_stream(rank, size):
+    """A long kernel before the operation, and the result used at once: the caller does not synchronise by hand."""
     expected = float(sum(range(1, size + 1)))
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
@@ -116,7 +125,8 @@ def stream_order(rank: int, size: int, hvd: Any) -> None:
                 assert in_place.unique().tolist() == [3 * expected], in_place
 
 
-def training(rank: int, size: int, hvd: Any) -> None:
+@on_gpu
+def test_training(rank, size):
     """A few steps of DistributedOptimizer: all ranks end with the same weights."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
@@ -133,10 +143,10 @@ def training(rank: int, size: int, hvd: Any) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0], losses
-    same_on_all_ranks(hvd, flat(model))
+    same_on_all_ranks(flat(model))
 
 
-def _trained(rank: int, hvd: Any, *, sharded: bool = False, compress: bool = False, compiled: bool = False) -> Any:
+def _trained(rank, *, sharded=False, compress=False, compiled=False):
     """Weights after ten steps of Adam on a fixed batch, and the optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 257), torch.nn.Tanh(), torch.nn.Linear(257, 3)).cuda()
@@ -156,22 +166,24 @@ def _trained(rank: int, hvd: Any, *, sharded: bool = False, compress: bool = Fal
     return flat(model), optimizer
 
 
-def all_ways_of_training(rank: int, size: int, hvd: Any) -> None:
+@on_gpu
+def test_all_ways_of_training_end_at_the_same_place(rank, size):
     """Sharded, compiled and compressed training end where plain training ends; the state is whole and portable."""
-    plain, _ = _trained(rank, hvd)
-    sharded, optimizer = _trained(rank, hvd, sharded=True)
+    plain, _ = _trained(rank)
+    sharded, optimizer = _trained(rank, sharded=True)
     torch.testing.assert_close(sharded, plain, rtol=1e-4, atol=1e-5)
     shapes = {index: tuple(entry["exp_avg"].shape) for index, entry in optimizer.state_dict()["state"].items()}
     assert shapes == {0: (257, 16), 1: (257,), 2: (3, 257), 3: (3,)}, shapes
-    compiled, _ = _trained(rank, hvd, compiled=True)
+    compiled, _ = _trained(rank, compiled=True)
     torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
-    compressed, _ = _trained(rank, hvd, compress=True)
+    compressed, _ = _trained(rank, compress=True)
     torch.testing.assert_close(compressed, plain, rtol=0.1, atol=0.05)
     for weights in (plain, sharded, compiled, compressed):
-        same_on_all_ranks(hvd, weights)
+        same_on_all_ranks(weights)
 
 
-def mixed_precision(rank: int, size: int, hvd: Any) -> None:
+@on_gpu
+def test_mixed_precision(rank, size):
     """autocast and GradScaler, with and without shards, and a step that the scaler skips."""
     for sharded in (False, True):
         torch.manual_seed(0)
@@ -199,10 +211,11 @@ def mixed_precision(rank: int, size: int, hvd: Any) -> None:
         assert losses[-1] < 0.5 * losses[0], losses
         scales = hvd.allgather_object(scaler.get_scale())
         assert set(scales) == {2.0**13}, scales
-        same_on_all_ranks(hvd, flat(model))
+        same_on_all_ranks(flat(model))
 
 
-def sync_batch_norm(rank: int, size: int, hvd: Any) -> None:
+@on_gpu
+def test_sync_batch_norm(rank, size):
     """The same numbers as BatchNorm over the joined batch."""
     torch.manual_seed(0)
     joined = torch.randn(4 * size, 3, 5, 5, device="cuda")
@@ -220,7 +233,8 @@ def sync_batch_norm(rank: int, size: int, hvd: Any) -> None:
     torch.testing.assert_close(layer.running_var, single.running_var)
 
 
-def state_of_all_kinds(rank: int, size: int, hvd: Any) -> None:
+@on_gpu
+def test_state_of_all_kinds(rank, size):
     """Parameters, optimizer state, objects and sparse gradients; an elastic state that is committed and restored."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(
@@ -241,7 +255,7 @@ def state_of_all_kinds(rank: int, size: int, hvd: Any) -> None:
         for optimizer in optimizers:
             optimizer.step()
     for weights in (table.detach(), linear[0].detach()):
-        same_on_all_ranks(hvd, weights)
+        same_on_all_ranks(weights)
     hvd.broadcast_optimizer_state(optimizers[1], root_rank=0)
     same(
         next(iter(optimizers[1].state.values()))["exp_avg"],
@@ -260,7 +274,8 @@ def state_of_all_kinds(rank: int, size: int, hvd: Any) -> None:
     assert hvd.join() >= 0
 
 
-def no_leak(rank: int, size: int, hvd: Any) -> None:
+@on_gpu
+def test_nothing_leaks(rank, size):
     """Memory of the GPU stays the same over many steps."""
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512)).cuda()
     optimizer = hvd.DistributedOptimizer(
@@ -278,39 +293,29 @@ def no_leak(rank: int, size: int, hvd: Any) -> None:
     assert seen[0] == seen[1], seen
 
 
-def killed_peer(rank: int, size: int, hvd: Any) -> None:
-    """The last rank is killed in the middle; the others get an error that names it, soon."""
+@pytest.mark.ranks(2, lost=(1,))
+def test_rank_1_is_killed():
+    """In the middle; the other one gets an error that names it."""
     tensor = torch.ones(1 << 20, device="cuda")
+    hvd.init()
     hvd.allreduce_(tensor, name="t")
-    if rank == size - 1:
+    if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start, text = time.monotonic(), ""
-    while not text:
-        try:
+
+    def reduce_for_ever():
+        while True:
             hvd.allreduce_(tensor, name="t")
-        except hvd.HorovodInternalError as error:
-            text = str(error)
-    assert f"rank {size - 1}" in text, text
-    assert time.monotonic() - start < 5
 
-
-CHECKS = (
-    operations,
-    stream_order,
-    training,
-    all_ways_of_training,
-    mixed_precision,
-    sync_batch_norm,
-    state_of_all_kinds,
-    no_leak,
-)
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+        reduce_for_ever()
+    hvd.shutdown()
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def same_on_all_ranks(hvd: Any, tensor: torch.Tensor) -> None:
+def same_on_all_ranks(tensor: torch.Tensor) -> None:
     for other in hvd.allgather(tensor[None]):
         assert torch.equal(other, tensor)
 
@@ -318,81 +323,3 @@ def same_on_all_ranks(hvd: Any, tensor: torch.Tensor) -> None:
 def same(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.is_cuda
     assert torch.equal(got.cpu(), expected), f"{got} is not {expected}"
-
-
-def _rank(check: Callable, rank: int, size: int, ports: tuple[int, int], answer: object) -> None:
-    os.environ |= {
-        "HOROVOD_RANK": str(rank),
-        "HOROVOD_SIZE": str(size),
-        "HOROVOD_LOCAL_RANK": str(rank),
-        "HOROVOD_LOCAL_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(ports[0]),
-    }
-    try:
-        if check in (nccl_transport, shared_gpu_transport):
-            check(rank, size, dist.TCPStore("127.0.0.1", ports[1], is_master=False))
-        else:
-            import horovod.torch as hvd
-
-            torch.cuda.set_device(rank % torch.cuda.device_count())
-            hvd.init()
-            check(rank, size, hvd)
-            hvd.shutdown()
-        answer.send("")
-    except BaseException:
-        answer.send(traceback.format_exc())
-
-
-def run(check: Callable, size: int, *, lost: tuple[int, ...] = ()) -> bool:
-    """Run a check on `size` ranks and say how it went."""
-    context = multiprocessing.get_context("spawn")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        free = sock.getsockname()[1]
-    start, started = time.monotonic(), []
-    for rank in range(size):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(check, rank, size, (free, server.port), there))
-        process.start()
-        there.close()
-        started.append((process, here))
-    failures = []
-    for rank, (process, answer) in enumerate(started):
-        try:
-            text = answer.recv() if answer.poll(LIMIT_S) else f"no answer within {LIMIT_S:g} s"
-        except EOFError:
-            text = "" if rank in lost else "it died"
-        if text:
-            failures.append(f"rank {rank}: {text}")
-        process.join(10 if not text else 1)
-        process.kill()
-    verdict = "failed" if failures else "ok"
-    print(f"{verdict:6} {check.__name__} np={size} ({time.monotonic() - start:.1f} s)", flush=True)
-    print("\n".join(failures), end="", flush=True)
-    return not failures
-
-
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("no CUDA device here")
-        return 1
-    print(f"torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}", flush=True)
-    wanted = [(nccl_transport, 1), (shared_gpu_transport, 2)]
-    if torch.cuda.device_count() > 1:
-        wanted.append((nccl_transport, 2))
-    wanted += [(check, size) for size in (1, 2) for check in CHECKS]
-    wanted.append((killed_peer, 2))
-    names = sys.argv[1:]
-    good = [
-        run(check, size, lost=(1,) if check is killed_peer else ())
-        for check, size in wanted
-        if not names or check.__name__ in names or f"{check.__name__}.{size}" in names
-    ]
-    print(f"{sum(good)} of {len(good)} checks passed")
-    return 0 if all(good) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
