@@ -11,12 +11,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
-
-# How long an example takes says nothing about the code: the machine may be busy.
-hypothesis.settings.register_profile("hora", deadline=None)
-hypothesis.settings.load_profile("hora")
 
 _SPARK = {"spark", "spark_cluster"}
 _UNIT = Path(__file__).parent / "unit"

@@ -1,4 +1,4 @@
-"""Tests of this folder start no process: one that does fails."""
+"""Tests of this folder start no process: one that does fails. Property tests have no deadline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+
+# How long an example takes says how busy the machine is, nothing about the code.
+hypothesis.settings.register_profile("hora", deadline=None)
+hypothesis.settings.load_profile("hora")
 
 _STARTS = frozenset(("os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"))
 _in_a_test = False
