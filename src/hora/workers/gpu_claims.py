@@ -1,7 +1,7 @@
 """Which GPUs other sessions of this machine have given away.
 
 A claim is an abstract local socket of the GPU's name, which only one process can hold and which vanishes with that
-process, however it ends. Called by `local`.
+process, however it ends. Called by `local_backend`.
 """
 
 from __future__ import annotations

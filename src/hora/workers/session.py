@@ -27,7 +27,7 @@ __all__ = ["Session"]
 
 _MASTER_IP = "127.0.0.1"
 _STOP_SLACK_S = 10.0
-_CHECK_S = 1.0  # how often a wait asks whether anybody still waits
+_CHECK_S = 1.0  # how often a wait asks whether its caller still waits
 # The place of this process in a job of its own is not the workers'.
 _NOT_INHERITED = (
     "HOROVOD_RANK",

@@ -151,7 +151,7 @@ def main() -> None:
         if line:
             answers = [_reach(address, port) for address, port in json.loads(line)]
             print(MARK + json.dumps(answers), flush=True)
-            sys.stdin.readline()  # until everybody has tried, which the doctor tells by hanging up
+            sys.stdin.readline()  # until all hosts have tried, which the doctor tells by hanging up
 
 
 if __name__ == "__main__":

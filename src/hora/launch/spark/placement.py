@@ -53,7 +53,7 @@ def place_tasks(tasks: Sequence[TaskPlace]) -> list[Placement]:
 
 
 def _visible(own: TaskPlace, on_host: Sequence[TaskPlace]) -> tuple[str, ...]:
-    """All GPUs of the tasks on a host: first everybody's first one in local rank order, then the rest.
+    """All GPUs of the tasks on a host: each task's first one in the order of local ranks, then the rest.
 
     `torch.cuda.set_device(hvd.local_rank())` then picks a GPU that Spark gave to this very task. Where
     tasks share a GPU (fractional amounts) no such order exists, because CUDA refuses a device named twice:
