@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hora.launch.control.log_file import LogFile
 from hora.launch.control.output import Output
@@ -248,7 +248,7 @@ class Session:
                 raise ValueError(f"log_dir={request['log_dir']!r} cannot be written: {error.strerror}") from error
         self._records[engine] = record
         self._by_number[number], self._backends[number] = record, backend
-        self._output.set_ranks(cast(Mapping[int, int], {number: engine}))  # lines are tagged with the id
+        self._output.set_name(number, engine)
         return PlannedWorker(number=number, record=record, request=request, variables=self._variables(record))
 
     def _undo(self, launched: Sequence[PlannedWorker], backend: Backend) -> None:

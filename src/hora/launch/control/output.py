@@ -31,11 +31,15 @@ _log = logging.getLogger("hora.launch")
 
 
 class Output:
-    """Takes what the workers print. `ranks`: each worker's number in the prefixes and directory names."""
+    """Takes what the workers print. `ranks`: each worker's number in the prefixes and directory names.
+
+    Workers that are no ranks get names instead (`set_name`), for the prefixes.
+    """
 
     def __init__(self, options: OutputOptions, ranks: Mapping[int, int]) -> None:
         self._options = options
         self._ranks = dict(ranks)
+        self._names: dict[int, str] = {}
         self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _Lines] = {}
         self._tails: dict[int, bytearray] = {}
@@ -61,6 +65,11 @@ class Output:
         with self._lock:
             self._ranks |= ranks
             self._open_files()
+
+    def set_name(self, worker: int, name: str) -> None:
+        """Put this name before a worker's lines instead of its number."""
+        with self._lock:
+            self._names[worker] = name
 
     def feed(self, worker: int, stream: str, data: bytes) -> None:
         """Some bytes of a worker's stdout or stderr."""
@@ -100,7 +109,8 @@ class Output:
         if not self._options.prefix:
             return b""
         when = time.asctime() if self._options.timestamp else ""
-        return f"{when}[{self._ranks.get(worker, worker)}]<{stream}>:".encode()
+        name = self._names.get(worker) or self._ranks.get(worker, worker)
+        return f"{when}[{name}]<{stream}>:".encode()
 
     def _keep(self, worker: int, data: bytes) -> None:
         tail = self._tails.setdefault(worker, bytearray())
