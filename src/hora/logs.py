@@ -28,7 +28,7 @@ class _Handler(logging.Handler):
         stream = sys.stdout if record.levelno <= logging.INFO else sys.stderr
         try:
             print(self.format(record), file=stream, flush=True)
-        except (OSError, ValueError):  # the stream is closed: at exit there may be nobody left to tell
+        except (OSError, ValueError):  # the stream is closed: at exit no stream may be left
             return
 
 

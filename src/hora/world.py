@@ -236,7 +236,7 @@ def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int
 def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str, *, one_host: bool) -> MeetingPoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address and port:
-        # torchrun's agent already runs a store there; everybody else expects rank 0 to open it.
+        # torchrun's agent already runs a store there; other launchers expect rank 0 to open it.
         agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
         return MeetingPoint(
             kind="tcp",

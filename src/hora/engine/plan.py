@@ -48,13 +48,13 @@ class Part(NamedTuple):
     """One tensor of a batch: tensor `index` of request `key`, and every member's signature (None: has joined)."""
 
     key: Key
-    index: int  # type: ignore[assignment] # a tuple has a method of this name, which nobody calls here
+    index: int  # type: ignore[assignment] # a tuple has a method of this name, which is not called here
     signatures: Sequence[Signature | None]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Parts to be carried out together, all of one kind, or an error to be given to their requests."""
+    """Parts to be executed together, all of one kind, or an error to be given to their requests."""
 
     kind: Kind
     signature: Signature
@@ -70,7 +70,7 @@ class Planner:
     def __init__(self, ranks: Sequence[int], *, fusion_threshold_bytes: int, group_fusion: bool = True) -> None:
         self.ranks = tuple(ranks)
         self.now = 0.0  # set by the caller before feeding; only copied into `Pending.first_seen`
-        self.unnamed: dict[str, int] = {}  # next running number per operation, as far as anybody has announced
+        self.unnamed: dict[str, int] = {}  # next running number per operation, as far as any member has announced
         self.on_arrival: Callable[[int, Key, Signature], None] | None = None
         self._threshold = fusion_threshold_bytes
         self._group_fusion = group_fusion
@@ -101,7 +101,9 @@ class Planner:
         if signature.kind == Kind.JOIN:
             self._join(member)
             return
-        key = self._key(signature, instance)
+        key = signature.key(instance)
+        if signature.name is None and instance >= self.unnamed.get(signature.operation, 0):
+            self.unnamed[signature.operation] = instance + 1
         entry = self._pending.get(key)
         if entry is None:
             entry = self._pending[key] = Pending(key, self._num_members, self.now)
@@ -120,7 +122,7 @@ class Planner:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is pending and nobody has joined or watches: then a round may be planned by `plan_one`."""
+        """Whether nothing is pending, no member has joined and no timeline is written: `plan_one` may plan a round."""
         return not self._pending and not self._joined and self.on_arrival is None
 
     def plan_one(self, signature: Signature, instance: int) -> list[Batch]:
@@ -130,13 +132,15 @@ class Planner:
         """
         for member in range(self._num_members):
             self._positions[member] += 1
-        key = self._key(signature, instance)
+        key = signature.key(instance)
+        if signature.name is None and instance >= self.unnamed.get(signature.operation, 0):
+            self.unnamed[signature.operation] = instance + 1
         signatures = (signature,) * self._num_members
         num_bytes = self._fusion_of(signature)[0][1] if signature.dtypes else 0
         return [Batch(KINDS[signature.kind], signature, [Part(key, 0, signatures)], num_bytes=num_bytes)]
 
     def close_round(self) -> list[Batch]:
-        """The batches that the announcements fed so far allow, in the order in which every member carries them out."""
+        """The batches that the announcements fed so far allow, in the order in which every member executes them."""
         ready, self._ready = self._ready, []
         if len(ready) > 1:
             ready.sort(key=lambda entry: entry.order)
@@ -147,12 +151,6 @@ class Planner:
             batches.append(self._end_join())
         self._joined_this_round.clear()
         return batches
-
-    def _key(self, signature: Signature, instance: int) -> Key:
-        """The request's key; takes note of the highest number of those without a name."""
-        if signature.name is None and instance >= self.unnamed.get(signature.operation, 0):
-            self.unnamed[signature.operation] = instance + 1
-        return signature.key(instance)
 
     def _join(self, member: int) -> None:
         self._joined.add(member)

@@ -31,7 +31,7 @@ _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet unde
 _registered_exit = False
 _last_place: World | None = None
 _watched: list[ControlClient] = []  # connections over which we hear of lost ranks
-# A newcomer waits for the others' next commit. How long anybody may wait is the launcher's decision.
+# A newcomer waits for the others' next commit. How long is the launcher's decision.
 _LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
 
 

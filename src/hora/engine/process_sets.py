@@ -21,7 +21,7 @@ from hora.engine.agree.shared_memory import SharedMemoryAgreement
 from hora.engine.peers import Peers
 from hora.engine.plan import Batch, Planner
 from hora.engine.queue import OperationQueue
-from hora.engine.recording import Recorder
+from hora.engine.recorder import Recorder
 from hora.engine.request import Kind, Request, Signature
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector, StallLimits

@@ -22,7 +22,7 @@ import torch
 from hora.engine.agree.agreement import Agreement
 from hora.engine.execute import deliver, execute, execute_on_device
 from hora.engine.plan import Batch, Part, Planner
-from hora.engine.recording import Recorder
+from hora.engine.recorder import Recorder
 from hora.engine.request import Key, Kind, Request, full_names
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.segment import Segment
@@ -192,7 +192,7 @@ class OperationQueue:
             log.warning("the ranks %s; one of them is slow or stopped", what)
 
     def drain(self) -> None:
-        """Carry out what was agreed before this rank began to leave; what was not agreed fails."""
+        """Execute what was agreed before this rank began to leave; what was not agreed fails."""
         if self._in_flight and self._progress.acquire(timeout=1.0):
             try:
                 self._drive(None)
@@ -249,7 +249,7 @@ class OperationQueue:
             raise
 
     def _step(self) -> bool:
-        """Carry out one round. False when there was none."""
+        """Execute one round. False when there was none."""
         closing = self.status.closing  # before polling: what was agreed before the goodbye is then seen by poll
         if self.agreement.holds_back:
             with self._lock:

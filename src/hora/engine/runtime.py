@@ -20,7 +20,7 @@ from hora.engine.hub import Hub, HubEvents
 from hora.engine.peers import Peers
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
-from hora.engine.recording import Recorder
+from hora.engine.recorder import Recorder
 from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.segment import SharedMemory

@@ -16,7 +16,7 @@ from hora.errors import HorovodInternalError
 
 __all__ = ["WorldStatus"]
 
-# What was agreed before a shutdown is still carried out, because the others have done their part already.
+# What was agreed before a shutdown is still executed, because the others have done their part already.
 _GRACE_S = 1.0
 
 

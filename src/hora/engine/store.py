@@ -1,9 +1,8 @@
 """A torch.distributed Store over the job's authenticated control connection.
 
-gloo and NCCL publish their addresses in a Store. With this one they meet through the launcher's rendezvous,
-which checks the job's secret, instead of an open TCPStore. Only small values pass here, never tensors. The
-engine makes one per transport, with a prefix of its own; torch calls the methods, also from threads of its
-own.
+gloo and NCCL publish their addresses in a Store. With this one they meet through the launcher's rendezvous, which checks
+the job's secret, instead of an open TCPStore. Only small values pass here, never tensors. The meeting makes one per
+transport, with a prefix of its own; torch calls the methods, also from threads of its own.
 """
 
 from __future__ import annotations
@@ -11,35 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["ControlStore", "KeyValue"]
+from hora.net.client import ControlClient
+
+__all__ = ["ControlStore"]
 
 # How long one request may wait at the server before the guard is asked again.
 _SLICE_S = 0.5
-
-
-class KeyValue(Protocol):
-    """The part of `ControlClient` that is needed here. It must be usable from several threads."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str, *, timeout_s: float) -> bytes: ...
-
-    def add(self, key: str, amount: int) -> int: ...
-
-    def delete(self, key: str) -> bool: ...
-
-    def check(self, keys: Sequence[str]) -> bool: ...
 
 
 class ControlStore(Store):
     """Keys live under `prefix`. Waiting ends after `timeout_s`, or when `guard` raises."""
 
     def __init__(
-        self, client: KeyValue, *, prefix: str, timeout_s: float, guard: Callable[[], None] = lambda: None
+        self, client: ControlClient, *, prefix: str, timeout_s: float, guard: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
         self._client = client
@@ -80,8 +66,8 @@ class ControlStore(Store):
         """Set `key` if its value is `expected` (empty: or the key is missing); the value afterwards."""
         lock = f"{key}/lock"
         deadline = time.monotonic() + self._timeout_s
-        # `add` is the server's only atomic read-modify-write: whoever counts to one holds the lock, and the
-        # holder's release wakes the next.
+        # `add` is the server's only atomic read-modify-write: the rank that counts to one holds the lock, and its
+        # release wakes the next.
         turn = self.add(f"{lock}/turns", 1)
         if turn > 1:
             self._get(f"{lock}/{turn - 1}", max(deadline - time.monotonic(), 0.001))

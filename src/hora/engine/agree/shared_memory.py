@@ -41,6 +41,7 @@ _RING_BYTES = 512 * 1024
 _NUM_CUTS = 64
 # How long the coordinator holds back news of some members in the hope that the others announce the same.
 _PATIENCE_S = 0.2
+_RECORD_BYTES = RECORD.size
 
 
 class SharedMemoryAgreement:
@@ -141,25 +142,30 @@ class SharedMemoryAgreement:
 
     def _alike(self, upto: Sequence[int]) -> tuple[Signature, int] | None:
         """The request, if the news up to there is that every member announces the same known simple one."""
-        ring_at = self._rings_at
-        first: tuple[Signature, int] | None = None
-        for fed, end, reader in zip(self._fed, upto, self._readers, strict=True):
-            if end - fed != RECORD.size:
+        ring_at, readers = self._rings_at, self._readers
+        same: Signature | None = None
+        same_instance = 0
+        for member, fed in enumerate(self._fed):
+            if upto[member] - fed != _RECORD_BYTES:
                 return None
             number, instance = RECORD.unpack_from(self._memory, ring_at + fed % _RING_BYTES)
-            signature = reader.known(number)
-            if first is None:
-                if signature is None or not _is_simple(signature):
-                    return None
-                first = (signature, instance)
-            elif signature is not first[0] or instance != first[1]:
+            signature = readers[member].known(number)
+            if member == 0:
+                same, same_instance = signature, instance
+            if signature is None or signature is not same or instance != same_instance:
                 return None
             ring_at += _RING_BYTES
-        return first
+        return (same, same_instance) if same is not None and _is_simple(same) else None
 
     def _hopes(self, heads: Sequence[int]) -> bool:
         """Whether to leave the news of some members for a moment, because the others' may make it a round of one request."""
-        if {head - fed for head, fed in zip(heads, self._fed, strict=True)} != {0, RECORD.size}:
+        num_missing = 0
+        for head, fed in zip(heads, self._fed, strict=True):
+            if head == fed:
+                num_missing += 1
+            elif head - fed != _RECORD_BYTES:
+                return False
+        if num_missing in (0, self._num_members):
             return False
         now = time.monotonic()
         if not self._hoping_since:
