@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test lint format bench chaos clean
+.PHONY: help setup demo test lint format bench chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
+	@echo "make fuzz     two thousand random programs of collectives on 2 to 4 ranks against a reference"
 	@echo "make setup    only the virtual environment in $(VENV)"
 
 setup: $(STAMP)
@@ -50,6 +51,10 @@ bench: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/integration/chaos.py --faults 100
+
+# As long as it takes: a target of its own, not part of `make test`, which plays the first fifty programs.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/engine.py --programs 2000
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse

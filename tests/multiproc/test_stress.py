@@ -1,0 +1,42 @@
+"""Fifty random programs of collectives, from several threads, against a plain reference; in five of them a rank dies.
+
+A program that fails here is shrunk by the command that the failure names. `make fuzz` plays many more.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from stress.generate import generate
+from stress.player import play_and_judge
+
+LIMIT_S = 60.0
+
+
+def _play(seed: int, folder: object, victim: int | None = None) -> None:
+    num_ranks = int(os.environ["HOROVOD_SIZE"])
+    try:
+        play_and_judge(generate(seed, num_ranks, victim=victim).to_text(), str(folder), LIMIT_S)
+    except AssertionError as wrong:
+        death = "" if victim is None else f" --victim {victim}"
+        command = f"python tests/fuzz/engine.py --seed {seed} --ranks {num_ranks}{death}"
+        raise AssertionError(f"{wrong}\n\nto see it again, and shrunk: {command}") from None
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.ranks(2, 3, 4)
+def test_program(seed, tmp_path):
+    _play(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", [100, 101])
+@pytest.mark.ranks(3, lost=(0,))
+def test_rank_0_dies_on_the_way(seed, tmp_path):
+    _play(seed, tmp_path, victim=0)
+
+
+@pytest.mark.parametrize("seed", [102, 103, 104])
+@pytest.mark.ranks(3, lost=(2,))
+def test_rank_2_dies_on_the_way(seed, tmp_path):
+    _play(seed, tmp_path, victim=2)
