@@ -3,64 +3,89 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from hora.launch.control.blacklist import Blacklist
 from hora.launch.control.discovery import parse_discovered
+from hora.launch.control.elastic import ElasticSpec, Hosts
 from hora.launch.control.elastic_policy import (
     ADDED,
     COMPANY_LIMIT_S,
     LOST_LIMIT_S,
     REMOVED,
-    Begin,
+    ElasticPolicy,
     End,
-    Facts,
-    Fail,
-    Finish,
-    GiveUp,
-    HostSlots,
     Limits,
     Notify,
     Publish,
     Start,
-    State,
+    WriteOff,
+)
+from hora.launch.control.members import assign, provisional
+from hora.launch.control.policy import (
+    LINGER_LIMIT_S,
+    Begin,
+    Decision,
+    Facts,
+    Fail,
+    Failure,
+    Finish,
+    GiveUp,
     Wait,
     Worker,
-    decide,
+    WorkerState,
 )
-from hora.launch.control.elastic_spec import ElasticSpec
-from hora.launch.control.generation import assign, provisional
 from hora.launch.slots import HostInfo
 
-STARTING, READY, WORKING, SUCCEEDED, FAILED, LEFT = State
+STARTING, READY, WORKING, SUCCEEDED, FAILED, LEFT = WorkerState
 
 
-def hosts(text: str) -> tuple[HostSlots, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Case(Facts):
+    """Facts, and the limits of their job."""
+
+    limits: Limits
+
+
+def decide(case: Case, now: float) -> Decision:
+    return ElasticPolicy(case.limits).decide(case, now)
+
+
+def hosts(text: str) -> dict[str, tuple[int, ...]]:
     """`a:0-1 b:0` is host a with slots 0 and 1, host b with slot 0."""
-    found = []
+    found: dict[str, tuple[int, ...]] = {}
     for item in text.split():
         name, _, slots = item.partition(":")
         first, _, last = slots.partition("-")
-        found.append(HostSlots(name, tuple(range(int(first), int(last or first) + 1))))
-    return tuple(found)
+        found[name] = found.get(name, ()) + tuple(range(int(first), int(last or first) + 1))
+    return found
 
 
-def workers(*states: State, host: str = "a", generation: int = 0, first: int = 0) -> list[Worker]:
-    """Workers in slots 0, 1, … of a host; whoever starts has no generation."""
+def workers(*states: WorkerState, host: str = "a", generation: int = 0, first: int = 0) -> list[Worker]:
+    """Workers in slots 0, 1, … of a host; one that starts has no generation, one that is done has ended."""
     found = []
     for slot, state in enumerate(states):
         since = -1 if state is STARTING else generation
         found.append(
-            Worker(number=first + slot, host=host, slot=slot, state=state, generation=since, first_generation=since)
+            Worker(
+                number=first + slot,
+                host=host,
+                slot=slot,
+                state=state,
+                generation=since,
+                first_generation=since,
+                exited=state in (SUCCEEDED, FAILED),
+                written_off=state is FAILED,
+            )
         )
     return found
 
 
 def facts(members=(), *, where="a:0-2", generation=0, num_proc=3, min_num_proc=2, limits=None, **rest):
     limits = Limits(num_proc=num_proc, min_num_proc=min_num_proc, elastic_timeout_s=60, **(limits or {}))
-    return Facts(limits=limits, generation=generation, workers=tuple(members), hosts=hosts(where), **rest)
+    return Case(limits=limits, generation=generation, workers=tuple(members), hosts=hosts(where), **rest)
 
 
 # ---- the beginning --------------------------------------------------------------------------------------------------
@@ -117,9 +142,25 @@ def test_a_newcomer_that_still_boots_does_not_hold_up_survivors():
 
 
 def test_everybody_failed():
-    assert decide(facts(workers(FAILED, FAILED, FAILED), where=""), 0) == Fail("")
+    assert decide(facts(workers(FAILED, FAILED, FAILED), where=""), 0) == Fail(None, "")
     newcomer = Worker(number=3, host="a", slot=1, state=READY)
-    assert decide(facts([*workers(FAILED, FAILED), newcomer]), 0) == Fail("")  # nobody has the state
+    assert decide(facts([*workers(FAILED, FAILED), newcomer]), 0) == Fail(None, "")  # the state is lost
+
+
+def test_the_root_cause_is_told_when_the_job_cannot_go_on():
+    complaint = Failure(worker=0, at=1.0, code=1, consequence=True)
+    cause = Failure(worker=1, at=2.0, code=137)
+    members = workers(FAILED, FAILED)
+    assert decide(facts(members, failures=[complaint, cause]), 3) == Fail(cause, "")
+    assert decide(facts(members, failures=[complaint]), 3) == Fail(complaint, "")
+
+
+def test_workers_that_fail_are_written_off_before_anything_else():
+    members = workers(FAILED, READY, WORKING, FAILED)
+    members[0] = replace(members[0], written_off=False)
+    members[3] = replace(members[3], written_off=False, exited=False)
+    assert decide(facts(members), 10**6) == WriteOff((0, 3))
+    assert WriteOff((0, 3)).waits_for_more  # the clock of the wait for enough workers goes on
 
 
 def test_a_barred_host_loses_its_other_workers():
@@ -157,7 +198,7 @@ def test_a_worker_that_goes_on_alone_is_ended_after_a_limit():
     decision = decide(facts(members, limits=limits), 8)
     assert isinstance(decision, End)
     assert (decision.workers, decision.failed) == ((2,), True)
-    members[2] = replace(members[2], state=FAILED)
+    members[2] = replace(members[2], state=FAILED, written_off=True)
     assert decide(facts(members, where="a:0-1", limits=limits), 49) == Wait(50)
     assert decide(facts(members, where="a:0-1", limits=limits), 50).workers == (1,)
 
@@ -184,6 +225,21 @@ def test_one_success_is_enough_once_nobody_works():
     assert isinstance(decide(facts(workers(SUCCEEDED, WORKING)), 0), Wait)
     for other in (SUCCEEDED, READY, FAILED):
         assert decide(facts(workers(SUCCEEDED, other)), 0) == Finish()
+
+
+def test_a_process_that_lingers_after_its_success_does_not_keep_the_results():
+    for other in (SUCCEEDED, READY, FAILED):
+        members = [replace(worker, since=5.0) for worker in workers(SUCCEEDED, other)]
+        members[0] = replace(members[0], exited=False)
+        assert decide(facts(members), 6) == Wait(5 + LINGER_LIMIT_S)
+        assert decide(facts(members), 5 + LINGER_LIMIT_S) == Finish()
+
+
+def test_which_decisions_let_the_patience_with_too_few_workers_run_on():
+    patient = (Wait(1.0, short=True), Start((("a", 0),)), End((1,), "gone", failed=False), WriteOff((1,)))
+    assert all(decision.waits_for_more for decision in patient)
+    others = (Wait(1.0), Begin(()), Publish(()), Notify(ADDED), Finish(), Fail(None), GiveUp(""))
+    assert not any(decision.waits_for_more for decision in others)
 
 
 def test_nobody_is_started_when_somebody_has_succeeded():
@@ -305,6 +361,32 @@ def test_one_slot_can_be_barred_alone():
     assert blacklist.next_return(1.0) == 2.0
 
 
+def test_of_several_hosts_one_is_barred_whole_and_of_one_only_the_slot():
+    worker = Worker(number=0, host="a", slot=1, state=FAILED, generation=0)
+    limits = Limits(num_proc=2, min_num_proc=1)
+    several = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 2), HostInfo("b", 1))))
+    several.bar(worker, 0.0)
+    assert several.usable(0.0) == {"b": (0,)}
+    assert several.barred(0.0) == {"a"}
+    one = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 1), HostInfo("a", 1))))  # its slots are added up
+    one.bar(worker, 0.0)
+    assert (one.usable(0.0), one.barred(0.0), one.may_grow(0.0)) == ({"a": (0,)}, frozenset(), False)
+    newcomer = Hosts(ElasticSpec(limits=limits, hosts=(HostInfo("a", 2), HostInfo("b", 1)), cooldown_range=(1, 5)))
+    newcomer.bar(replace(worker, generation=-1), 0.0)
+    assert newcomer.usable(0.0) == {"a": (0,), "b": (0,)}
+    assert newcomer.may_grow(0.0)
+
+
+def test_hosts_that_change_are_told_and_those_out_of_reach_left_out():
+    spec = ElasticSpec(limits=Limits(num_proc=2, min_num_proc=1), local_only=True)
+    found = Hosts(spec)
+    told = found.change([HostInfo("localhost", 2), HostInfo("192.0.2.1", 4)])
+    assert told[0].startswith("host 192.0.2.1 cannot be used: the job began on this machine alone")
+    assert told[1] == "the hosts are now localhost:2"
+    assert (found.usable(0.0), found.num_slots("localhost"), found.num_slots("gone")) == ({"localhost": (0, 1)}, 2, 1)
+    assert found.change([]) == ["the hosts are now none"]
+
+
 def test_the_launcher_reads_the_same_stall_variables_as_the_workers():
     spec = ElasticSpec(limits=Limits(num_proc=2, min_num_proc=1))
     asked = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
@@ -337,7 +419,7 @@ class History:
         self.random = random.Random(seed)
         self.now = 0.0
         limits = Limits(num_proc=2, min_num_proc=self.random.choice((1, 2)), max_num_proc=4, elastic_timeout_s=50)
-        self.facts = Facts(limits=limits, hosts=hosts("a:0-1 b:0-1"), may_grow=True)
+        self.facts = Case(limits=limits, hosts=hosts("a:0-1 b:0-1"), may_grow=True)
         self.members: set[int] = set()
 
     def update(self, number: int, **changes: object) -> None:
@@ -350,7 +432,8 @@ class History:
         kind = self.random.random()
         if living and kind < 0.7:
             worker = self.random.choice(living)
-            self.update(worker.number, state=FAILED if self.random.random() < 0.15 else READY)
+            failed = self.random.random() < 0.15
+            self.update(worker.number, state=FAILED if failed else READY, exited=failed)
         elif kind < 0.8:
             names = self.random.sample("abc", self.random.choice((1, 2, 2, 3)))
             self.facts = replace(self.facts, hosts=hosts(" ".join(f"{name}:0-1" for name in names)))
@@ -367,6 +450,9 @@ class History:
                 case Notify():
                     assert not self.facts.notified
                     self.facts = replace(self.facts, notified=True)
+                case WriteOff(numbers):
+                    for number in numbers:
+                        self.update(number, written_off=True)
                 case End(numbers):
                     for number in numbers:
                         self.update(number, state=LEFT)
@@ -377,7 +463,7 @@ class History:
                     self.facts = replace(self.facts, short_since=self.facts.short_since if decision.short else self.now)
                     self.happen()
         for worker in self.facts.workers:
-            self.update(worker.number, **({"state": SUCCEEDED} if worker.state is WORKING else {}))
+            self.update(worker.number, **({"state": SUCCEEDED, "exited": True} if worker.state is WORKING else {}))
         return decide(self.facts, self.now)
 
     def start(self, places, *, begin: bool) -> None:

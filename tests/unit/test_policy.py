@@ -1,4 +1,4 @@
-"""Decisions about a job, without any process."""
+"""Decisions about a job of a fixed size, without any process."""
 
 from __future__ import annotations
 
@@ -9,22 +9,53 @@ import pytest
 from hora.launch.control.policy import (
     LINGER_LIMIT_S,
     ROOT_CAUSE_WAIT_S,
+    Begin,
+    Decision,
     Facts,
     Fail,
     Failure,
     Finish,
+    FixedSize,
     GiveUp,
     Wait,
-    decide,
+    Worker,
+    WorkerState,
     modules_to_preload,
 )
 
-BEGUN = Facts(num_workers=3, needs_results=True, start_deadline=30.0, start_timeout_s=30.0)
-RUNNING = replace(BEGUN, started=frozenset({0, 1, 2}), joined=frozenset({0, 1, 2}))
+PLACES = (("a", 0), ("a", 1), ("b", 0))
+
+
+def decide(facts: Facts, now: float, *, needs_results: bool = True) -> Decision:
+    return FixedSize(PLACES, needs_results=needs_results, start_timeout_s=30.0).decide(facts, now)
+
+
+def workers(**of_all: object) -> list[Worker]:
+    found = [
+        Worker(number=number, host=host, slot=slot, state=WorkerState.WORKING, generation=0, first_generation=0)
+        for number, (host, slot) in enumerate(PLACES)
+    ]
+    return [replace(worker, **of_all) for worker in found]
+
+
+def but(facts: Facts, changes: dict[int, dict[str, object]]) -> Facts:
+    """The same, except for what is said of some workers."""
+    return replace(facts, workers=[replace(w, **changes.get(w.number, {})) for w in facts.workers])
+
+
+BEGUN = Facts(generation=0, workers=workers())
+STARTED = Facts(generation=0, workers=workers(started=True))
+RUNNING = Facts(generation=0, workers=workers(started=True, joined=True))
+SUCCESS = {"state": WorkerState.SUCCEEDED, "exited": True}
+
+
+def test_begins_with_all_its_places():
+    assert decide(Facts(), 0.0) == Begin(PLACES)
 
 
 def test_waits_until_the_start_deadline_for_workers_to_connect():
-    assert decide(replace(BEGUN, started=frozenset({0, 1, 2})), 1.0) == Wait(30.0)
+    assert decide(STARTED, 1.0) == Wait(30.0)
+    assert decide(replace(STARTED, begun_at=5.0), 30.0) == Wait(35.0)
 
 
 def test_waits_without_limit_once_all_are_there():
@@ -32,7 +63,7 @@ def test_waits_without_limit_once_all_are_there():
 
 
 def test_gives_up_on_workers_that_do_not_connect_and_names_them():
-    decision = decide(replace(BEGUN, joined=frozenset({1})), 30.0)
+    decision = decide(but(BEGUN, {1: {"joined": True}}), 30.0)
     assert isinstance(decision, GiveUp)
     assert decision.message.startswith("Timed out waiting for 2 of 3 processes to connect")
     assert "[0, 2]" in decision.message
@@ -40,22 +71,25 @@ def test_gives_up_on_workers_that_do_not_connect_and_names_them():
 
 
 def test_commands_need_not_connect():
-    facts = replace(BEGUN, needs_results=False, started=frozenset({0, 1, 2}))
-    assert decide(facts, 1e6) == Wait(None)
+    assert decide(STARTED, 1e6, needs_results=False) == Wait(None)
+    decision = decide(BEGUN, 30.0, needs_results=False)
+    assert isinstance(decision, GiveUp)
+    assert decision.message.startswith("Timed out waiting for 3 of 3 processes to start")
 
 
 def test_a_command_that_is_over_already_is_not_missing():
-    facts = replace(BEGUN, needs_results=False, started=frozenset({0, 1}), exited={2: 0})
-    assert decide(facts, 1e6) == Wait(None)
+    assert decide(but(STARTED, {2: {"started": False, **SUCCESS}}), 1e6, needs_results=False) == Wait(None)
 
 
-def test_finishes_when_everybody_has_ended_well():
-    assert decide(replace(RUNNING, exited={0: 0, 1: 0, 2: 0}), 5.0) == Finish()
-    assert decide(replace(RUNNING, exited={0: 0, 1: 0}), 5.0) == Wait(None)
+def test_finishes_when_all_workers_have_ended_well():
+    assert decide(but(RUNNING, {0: SUCCESS, 1: SUCCESS, 2: SUCCESS}), 5.0) == Finish()
+    assert decide(but(RUNNING, {0: SUCCESS, 1: SUCCESS}), 5.0) == Wait(None)
 
 
 def test_a_process_that_lingers_after_the_last_result_does_not_keep_the_results():
-    returned = replace(RUNNING, returned_at={0: 1.0, 1: 5.0, 2: 2.0}, exited={0: 0})
+    at = {0: 1.0, 1: 5.0, 2: 2.0}
+    returned = but(RUNNING, {n: {"state": WorkerState.SUCCEEDED, "since": since} for n, since in at.items()})
+    returned = but(returned, {0: {"exited": True}})
     assert decide(returned, 6.0) == Wait(5.0 + LINGER_LIMIT_S)
     assert decide(returned, 5.0 + LINGER_LIMIT_S) == Finish()
 
@@ -67,6 +101,11 @@ def failure(worker: int, at: float, *, consequence: bool = False) -> Failure:
 def test_the_first_failure_ends_the_job_at_once():
     first, second = failure(2, 1.0), failure(0, 1.1)
     assert decide(replace(RUNNING, failures=[first, second]), 1.2) == Fail(first)
+
+
+def test_a_failure_at_the_exit_of_a_worker_that_returned_is_a_failure():
+    everything = but(RUNNING, {0: SUCCESS, 1: SUCCESS, 2: SUCCESS})
+    assert decide(replace(everything, failures=[failure(1, 1.0)]), 1.2) == Fail(failure(1, 1.0))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -82,8 +121,9 @@ def test_waits_a_moment_for_the_root_cause_then_takes_what_there_is():
     assert decide(facts, 1.0 + ROOT_CAUSE_WAIT_S) == Fail(facts.failures[0])
 
 
-def test_does_not_wait_for_a_root_cause_when_nobody_is_left():
-    facts = replace(RUNNING, failures=[failure(0, 1.0, consequence=True)], exited={0: 1, 1: 0, 2: 0})
+def test_does_not_wait_for_a_root_cause_when_all_have_ended():
+    facts = replace(RUNNING, failures=[failure(0, 1.0, consequence=True)])
+    facts = but(facts, {0: {"state": WorkerState.FAILED, "exited": True}, 1: SUCCESS, 2: SUCCESS})
     assert decide(facts, 1.1) == Fail(facts.failures[0])
 
 

@@ -22,7 +22,7 @@ from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, 
 from hora.net import address
 
 if TYPE_CHECKING:
-    from hora.launch.control.elastic_spec import ElasticSpec  # jobs that never change size start faster without
+    from hora.launch.control.elastic import ElasticSpec  # jobs that never change size start faster without
 
 __all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
 
@@ -53,9 +53,7 @@ def start(
 
 
 def _run_elastic(job: Job, elastic: ElasticSpec, launcher: Launcher) -> JobResult:
-    from hora.launch.control.elastic import run_elastic_job
-
-    result = run_elastic_job(job, elastic, launcher)
+    result = run_job(job, launcher, elastic)
     values = [value for value in result.results if value is not None]
     return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
 
@@ -76,8 +74,8 @@ def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
 def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
     """What the options ask of an elastic job. ValueError where it could never get over a failure."""
     from hora.launch.control.discovery import DiscoveryScript
+    from hora.launch.control.elastic import ElasticSpec
     from hora.launch.control.elastic_policy import Limits
-    from hora.launch.control.elastic_spec import ElasticSpec
 
     script = None
     if options.host_discovery_script is not None:

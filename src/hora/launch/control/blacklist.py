@@ -1,18 +1,15 @@
-"""Places where workers failed, and for how long nobody is started there. Pure: clock and chance are given.
+"""Places where workers failed, and for how long none is started there. Pure: clock and chance are given.
 
 A place is a host, or one slot of a host where the job has no other host. Called by `elastic`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
-from hora.launch.control.elastic_policy import HostSlots
-from hora.launch.slots import HostInfo
+__all__ = ["Blacklist"]
 
-__all__ = ["Blacklist", "Place"]
-
-Place = tuple[str, int | None]  # a host, and one of its slots (None: the whole host)
+_Barred = tuple[str, int | None]  # a host, and one of its slots (None: the whole host)
 
 
 class Blacklist:
@@ -20,10 +17,10 @@ class Blacklist:
 
     def __init__(self, cooldown_range: tuple[int, int] | None, chance: Callable[[], float]) -> None:
         self._range, self._chance = cooldown_range, chance
-        self._times: dict[Place, int] = {}
-        self._until: dict[Place, float | None] = {}
+        self._times: dict[_Barred, int] = {}
+        self._until: dict[_Barred, float | None] = {}
 
-    def bar(self, place: Place, now: float) -> float | None:
+    def bar(self, place: _Barred, now: float) -> float | None:
         """Bar a place; returns until when (None: for ever). Each time lasts about twice as long as the one before."""
         times = self._times[place] = self._times.get(place, 0) + 1
         self._until[place] = None if self._range is None else now + self._delay_s(*self._range, times)
@@ -36,10 +33,10 @@ class Blacklist:
     def is_barred(self, host: str, slot: int, now: float) -> bool:
         return any(self._out((host, place), now) for place in (None, slot))
 
-    def usable(self, hosts: Iterable[HostInfo], now: float) -> tuple[HostSlots, ...]:
-        """The hosts and slots that are not barred."""
-        free = [(h.hostname, [s for s in range(h.slots) if not self.is_barred(h.hostname, s, now)]) for h in hosts]
-        return tuple(HostSlots(name, tuple(slots)) for name, slots in free if slots)
+    def usable(self, hosts: Mapping[str, int], now: float) -> dict[str, tuple[int, ...]]:
+        """The slots that are not barred, by host. `hosts`: how many slots each has."""
+        free = {host: tuple(s for s in range(num) if not self.is_barred(host, s, now)) for host, num in hosts.items()}
+        return {host: slots for host, slots in free.items() if slots}
 
     def is_host_barred(self, host: str, now: float) -> bool:
         return self._out((host, None), now)
@@ -49,7 +46,7 @@ class Blacklist:
         times = [until for until in self._until.values() if until is not None and until > now]
         return min(times, default=None)
 
-    def _out(self, place: Place, now: float) -> bool:
+    def _out(self, place: _Barred, now: float) -> bool:
         if place not in self._until:
             return False
         until = self._until[place]

@@ -1,135 +1,377 @@
 """The controller: carries a job out. Poll what happened, ask the policy, act, until the job is over.
 
-Decisions are made in `policy`, processes are started by a `Launcher`; what elastic jobs do as well is in `under_way`.
-Called by `start`, `runner.run` and the Spark side.
+One for all jobs: whether the size is fixed or workers come and go is a matter of the policy (`policy`,
+`elastic_policy`). Processes are started by a `Launcher`. Called by `start` and by the Spark side.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
-from hora.errors import StartTimeoutError
-from hora.launch.control import policy
-from hora.launch.control.failure_report import signal_text
-from hora.launch.control.job_run import JobUnderWay, carry_out
+from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.control.failure_report import job_failed, signal_text
+from hora.launch.control.interrupt import ended_by_signals
+from hora.launch.control.job_run import JobRun
+from hora.launch.control.members import Roster, assign, provisional
 from hora.launch.control.output import Output
+from hora.launch.control.policy import (
+    Begin,
+    Decision,
+    Facts,
+    Fail,
+    Failure,
+    Finish,
+    FixedSize,
+    GiveUp,
+    Place,
+    Policy,
+    Wait,
+    Worker,
+    WorkerState,
+    modules_to_preload,
+)
 from hora.launch.control.rendezvous import ErrorReport
 from hora.launch.job import Job, JobResult, Launcher, WorkerExit
+from hora.launch.slots import HostInfo, Slot
+from hora.world import World
+
+if TYPE_CHECKING:
+    from hora.launch.control.elastic import ElasticSpec, Hosts  # jobs that never change size start faster without
 
 __all__ = ["run_job"]
 
 _LOADING_LIMIT_S = 120.0  # torch, from a slow network disk
+_PING_S = 1.0
+_ANSWER_S = 3.0  # without an answer for so long a worker counts as silent
+_STUCK_GRACE_S = 1.0
 
 
-def run_job(job: Job, launcher: Launcher) -> JobResult:
-    """Run the job to its end and close the launcher.
+def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) -> JobResult:
+    """Run the job to its end, end everything that was started however it ends, and close the launcher.
 
-    Raises JobFailedError naming the first failing worker, its traceback as it sent it (or the end of its
-    output) and, where it could be pickled, its exception as the cause.
+    `elastic`: its workers may come and go; the results are those of the last generation, by rank. Raises JobFailedError
+    naming the first failing worker, its traceback as it sent it (or the end of its output) and, where it could be
+    pickled, its exception as the cause; StartTimeoutError when too few workers came in time.
     """
-    return carry_out(job, launcher, _FixedJob)
+    with contextlib.ExitStack() as stack:
+        stack.callback(launcher.close)
+        stack.enter_context(ended_by_signals())
+        output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
+        stack.callback(output.close)
+        controller = _Controller(job, launcher, output, elastic)
+        stack.callback(controller.run.rendezvous.close)
+        stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
+        return controller.to_the_end()
 
 
-class _FixedJob(JobUnderWay):
-    """A job that never changes size: one failure is the end of it."""
+class _Controller:
+    """Implements News: takes note of what happens to workers."""
 
-    def __init__(self, job: Job, launcher: Launcher, output: Output) -> None:
-        super().__init__(job, launcher, output)
-        self._started: set[int] = set()
-        self._joined: set[int] = set()
-        self._returned_at: dict[int, float] = {}
-        self._failures: dict[int, policy.Failure] = {}
+    def __init__(self, job: Job, launcher: Launcher, output: Output, elastic: ElasticSpec | None) -> None:
+        self._job = job
+        self._roster = Roster()
+        self._places: dict[int, Slot] = {}  # of the current generation
+        self._failures: list[Failure] = []  # of the current generation
+        self._results: dict[int, bytes] = {}
+        self._reports: dict[int, ErrorReport] = {}
+        self._gone: set[int] = set()  # workers of which the others need not expect anything any more
+        self._generation, self._num_resets = -1, 0
+        self._notified, self._last_notice = False, 0
+        self._begun_at = self._short_since = time.monotonic()
+        self._ping_at = 0.0
+        self._hosts: Hosts | None = None  # only elastic jobs have hosts that come and go
+        preload = None if job.function is None else modules_to_preload(job.function)
+        self._policy = self._fixed_size(bool(preload)) if elastic is None else self._elastic(elastic)
+        self.run = JobRun(job, launcher, output, self, preload=preload)
+
+    def _fixed_size(self, loads_torch: bool) -> Policy:
+        return FixedSize(
+            [(slot.hostname, slot.local_rank) for slot in self._job.slots],
+            needs_results=self._job.function is not None,
+            start_timeout_s=self._job.start_timeout_s + (_LOADING_LIMIT_S if loads_torch else 0.0),
+        )
+
+    def _elastic(self, spec: ElasticSpec) -> Policy:
+        from hora.launch.control.elastic import Hosts
+        from hora.launch.control.elastic_policy import ElasticPolicy
+
+        self._hosts = Hosts(spec)
+        return ElasticPolicy(spec.limits_for(self._job.env))
 
     def to_the_end(self) -> JobResult:
-        worlds = {slot.rank: slot.world(self._meeting) for slot in self._job.slots}
-        self.rendezvous.publish(0, worlds)
-        self._start((slot, worlds[slot.rank]) for slot in self._job.slots)
-        limit_s = self._job.start_timeout_s + (_LOADING_LIMIT_S if self._preload else 0.0)
-        deadline = time.monotonic() + limit_s
-        while True:
-            now = time.monotonic()
-            match policy.decide(self._facts(deadline, limit_s), now):
-                case policy.Wait(until):
-                    self._wait(until)
-                case policy.Finish():
-                    return self._finish()
-                case policy.Fail(failure):
-                    self._fail(failure)
-                case policy.GiveUp(message):
-                    self._end_workers(range(self._job.num_proc), message)
-                    raise StartTimeoutError(message)
+        with self._watching_hosts():
+            while True:
+                now = time.monotonic()
+                decision = self._policy.decide(self._facts(now), now)
+                if not decision.waits_for_more:
+                    self._short_since = now
+                match decision:
+                    case Begin(places):
+                        self._begin(places, now)
+                    case Wait(until):
+                        self._wait(until)
+                    case Finish():
+                        return self._finish()
+                    case Fail(failure, message):
+                        self._fail(failure, message)
+                    case GiveUp(message):
+                        self.run.end([worker.number for worker in self._roster], message)
+                        raise StartTimeoutError(message)
+                    case _:
+                        self._change(decision, now)
 
-    def _facts(self, deadline: float, limit_s: float) -> policy.Facts:
-        return policy.Facts(
-            num_workers=self._job.num_proc,
-            needs_results=self._job.function is not None,
-            start_deadline=deadline,
-            start_timeout_s=limit_s,
-            started=frozenset(self._started),
-            joined=frozenset(self._joined),
-            returned_at=dict(self._returned_at),
-            exited={worker: ended.code for worker, ended in self._exits.items()},
-            failures=tuple(self._failures.values()),
+    def _change(self, decision: Decision, now: float) -> None:
+        """What only elastic jobs decide."""
+        from hora.launch.control.elastic_policy import End, Notify, Publish, Start, WriteOff
+
+        match decision:
+            case Start(places):
+                self._start_newcomers(places, now)
+            case Notify(change):
+                self._notify(change)
+            case Publish(numbers):
+                self._publish(numbers, now)
+            case WriteOff(numbers):
+                self._write_off(numbers)
+            case End(numbers, why, failed):
+                self._end(numbers, why, failed=failed, now=now)
+
+    # ---- facts --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _watching_hosts(self) -> Iterator[None]:
+        if self._hosts is None:
+            yield
+            return
+        try:
+            self._hosts.watch(lambda hosts: self.run.call(lambda: self._on_hosts_changed(hosts)))
+            yield
+        finally:
+            self._hosts.close()
+
+    def _facts(self, now: float) -> Facts:
+        facts = Facts(
+            generation=self._generation,
+            workers=tuple(self._with_silence(worker, now) for worker in self._roster),
+            failures=tuple(self._failures),
+            begun_at=self._begun_at,
+            num_resets=self._num_resets,
+            notified=self._notified,
+            short_since=self._short_since,
         )
+        if self._hosts is None:
+            return facts
+        hosts = self._hosts
+        return replace(facts, hosts=hosts.usable(now), barred=hosts.barred(now), may_grow=hosts.may_grow(now))
+
+    def _with_silence(self, worker: Worker, now: float) -> Worker:
+        heard = self.run.rendezvous.heard_at(worker.number)
+        if not self._ping_at or heard is None or now - max(heard, self._ping_at) < _ANSWER_S:
+            return worker
+        return replace(worker, silent_since=max(heard, self._ping_at))
+
+    def _one_waits_for_another(self) -> bool:
+        states = {worker.state for worker in self._roster if worker.generation == self._generation}
+        return WorkerState.READY in states and WorkerState.WORKING in states
+
+    def _wait(self, until: float | None) -> None:
+        now = time.monotonic()
+        times = [until, None if self._hosts is None else self._hosts.next_return(now)]
+        if self._policy.watches_silence or self._one_waits_for_another():
+            self._ping_at = self._ping_at or now
+            self.run.rendezvous.ping()
+            times.append(now + _PING_S)
+        else:
+            self._ping_at = 0.0
+        self.run.wait(min((t for t in times if t is not None), default=None))
+
+    # ---- actions ------------------------------------------------------------------------------------------
+
+    def _begin(self, places: Sequence[Place], now: float) -> None:
+        self._publish([self._roster.add(host, slot, WorkerState.READY, now) for host, slot in places], now)
+        self.run.start((slot, self._world(number, slot, 0)) for number, slot in self._places.items())
+        self._begun_at = time.monotonic()
+
+    def _start_newcomers(self, places: Sequence[Place], now: float) -> None:
+        assert self._hosts is not None
+        newcomers: list[tuple[Slot, World]] = []
+        for host, number in places:
+            slot = provisional(host, number, self._hosts.num_slots(host))
+            worker = self._roster.add(host, number, WorkerState.STARTING, now)
+            newcomers.append((slot, self._world(worker, slot, -1)))
+        self.run.tell(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
+        self.run.start(newcomers)
+
+    def _world(self, number: int, slot: Slot, generation: int) -> World:
+        return slot.world(self.run.meeting, worker=number, generation=generation, elastic=self._policy.elastic)
+
+    def _publish(self, numbers: Sequence[int], now: float) -> None:
+        self._num_resets += self._generation >= 0
+        self._generation += 1
+        self._notified = False
+        self._failures.clear()  # the job has got over them
+        self._places = assign([self._roster[number] for number in numbers])
+        ranks = {number: slot.rank for number, slot in self._places.items()}
+        self.run.out.set_ranks(ranks)
+        if self._generation:
+            self.run.tell(f"generation {self._generation}: {len(ranks)} workers")
+        self._roster.begin(self._generation, ranks, now)
+        worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
+        self.run.rendezvous.publish(self._generation, worlds)
+
+    def _notify(self, change: int) -> None:
+        self._notified = True
+        # Whole seconds, as Horovod has them, but no two the same: a worker ignores what is not newer.
+        self._last_notice = max(int(time.time()), self._last_notice + 1)
+        self.run.rendezvous.notify(
+            {
+                "notice": "hosts_updated",
+                "timestamp": self._last_notice,
+                "change": change,
+                "generation": self._generation,
+            }
+        )
+
+    def _write_off(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._bar_the_place_of(number)
+            if number not in self.run.exits:
+                # The function is over on this worker, even if a thread or a child of its keeps the process from ending.
+                self._tell_the_others(number, f"raised {self._reports[number].headline}", failed=True)
+                self.run.terminate([number], grace_s=self._job.grace_s)
+
+    def _end(self, numbers: Sequence[int], why: str, *, failed: bool, now: float) -> None:
+        for number in numbers:
+            if failed:
+                self._note_failure(number, 1, why, consequence=False)
+                self._bar_the_place_of(number)
+                self._tell_the_others(number, f"was given up: {why}", failed=True)
+            else:
+                self._roster.set(number, WorkerState.LEFT, now)
+                self._tell_the_others(number, f"is ended: {why}", failed=True)
+            self.run.rendezvous.give_up(number)
+        self.run.tell(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
+        self.run.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
+
+    def _bar_the_place_of(self, number: int) -> None:
+        """A worker has failed, and the job goes on elsewhere."""
+        assert self._hosts is not None
+        self._roster.write_off(number)
+        failure = next(failure for failure in self._failures if failure.worker == number)
+        self._hosts.bar(self._roster[number], failure.at)
+        said = f" ({failure.reason})" if failure.reason else ""
+        self.run.tell(f"process {self._name(number)} failed with exit code {failure.code}{said}")
 
     # ---- endings ------------------------------------------------------------------------------------------
 
     def _finish(self) -> JobResult:
-        lingering = [slot.rank for slot in self._job.slots if slot.rank not in self._exits]
-        if lingering:
-            why = f"ranks {lingering} have returned but their processes do not end: ending them"
-            self._end_workers(lingering, why)
+        by_rank = sorted(self._places, key=lambda number: self._places[number].rank)
+        succeeded = [n for n in by_rank if self._roster[n].state is WorkerState.SUCCEEDED]
+        lingering = [self._places[number].rank for number in succeeded if number not in self.run.exits]
+        why = f"ranks {lingering} have returned but their processes do not end: ending them" if lingering else ""
+        self.run.end([worker.number for worker in self._roster], why)
         return JobResult(
-            job=self._id,
-            exits=tuple(self._exits[worker] for worker in sorted(self._exits)),
-            results=tuple(self._results.get(slot.rank) for slot in self._job.slots),
+            job=self.run.id,
+            exits=tuple(self.run.exits[number] for number in by_rank if number in self.run.exits),
+            results=tuple(self._results.get(number) for number in by_rank),
         )
 
-    def _fail(self, failure: policy.Failure) -> None:
-        slot = self._job.slots[failure.worker]
-        self._end_workers(
-            range(self._job.num_proc),
-            f"process {slot.rank} on host {slot.hostname} failed with exit code {failure.code}"
-            + (f" ({failure.reason})" if failure.reason else "")
-            + ("; ending the others" if self._job.num_proc > 1 else ""),
+    def _fail(self, failure: Failure | None, message: str) -> NoReturn:
+        everyone = [worker.number for worker in self._roster]
+        if failure is None:
+            self.run.end(everyone)
+            raise JobFailedError(message)
+        worker, slot = self._roster[failure.worker], self._places.get(failure.worker)
+        others = "; ending the others" if len(everyone) > 1 else ""
+        reason = f" ({failure.reason})" if failure.reason else ""
+        told = (
+            f"process {self._name(failure.worker)} on host {worker.host} failed with exit code {failure.code}{reason}"
         )
-        self._raise(failure, name=str(slot.rank), rank=slot.rank)
+        self.run.end(everyone, "" if worker.written_off else told + others)
+        raise job_failed(
+            failure,
+            name=self._name(failure.worker),
+            rank=None if slot is None else slot.rank,
+            preface=message,
+            report=self._reports.get(failure.worker),
+            tail=self.run.out.tail(failure.worker),
+        )
 
-    # ---- events -------------------------------------------------------------------------------------------
+    def _name(self, number: int) -> str:
+        worker = self._roster[number]
+        return f"{worker.host}[{worker.slot}]" if self._policy.elastic else str(number)
 
-    def _on_start(self, worker: int) -> None:
-        self._started.add(worker)
+    # ---- news ---------------------------------------------------------------------------------------------
 
-    def _on_join(self, worker: int) -> None:
-        self._joined.add(worker)
+    def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
+        assert self._hosts is not None
+        for text in self._hosts.change(hosts):
+            self.run.tell(text)
 
-    def _on_return(self, worker: int, result: bytes) -> None:
+    def on_start(self, worker: int) -> None:
+        self._roster.started(worker)
+
+    def on_join(self, worker: int) -> None:
+        self._roster.joined(worker)
+
+    def on_wait(self, worker: int, generation: int) -> None:
+        self._roster.waits(worker, generation, time.monotonic())
+
+    def on_loss(self, worker: int) -> None:
+        self._roster.lost(worker, time.monotonic())
+
+    def on_return(self, worker: int, result: bytes) -> None:
         self._results[worker] = result
-        self._returned_at[worker] = time.monotonic()
+        if worker in self._roster and self._roster[worker].alive:
+            self._roster.set(worker, WorkerState.SUCCEEDED, time.monotonic())
 
-    def _on_raise(self, worker: int, report: ErrorReport) -> None:
+    def on_raise(self, worker: int, report: ErrorReport) -> None:
         self._reports[worker] = report
-        self._note(worker, 1, report.headline, consequence=report.consequence)
+        if worker in self._roster and self._roster[worker].alive and not self.run.ending:
+            self._note_failure(worker, 1, report.headline, consequence=report.consequence)
 
-    def _on_wait(self, worker: int, generation: int) -> None:
-        """Only elastic jobs have later generations; a worker of this one waits until its own limit."""
+    def on_exit(self, ended: WorkerExit) -> None:
+        number, before = ended.worker, self._roster[ended.worker]
+        self._roster.exited(number)
+        failed = not self.run.ending and self._judge_exit(before, ended)
+        succeeded = before.state is WorkerState.SUCCEEDED
+        how = f"ended with exit code {ended.code}"
+        self._tell_the_others(number, how, failed=failed or (ended.code != 0 and not succeeded))
+        self.run.rendezvous.give_up(number)
 
-    def _on_loss(self, worker: int) -> None:
-        """The launcher tells when the process ends, with its exit code: that is the better news."""
+    def _judge_exit(self, worker: Worker, ended: WorkerExit) -> bool:
+        """Take note of how a process has ended; whether that tells of a failure."""
+        code, reason = ended.code, ended.reason
+        if worker.state in (WorkerState.FAILED, WorkerState.LEFT):
+            return False
+        if code == 0 and worker.alive:
+            if self._job.function is None and worker.generation == self._generation:
+                self._roster.set(worker.number, WorkerState.SUCCEEDED, time.monotonic())
+                return False
+            early = "before it had a place in the job" if worker.generation < 0 else "but the function did not return"
+            code, reason = 1, reason or f"it ended with status 0 {early}: did it call exit?"
+        if code == 0:
+            return False
+        blames = self._blames_another(worker.number)
+        self._note_failure(worker.number, code, reason or signal_text(code), consequence=blames)
+        return worker.alive
 
-    def _on_exit(self, ended: WorkerExit) -> None:
-        worker, code, reason = ended.worker, ended.code, ended.reason
-        self._exits[worker] = ended
-        returned = self._job.function is None or worker in self._results
-        self.rendezvous.worker_exited(worker, f"ended with exit code {code}", failed=code != 0)
-        if code == 0 and not returned and worker not in self._failures:
-            code, reason = 1, reason or "it ended with status 0 but the function did not return: did it call exit?"
-        if code != 0:
-            self._note(worker, code, reason or signal_text(code), consequence=self._blames_another(worker))
+    def _blames_another(self, worker: int) -> bool:
+        """Whether a worker's last words are that another one is lost: of a command we have only the output to tell."""
+        return "HorovodInternalError" in self.run.out.tail(worker).rstrip().rpartition("\n")[2]
 
-    def _note(self, worker: int, code: int, reason: str, *, consequence: bool) -> None:
-        # Its exception comes first; a different exit code (os._exit, a signal while exiting) adds nothing.
-        if worker not in self._failures and not self._ending:
-            self._failures[worker] = policy.Failure(
-                worker=worker, at=time.monotonic(), code=code, reason=reason, consequence=consequence
-            )
+    def _note_failure(self, number: int, code: int, reason: str, *, consequence: bool) -> None:
+        now = time.monotonic()
+        if self._roster[number].alive:
+            self._roster.set(number, WorkerState.FAILED, now)
+        self._failures.append(Failure(worker=number, at=now, code=code, reason=reason, consequence=consequence))
+
+    def _tell_the_others(self, number: int, how: str, *, failed: bool) -> None:
+        """Ranks that wait for this worker need not wait any longer. They hear of it once."""
+        if number not in self._gone:
+            self._gone.add(number)
+            self.run.rendezvous.worker_exited(number, how, failed=failed)

@@ -1,12 +1,14 @@
-"""How a worker's failure is told: the texts and the exception that the caller of a job gets. Called by controllers."""
+"""How a worker's failure is told: the texts and the exception that the caller of a job gets. Called by the controller."""
 
 from __future__ import annotations
 
 import signal
 
+from hora.errors import JobFailedError
+from hora.launch.control.policy import Failure
 from hora.launch.control.rendezvous import ErrorReport
 
-__all__ = ["cause", "failure_message", "signal_text"]
+__all__ = ["job_failed", "signal_text"]
 
 _TAIL_LINES = 30
 
@@ -21,15 +23,31 @@ def signal_text(code: int) -> str:
     return f"killed by {name}{hint}"
 
 
-def failure_message(name: str, code: int, reason: str, report: ErrorReport | None, tail: str) -> str:
-    """What the caller is told of the process that failed first. `tail`: the end of its output."""
+def job_failed(
+    failure: Failure, *, name: str, rank: int | None, preface: str, report: ErrorReport | None, tail: str
+) -> JobFailedError:
+    """What to raise in the caller's thread. `name`: what the process is called; `tail`: the end of its output."""
+    told = _message(name, failure, report, tail)
+    error = JobFailedError(
+        f"{preface}\n{told}" if preface else told,
+        rank=rank,
+        exit_code=failure.code,
+        remote_traceback=report.traceback if report else None,
+        log_tail=tail,
+    )
+    error.__cause__ = _cause(report)
+    return error
+
+
+def _message(name: str, failure: Failure, report: ErrorReport | None, tail: str) -> str:
+    """What the caller is told of the process that failed first."""
     parts = [
         "Horovod detected that one or more processes exited with non-zero status. The first one to fail was:",
         f"Process name: {name}",
-        f"Exit code: {code}",
+        f"Exit code: {failure.code}",
     ]
-    if reason and report is None:
-        parts.append(f"Reason: {reason}")
+    if failure.reason and report is None:
+        parts.append(f"Reason: {failure.reason}")
     if report is not None:
         parts.append(f"What it raised:\n{report.traceback.rstrip()}")
     elif tail.strip():
@@ -38,7 +56,7 @@ def failure_message(name: str, code: int, reason: str, report: ErrorReport | Non
     return "\n".join(parts) + "\n"
 
 
-def cause(report: ErrorReport | None) -> BaseException | None:
+def _cause(report: ErrorReport | None) -> BaseException | None:
     """The worker's own exception. It comes from a worker that proved to hold the job's secret."""
     if report is None or not report.pickled:
         return None

@@ -1,19 +1,39 @@
-"""What to do next in a job that never changes size: a pure function of what has happened so far.
+"""What to do next in a job: the facts, the decisions, and the policy of a job that never changes size.
 
-No process, no clock, no socket: the controller collects the facts and carries out the decision.
+Pure: no process, no clock, no socket. The controller collects the facts, asks its policy and acts. A worker keeps its
+number for life; a generation gives some of them ranks. Jobs of a fixed size have one generation; what jobs do whose
+workers come and go is decided in `elastic_policy`. A worker's states:
 
-    Wait   nothing to do before that time or the next event
-    Finish every worker has done its part
-    Fail   a worker failed: end the others; `failure` is the root cause
-    GiveUp something did not happen in time
+    starting --asks for a place--> ready --a generation has one for it--> working --+--> succeeded
+                                     ^                                              +--> failed
+                                     +----------- the world broke or changed -------+
+    left: told to go (no place any more, its host is barred); the job does not care for its end
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
 
-__all__ = ["Facts", "Fail", "Failure", "Finish", "GiveUp", "Wait", "decide", "modules_to_preload"]
+__all__ = [
+    "Begin",
+    "Decision",
+    "Facts",
+    "Fail",
+    "Failure",
+    "Finish",
+    "FixedSize",
+    "GiveUp",
+    "Place",
+    "Policy",
+    "Wait",
+    "Worker",
+    "WorkerState",
+    "modules_to_preload",
+    "root_cause",
+]
 
 _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
 
@@ -21,6 +41,49 @@ _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_"
 LINGER_LIMIT_S = 30.0
 # How long to wait, after a rank complained that another one is lost, for news of the one that was lost.
 ROOT_CAUSE_WAIT_S = 2.0
+
+Place = tuple[str, int]  # a host, and the number of one of its slots
+
+
+class WorkerState(Enum):
+    STARTING = auto()
+    READY = auto()
+    WORKING = auto()
+    SUCCEEDED = auto()
+    FAILED = auto()
+    LEFT = auto()
+
+
+_ALIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.WORKING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """A process of the job. `generation`: the last one in which it had a place (-1: none so far), `first_generation`:
+    the first one.
+
+    `since`: when it entered its state. `started`, `joined`, `exited`: its process runs, has connected, has ended.
+    `written_off`: it failed, and the job goes on without it. `lost_at`: when its connection ended without a good-bye.
+    `silent_since`: since when it does not answer (None: it does).
+    """
+
+    number: int
+    host: str
+    slot: int
+    state: WorkerState
+    generation: int = -1
+    first_generation: int = -1
+    since: float = 0.0
+    started: bool = False
+    joined: bool = False
+    exited: bool = False
+    written_off: bool = False
+    lost_at: float | None = None
+    silent_since: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.state in _ALIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,80 +99,137 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What has happened. `failures` in the order in which they were seen, one for each worker at most.
+    """What has happened. `workers` in order of their numbers; `failures` of this generation in the order in which they
+    were seen, one for each worker at most. `begun_at`: when the first generation was started.
 
-    `returned_at`: when each worker's result came. `exited`: exit codes by worker. `start_deadline`: until when all
-    workers must have started and, where `needs_results`, connected.
+    Only elastic jobs have the rest. `hosts`: slots that may be used now, by host; `barred`: hosts that are out for a
+    while or for ever; `may_grow`: further slots may turn up by themselves; `notified`: the workers know that the next
+    commit is a good moment to stop; `short_since`: since when there have been too few workers.
     """
 
-    num_workers: int
-    needs_results: bool
-    start_deadline: float
-    start_timeout_s: float
-    started: frozenset[int] = frozenset()
-    joined: frozenset[int] = frozenset()
-    returned_at: Mapping[int, float] = field(default_factory=dict)
-    exited: Mapping[int, int] = field(default_factory=dict)
+    generation: int = -1
+    workers: Sequence[Worker] = ()
     failures: Sequence[Failure] = ()
+    begun_at: float = 0.0
+    hosts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    barred: frozenset[str] = frozenset()
+    may_grow: bool = False
+    num_resets: int = 0
+    notified: bool = False
+    short_since: float = 0.0
+
+
+class Decision:
+    """What the controller is to do. `waits_for_more`: the job has too few workers, and its patience does not begin anew."""
+
+    @property
+    def waits_for_more(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
-class Wait:
+class Begin(Decision):
+    """Start workers in these places: the first generation."""
+
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Wait(Decision):
+    """Nothing to do before that time or the next event. `short`: there are too few workers to go on."""
+
     until: float | None
+    short: bool = False
+
+    @property
+    def waits_for_more(self) -> bool:
+        return self.short
 
 
 @dataclass(frozen=True)
-class Finish:
-    pass
+class Finish(Decision):
+    """The workers have done their part."""
 
 
 @dataclass(frozen=True)
-class Fail:
-    failure: Failure
+class Fail(Decision):
+    """The job cannot go on: because of this failure, the root cause, or of what the message says, or both."""
+
+    failure: Failure | None
+    message: str = ""
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class GiveUp(Decision):
+    """Something did not happen in time."""
+
     message: str
 
 
-def decide(facts: Facts, now: float) -> Wait | Finish | Fail | GiveUp:
-    """The next step of the job."""
-    if facts.failures:
-        return _judge(facts, now)
-    if len(facts.exited) == facts.num_workers:
-        return Finish()
-    if len(facts.returned_at) == facts.num_workers:
-        # A thread or a child that the function left behind must not keep the caller from the results.
-        limit = max(facts.returned_at.values()) + LINGER_LIMIT_S
-        return Finish() if now >= limit else Wait(limit)
-    missing = _missing(facts)
-    if not missing:
-        return Wait(None)
-    if now < facts.start_deadline:
-        return Wait(facts.start_deadline)
-    what = "connect to the launcher" if facts.needs_results else "start"
-    return GiveUp(
-        f"Timed out waiting for {len(missing)} of {facts.num_workers} processes to {what}. "
-        f"Missing ranks: {missing}. Raise --start-timeout (HOROVOD_START_TIMEOUT) if they need longer. "
-        f"Timeout after {facts.start_timeout_s:g} seconds."
-    )
+class Policy(Protocol):
+    """What to do next. `elastic`: workers may come and go. `watches_silence`: workers are to be asked for signs of life."""
+
+    @property
+    def elastic(self) -> bool: ...
+
+    @property
+    def watches_silence(self) -> bool: ...
+
+    def decide(self, facts: Facts, now: float) -> Decision:
+        """The next step of the job."""
 
 
-def _judge(facts: Facts, now: float) -> Wait | Fail:
-    for failure in facts.failures:
-        if not failure.consequence:
-            return Fail(failure)
-    first = facts.failures[0]
-    # A complaint about a lost peer tends to arrive before the news of the peer's end.
-    if now < first.at + ROOT_CAUSE_WAIT_S and len(facts.exited) < facts.num_workers:
-        return Wait(first.at + ROOT_CAUSE_WAIT_S)
-    return Fail(first)
+class FixedSize:
+    """One failure is the end of the job.
+
+    `needs_results`: workers have to connect and to return something. `start_timeout_s`: how long they may take to.
+    """
+
+    elastic = False
+    watches_silence = False
+
+    def __init__(self, places: Sequence[Place], *, needs_results: bool, start_timeout_s: float) -> None:
+        self._places = tuple(places)
+        self._needs_results, self._start_timeout_s = needs_results, start_timeout_s
+
+    def decide(self, facts: Facts, now: float) -> Decision:
+        if facts.generation < 0:
+            return Begin(self._places)
+        if facts.failures:
+            return self._judge(facts, now)
+        if all(worker.exited for worker in facts.workers):
+            return Finish()
+        if all(worker.state is WorkerState.SUCCEEDED for worker in facts.workers):
+            # A thread or a child that the function left behind must not keep the caller from the results.
+            limit = max(worker.since for worker in facts.workers) + LINGER_LIMIT_S
+            return Finish() if now >= limit else Wait(limit)
+        missing = [worker.number for worker in facts.workers if not self._arrived(worker)]
+        deadline = facts.begun_at + self._start_timeout_s
+        if not missing or now < deadline:
+            return Wait(deadline if missing else None)
+        what = "connect to the launcher" if self._needs_results else "start"
+        return GiveUp(
+            f"Timed out waiting for {len(missing)} of {len(facts.workers)} processes to {what}. "
+            f"Missing ranks: {missing}. Raise --start-timeout (HOROVOD_START_TIMEOUT) if they need longer. "
+            f"Timeout after {self._start_timeout_s:g} seconds."
+        )
+
+    def _judge(self, facts: Facts, now: float) -> Wait | Fail:
+        cause = root_cause(facts.failures)
+        assert cause is not None
+        # A complaint about a lost peer tends to arrive before the news of the peer's end.
+        limit = cause.at + ROOT_CAUSE_WAIT_S
+        if cause.consequence and now < limit and not all(worker.exited for worker in facts.workers):
+            return Wait(limit)
+        return Fail(cause)
+
+    def _arrived(self, worker: Worker) -> bool:
+        return worker.exited or (worker.joined if self._needs_results else worker.started)
 
 
-def _missing(facts: Facts) -> list[int]:
-    arrived = facts.joined if facts.needs_results else facts.started
-    return [worker for worker in range(facts.num_workers) if worker not in arrived and worker not in facts.exited]
+def root_cause(failures: Sequence[Failure]) -> Failure | None:
+    """The first failure that is not the consequence of another, or the first of all; None if there is none."""
+    return next((failure for failure in failures if not failure.consequence), next(iter(failures), None))
 
 
 def modules_to_preload(function: bytes) -> tuple[str, ...] | None:

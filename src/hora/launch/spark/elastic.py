@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.control.elastic import run_elastic_job
+from hora.launch.control.controller import run_job
+from hora.launch.control.elastic import ElasticSpec
 from hora.launch.control.elastic_policy import Limits
-from hora.launch.control.elastic_spec import ElasticSpec
 from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.slots import HostInfo, place_ranks
 from hora.launch.spark.driver import StageDriver
@@ -61,7 +61,7 @@ def run_elastic_on_spark(
             verbose=wanted.verbose,
         )
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(driver))
-        result = run_elastic_job(job, spec, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus))
+        result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
         return replace(result, results=tuple(value for value in result.results if value is not None))
 
 
