@@ -10,6 +10,7 @@ import pytest
 
 from hora.launch.control.output import MAX_LINE_BYTES, Output
 from hora.launch.job import OutputOptions
+from hora.launch.tail import Tail
 
 
 def collect(chunks: list[tuple[int, str, bytes]], **options) -> bytes:
@@ -145,3 +146,19 @@ def test_the_tail_is_the_end_of_both_streams_and_stays_small():
     assert tail.endswith("line 19999\nTraceback\n")
     assert len(tail) <= 16 * 1024
     assert tail.startswith("line ")
+
+
+def test_a_tail_keeps_the_end_and_begins_with_a_line():
+    tail = Tail(10)
+    tail.add(b"one\ntwo\n")
+    assert (tail.text, bytes(tail)) == ("one\ntwo\n", b"one\ntwo\n")
+    tail.add(b"x\n")
+    assert tail.text == "one\ntwo\nx\n"  # full, and nothing is lost
+    tail.add(b"y\n")
+    assert (tail.text, bytes(tail)) == ("two\nx\ny\n", b"e\ntwo\nx\ny\n")
+    tail.add(b"z" * 100)
+    assert (tail.text, bytes(tail)) == ("z" * 10, b"z" * 10)  # no line starts there
+    for _ in range(100):
+        tail.add(b"abc\n")
+    assert (tail.text, bytes(tail)) == ("abc\nabc\n", b"c\nabc\nabc\n")
+    assert len(tail._kept) <= 20

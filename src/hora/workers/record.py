@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import secrets
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
+
+from hora.launch.tail import Tail
 
 __all__ = ["TERMINAL", "Record", "new_id"]
 
 TERMINAL = frozenset(("succeeded", "failed", "stopped", "timedout"))
 _ALPHABET = string.ascii_lowercase + string.digits
 _TAIL_LINES = 20
-_TAIL_BYTES = 16384
 
 
 def new_id() -> str:
@@ -50,7 +51,7 @@ class Record:
     exit_code: int | None = None
     message: str = ""
     app_port: int = 0
-    log: bytes = b""
+    tail: Tail = field(default_factory=Tail, repr=False)  # the end of its output
 
     @property
     def ended(self) -> bool:
@@ -61,13 +62,6 @@ class Record:
         # Web applications listen on 127.0.0.1, as the original tells them to, not on the worker's own loopback address.
         host = "127.0.0.1" if self.ip_address.startswith("127.") else self.ip_address
         return f"http://{host}:{self.app_port}/"
-
-    def remember(self, data: bytes) -> None:
-        """Keep the end of its output, from the start of a line if one starts there."""
-        self.log += data[-_TAIL_BYTES:]
-        if len(self.log) > _TAIL_BYTES:
-            cut = self.log[-_TAIL_BYTES:]
-            self.log = cut.partition(b"\n")[2] or cut
 
     def to_dict(self, now: float) -> dict[str, Any]:
         begun = self.running_at
@@ -87,5 +81,5 @@ class Record:
             "nvidia_gpu": self.nvidia_gpu,
             "exit_code": self.exit_code,
             "message": self.message,
-            "log_tail": self.log.decode(errors="replace").splitlines()[-_TAIL_LINES:],
+            "log_tail": self.tail.text.splitlines()[-_TAIL_LINES:],
         }

@@ -180,7 +180,7 @@ class Session:
     # What the backend reports, on its thread.
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
-        self._by_number[worker].remember(data)
+        self._by_number[worker].tail.add(data)
         log = self._logs.get(worker)
         if log is not None:
             log.write(data)

@@ -20,11 +20,11 @@ from typing import IO, Any
 
 from hora.launch.control.log_file import LogFile
 from hora.launch.job import OutputOptions
+from hora.launch.tail import Tail
 
 __all__ = ["Output"]
 
 MAX_LINE_BYTES = 256 * 1024  # a longer line leaves in pieces
-_TAIL_BYTES = 16 * 1024
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 _log = logging.getLogger("hora.launch")
@@ -42,7 +42,7 @@ class Output:
         self._names: dict[int, str] = {}
         self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _Lines] = {}
-        self._tails: dict[int, bytearray] = {}
+        self._tails: dict[int, Tail] = {}
         self._consoles = {
             "stdout": _Console(options.stdout if options.stdout is not None else sys.stdout),
             "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
@@ -74,7 +74,7 @@ class Output:
     def feed(self, worker: int, stream: str, data: bytes) -> None:
         """Some bytes of a worker's stdout or stderr."""
         with self._lock:
-            self._keep(worker, data)
+            self._tails.setdefault(worker, Tail()).add(data)
             key = worker, stream
             if key not in self._streams:
                 self._streams[key] = _Lines(lambda: self._prefix(worker, stream))
@@ -95,10 +95,7 @@ class Output:
     def tail(self, worker: int) -> str:
         """The end of what the worker printed."""
         with self._lock:
-            kept = bytes(self._tails.get(worker, b""))
-        if len(kept) >= _TAIL_BYTES:
-            kept = kept[-_TAIL_BYTES:].partition(b"\n")[2]
-        return kept.decode(errors="replace")
+            return self._tails[worker].text if worker in self._tails else ""
 
     def close(self) -> None:
         with self._lock:
@@ -111,12 +108,6 @@ class Output:
         when = time.asctime() if self._options.timestamp else ""
         name = self._names.get(worker) or self._ranks.get(worker, worker)
         return f"{when}[{name}]<{stream}>:".encode()
-
-    def _keep(self, worker: int, data: bytes) -> None:
-        tail = self._tails.setdefault(worker, bytearray())
-        tail += data[-_TAIL_BYTES:]
-        if len(tail) > 2 * _TAIL_BYTES:
-            del tail[:-_TAIL_BYTES]
 
     def _write(self, key: tuple[int, str], data: bytes) -> None:
         if not data:

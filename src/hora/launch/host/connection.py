@@ -20,6 +20,7 @@ from typing import IO, Protocol
 
 from hora.launch.host import supervisor
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.tail import Tail
 
 __all__ = ["HostConnection", "SupervisorProcess", "local_supervisor_command", "wait_or_kill"]
 
@@ -104,7 +105,7 @@ class HostConnection:
         self._has_zygote = False
         self._over_now = threading.Event()
         self._ended: str | None = None  # why nothing can be started here any more
-        self._complaints = b""
+        self._complaints = Tail(_TAIL_BYTES)
         with contextlib.suppress(OSError):  # a small pipe works too, with more turns
             fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._reader = threading.Thread(target=self._read, name=f"hora-host {name}", daemon=True)
@@ -213,7 +214,7 @@ class HostConnection:
                     if not data:
                         selector.unregister(key.fd)
                     elif key.fd != self._stdout:
-                        self._complaints = (self._complaints + data)[-_TAIL_BYTES:]
+                        self._complaints.add(data)
                     else:
                         buffer += data
                         marked = marked or _skip_mark(buffer)
@@ -222,7 +223,7 @@ class HostConnection:
             for key in list(selector.get_map().values()):
                 os.set_blocking(key.fd, False)
                 with contextlib.suppress(BlockingIOError):
-                    self._complaints = (self._complaints + os.read(key.fd, _TAIL_BYTES))[-_TAIL_BYTES:]
+                    self._complaints.add(os.read(key.fd, _TAIL_BYTES))
         self._over(marked)
 
     def _take_frames(self, buffer: bytearray) -> None:
@@ -248,7 +249,7 @@ class HostConnection:
     def _over(self, marked: bool) -> None:
         self._over_now.set()
         code = self._process.wait()
-        complaints = self._complaints.decode(errors="replace").strip()
+        complaints = bytes(self._complaints).decode(errors="replace").strip()
         happened = "ended unexpectedly" if marked else "did not start"
         why = f"the supervisor on host {self.name} {happened} (exit status {code})"
         why += f": {complaints}" if complaints else ""

@@ -8,7 +8,6 @@ ends the process as well. Spark calls `SparkTask`; the driver's end of the conne
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import hmac
 import json
@@ -26,6 +25,7 @@ from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.launch.spark.warm import fork_supervisor, prepare
+from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.wire import Credentials, Header
 
@@ -73,7 +73,7 @@ class _TaskAgent:
         self._connection, self._task = connection, task
         self._launcher: HostLauncher | None = None
         self._sending = threading.Lock()
-        self._tails: dict[str, collections.deque[bytes]] = {}
+        self._tails: dict[str, Tail] = {}
 
     def serve(self, task: int) -> None:
         self._send({"kind": "here", "task": task, "host": host_hash(), "gpus": _gpu_addresses()})
@@ -127,10 +127,7 @@ class _TaskAgent:
         if self._task.stream_output:
             self._send({"kind": "output", "worker": worker, "stream": stream}, data)
             return
-        tail = self._tails.setdefault(stream, collections.deque())
-        tail.append(data)
-        while sum(map(len, tail)) - len(tail[0]) > _TAIL_BYTES:
-            tail.popleft()
+        self._tails.setdefault(stream, Tail(_TAIL_BYTES)).add(data)
 
     def started(self, worker: int) -> None:
         self._send({"kind": "started", "worker": worker})
@@ -138,7 +135,7 @@ class _TaskAgent:
     def exited(self, ended: WorkerExit) -> None:
         if ended.code:
             for stream, tail in self._tails.items():
-                self._send({"kind": "output", "worker": ended.worker, "stream": stream}, b"".join(tail))
+                self._send({"kind": "output", "worker": ended.worker, "stream": stream}, bytes(tail))
         self._tails.clear()
         self._send({"kind": "exited", **vars(ended)})
 
