@@ -121,7 +121,7 @@ class ControlClient:
     # ---- meeting the other ranks --------------------------------------------------------------------------
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, timeout_s: float) -> list[bytes]:
-        """Everybody's value, by rank. A key may be used again once everybody has its answer.
+        """Every rank's value, in their order. A key may be used again once all ranks have their answers.
 
         TimeoutError names the missing ranks; HorovodInternalError tells that one of them is lost.
         """
@@ -141,7 +141,7 @@ class ControlClient:
         self._ask({"op": "set", "key": key}, value)
 
     def get(self, key: str, *, timeout_s: float) -> bytes:
-        """The value of the key, as soon as somebody has set it."""
+        """The value of the key, as soon as a worker or the launcher has set it."""
         request = {"op": "get", "key": key, "timeout_s": timeout_s}
         return self._ask(request, waiting_for=f"key {key!r}", limit_s=timeout_s)[1]
 
@@ -183,8 +183,7 @@ class ControlClient:
     # ---- worlds that change -------------------------------------------------------------------------------
 
     def next_world(self, world: World, *, timeout_s: float) -> World | None:
-        """This worker's place in the first generation after `world`; None if there is none for it any
-        more."""
+        """This worker's place in the first generation after `world`; None if there is none for it any more."""
         request = {"op": "next_world", "generation": world.generation, "timeout_s": timeout_s}
         header, _ = self._ask(request, waiting_for=f"a world after generation {world.generation}", limit_s=timeout_s)
         if header.get("error") == "removed":
@@ -213,7 +212,7 @@ class ControlClient:
     def close(self) -> None:
         """Say good-bye and disconnect. Idempotent."""
         if self._why_closed is None:
-            # The launcher may have gone first; then there is nobody to take leave of.
+            # The launcher may have gone first; then no good-bye is needed.
             with contextlib.suppress(ConnectionError, TimeoutError):
                 self._ask({"op": "bye"}, limit_s=5.0)
         self._connection.shutdown()
@@ -271,7 +270,7 @@ class ControlClient:
                 if self._why_closed is None:
                     self._connection.send(header, payload)
         except OSError as error:
-            # The reader learns of it too, and answers everybody who waits.
+            # The reader learns of it too, and answers all threads that wait.
             self._connection.shutdown()
             if self._why_closed is None:
                 self._why_closed = str(error)

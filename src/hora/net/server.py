@@ -106,7 +106,7 @@ class Server:
         _live.add(self)
 
     def listen(self, where: Where) -> int:
-        """Take connections at this place, too; returns its port (0: a local socket). Nobody is answered before `start`."""
+        """Take connections at this place, too; returns its port (0: a local socket). None is answered before `start`."""
         listener = sockets.listen(where)
         listener.setblocking(False)
         self._listeners.append(listener)

@@ -1,7 +1,7 @@
 """Sockets as servers and clients use them: how they listen and connect, and who is at the other end of a local one.
 
-Abstract local names live in a network namespace and vanish with their process: nothing is left in a file system. Anybody
-can connect to one, or take its name first, so both ends make sure of the other's user.
+Abstract local names live in a network namespace and vanish with their process: nothing is left in a file system. Any
+process can connect to one, or take its name first, so both ends make sure of the other's user.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The gateway listens on an abstract local socket, which exists in no file system and vanishes with the session. It answers
 processes of the same user (or root) that prove to hold the session's key; a client makes sure of both as well, because
-anybody can take a socket's name first. One request in, one answer out, both JSON; nothing is unpickled.
+any process can take a socket's name first. One request in, one answer out, both JSON; nothing is unpickled.
 """
 
 from __future__ import annotations

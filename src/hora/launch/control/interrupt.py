@@ -1,5 +1,4 @@
-"""Signals that ask the launcher to end, as exceptions: so that every `finally` on the way out gets its
-turn."""
+"""Signals that ask the launcher to end, as exceptions: so that every `finally` on the way out gets its turn."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class JobRun:
         self.ending = True
         left = set(workers) - self.exits.keys()
         self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
-        if why:  # afterwards: a console that nobody reads must not keep the workers alive
+        if why:  # afterwards: a console that is not read must not keep the workers alive
             self.tell(why)
         limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
         while left - self.exits.keys() and time.monotonic() < limit:

@@ -170,7 +170,7 @@ def _open_file(path: Path) -> LogFile:
 
 
 class _Console:
-    """A stream for people. A line that is not finished yet is closed before somebody else's begins, and its rest
+    """A stream for people. A line that is not finished yet is closed before another worker's begins, and its rest
     begins with its prefix again."""
 
     def __init__(self, stream: IO[Any] | None) -> None:

@@ -72,6 +72,8 @@ class RendezvousEvents(Protocol):
 
 @dataclass
 class _Parked:
+    """A request that waits for its answer."""
+
     peer: Peer
     request: int
     describe: Callable[[], str]
@@ -141,7 +143,7 @@ class Rendezvous:
         self._server.call(lambda: self._broadcast(notice))
 
     def worker_exited(self, worker: int, how: str, *, failed: bool) -> None:
-        """A worker's process has ended: whoever waits for it need not wait any longer."""
+        """A worker's process has ended: ranks that wait for it need not wait any longer."""
         self._server.call(lambda: self._worker_gone(worker, how, failed))
 
     def ping(self) -> None:
@@ -157,8 +159,7 @@ class Rendezvous:
         self._server.call(lambda: self._dismiss(worker))
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
-        """Give workers (by number) their places in a new generation; a worker without one is told to
-        leave."""
+        """Give workers (by number) their places in a new generation; a worker without one is told to leave."""
         self._server.call(lambda: self._publish(generation, dict(worlds)))
 
     def close(self) -> None:
@@ -205,7 +206,7 @@ class Rendezvous:
         """Taken note of already."""
 
     def _bye(self, peer: Peer, header: Header, payload: bytes) -> None:
-        # A polite leaver is nobody's loss: forget who it was, so that the end of its connection is no news.
+        # A worker that says good-bye is no loss: forget which it was, so that the end of its connection is no news.
         peer.number = -1
         self._ranks.pop(peer, None)
         self._answer(peer, header["id"])
@@ -243,7 +244,7 @@ class Rendezvous:
         key, rank, size = _key(header), int(header["rank"]), int(header["size"])
         gather = self._gathers.setdefault(key, _Gather(size))
         if gather.size != size or not 0 <= rank < size or rank in gather.parked:
-            # Whoever waits already would wait in vain: everybody hears of the disagreement.
+            # The ranks that wait already would wait in vain: all of them hear of the disagreement.
             why = f"rank {rank} of {size} does not fit: it meets ranks {sorted(gather.parked)} of {gather.size}"
             self._park(peer, header, str).answer({"error": "mismatch", "message": f"all-gather {key!r}: {why}"})
             self._fail_gather(key, why)
@@ -327,7 +328,7 @@ class Rendezvous:
     def _worker_gone(self, worker: int, how: str, failed: bool) -> None:
         world = self._worlds.by_worker.get(worker)
         if world is None and self._worlds.by_worker:
-            return  # it has no place in this generation: nobody waits for it
+            return  # it has no place in this generation: no rank waits for it
         rank = worker if world is None else world.rank
         self._gone[rank] = how
         self._failed = self._failed or failed
