@@ -119,8 +119,7 @@ class _Controller:
                     case Fail(failure, message):
                         self._fail(failure, message)
                     case GiveUp(message):
-                        self.run.end([worker.number for worker in self._roster], message)
-                        raise StartTimeoutError(message)
+                        self._give_up(message)
                     case _:
                         self._change(decision, now)
 
@@ -279,6 +278,11 @@ class _Controller:
             exits=tuple(self.run.exits[number] for number in by_rank if number in self.run.exits),
             results=tuple(self._results.get(number) for number in by_rank),
         )
+
+    def _give_up(self, message: str) -> NoReturn:
+        everyone = [worker.number for worker in self._roster]
+        self.run.end(everyone, message if everyone else "")
+        raise StartTimeoutError(message)
 
     def _fail(self, failure: Failure | None, message: str) -> NoReturn:
         everyone = [worker.number for worker in self._roster]

@@ -135,7 +135,7 @@ class ElasticPolicy:
             f"Timed out waiting for {limits.num_proc} slots (-np); there are {len(places)}, on "
             f"{', '.join(f'{host}:{len(slots)}' for host, slots in facts.hosts.items()) or 'no host'}. Raise "
             "--elastic-timeout (HOROVOD_ELASTIC_TIMEOUT) if they need longer. "
-            f" Timeout after {limits.elastic_timeout_s:g} seconds."
+            f"Timeout after {limits.elastic_timeout_s:g} seconds."
         )
 
     def _dismiss(self, facts: Facts, now: float) -> End | None:
