@@ -67,7 +67,7 @@ def mine(shape, dtype, salt=0):
     return values(hvd.rank(), shape, dtype, salt)
 
 
-def everybody(process_set, shape, dtype, salt=0) -> list[torch.Tensor]:
+def of_all_ranks(process_set, shape, dtype, salt=0) -> list[torch.Tensor]:
     return [values(rank, shape, dtype, salt) for rank in process_set.ranks]
 
 

@@ -32,7 +32,7 @@ def test_allreduce(sets):
         scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25, process_set=process_set)
         scaled.backward(weight)
         check(x.grad, weight * n * 0.5)
-        # The upstream gradient is reduced too: everybody's share of the loss counts.
+        # The upstream gradient is reduced too: every rank's share of the loss counts.
         x = leaf(5)
         (hvd.allreduce(x, op=hvd.Sum, process_set=process_set) * (hvd.rank() + 1)).sum().backward()
         check(x.grad, torch.full((5,), float(sum(r + 1 for r in process_set.ranks))))

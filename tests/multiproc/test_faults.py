@@ -138,7 +138,7 @@ def _interrupted(*arguments, **more):
 
 
 @pytest.mark.ranks(2)
-def test_ctrl_c_while_waiting_for_the_others_harms_nobody(place):
+def test_ctrl_c_while_waiting_for_the_others_harms_no_rank(place):
     hvd.init()
     if hvd.rank() == 0:
         signal.setitimer(signal.ITIMER_REAL, 0.3)

@@ -140,7 +140,7 @@ def check_same_state(optimizer, reference):
 
 @session
 def test_optimizer_state_from_a_root_that_has_trained():
-    """Only the root loaded a checkpoint; or everybody has trained, differently."""
+    """Only the root loaded a checkpoint; or every rank has trained, differently."""
     for cls, options in optimizers():
         reference_net, reference = build(cls, options, 0, 0.25)
         train(reference_net, reference, 3)

@@ -87,7 +87,7 @@ def test_process_sets_know_of_the_join(sets):
 
 
 @session
-def test_everybody_at_once():
+def test_all_ranks_at_once():
     assert 0 <= hvd.join() < hvd.size()
     assert 0 <= hvd.join(-1) < hvd.size()
     results = hvd.allgather_object(hvd.join())

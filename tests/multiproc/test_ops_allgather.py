@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hvd_session import MOVED, ROWS, assert_equal, assert_same_everywhere, everybody, mine, session, values
+from hvd_session import MOVED, ROWS, assert_equal, assert_same_everywhere, mine, of_all_ranks, session, values
 
 import horovod.torch as hvd
 
@@ -17,7 +17,7 @@ def test_dtypes_and_forms(sets):
         results = []
         for dtype in MOVED:
             for shape in ROWS:
-                want = torch.cat(everybody(process_set, shape, dtype))
+                want = torch.cat(of_all_ranks(process_set, shape, dtype))
                 tensor = mine(shape, dtype)
                 results += [
                     hvd.allgather(tensor, process_set=process_set),

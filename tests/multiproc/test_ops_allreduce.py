@@ -14,8 +14,8 @@ from hvd_session import (
     assert_equal,
     assert_same_everywhere,
     even_and_odd,
-    everybody,
     mine,
+    of_all_ranks,
     raises,
     session,
 )
@@ -67,7 +67,7 @@ def test_dtypes_ops_and_forms(sets):
                 tensor = mine((5, 17), dtype)
                 before = tensor.clone()
                 for result in forms(tensor, op, process_set, f"a.{dtype}.{op}"):
-                    check(result, everybody(process_set, (5, 17), dtype), op)
+                    check(result, of_all_ranks(process_set, (5, 17), dtype), op)
                     results.append(result)
                 assert_equal(tensor, before)
         assert_same_everywhere(results, process_set)
@@ -77,7 +77,7 @@ def test_dtypes_ops_and_forms(sets):
 def test_small_integers():
     for dtype in SMALL:
         for op in (hvd.Sum, hvd.Min, hvd.Max):
-            check(hvd.allreduce(mine((17,), dtype), op=op), everybody(hvd.global_process_set, (17,), dtype), op)
+            check(hvd.allreduce(mine((17,), dtype), op=op), of_all_ranks(hvd.global_process_set, (17,), dtype), op)
 
 
 @pytest.mark.over_gloo
@@ -87,7 +87,7 @@ def test_shapes(sets):
         for shape in SHAPES:
             for dtype in (torch.float32, torch.int64):
                 for result in forms(mine(shape, dtype), hvd.Sum, process_set, None):
-                    check(result, everybody(process_set, shape, dtype), hvd.Sum)
+                    check(result, of_all_ranks(process_set, shape, dtype), hvd.Sum)
 
 
 @pytest.mark.over_gloo
@@ -96,7 +96,7 @@ def test_grouped_forms(sets):
     shapes, dtypes = [(3,), (), (4, 5), (0, 2)], [torch.float32, torch.int32, torch.float64, torch.float16]
     for process_set in sets:
         tensors = [mine(s, d, i) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
-        want = [everybody(process_set, s, d, i) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
+        want = [of_all_ranks(process_set, s, d, i) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
         inplace = [t.clone() for t in tensors]
         also = tuple(t.clone() for t in tensors)
         blocking = hvd.grouped_allreduce(tensors, op=hvd.Sum, process_set=process_set)
@@ -338,7 +338,7 @@ def test_adasum_is_refused_where_it_has_no_meaning():
 @pytest.mark.over_gloo
 @session
 def test_results_do_not_depend_on_the_transport():
-    """Awkward floats, reduced in rank order whoever does it: the same bits as a loop over the ranks."""
+    """Awkward floats, reduced in rank order whichever rank does it: the same bits as a loop over the ranks."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(hvd.size())]
     inputs = [torch.randn(1001, generator=generator) for generator in generators]
     want = inputs[0].clone()

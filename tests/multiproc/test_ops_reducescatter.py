@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hvd_session import REDUCED, assert_equal, everybody, mine, session
+from hvd_session import REDUCED, assert_equal, mine, of_all_ranks, session
 
 import horovod.torch as hvd
 
@@ -17,7 +17,7 @@ def rows_of(member: int, n: int, rows: int) -> slice:
 
 
 def expected(process_set, shape, dtype, op, salt=0):
-    total = torch.stack([t.double() for t in everybody(process_set, shape, dtype, salt)]).sum(0)
+    total = torch.stack([t.double() for t in of_all_ranks(process_set, shape, dtype, salt)]).sum(0)
     if op == hvd.Average:
         total = total / process_set.size()
     if not dtype.is_floating_point:

@@ -15,9 +15,9 @@ from training import (
     backward,
     batch,
     distributed,
-    everybodys,
     mine,
     mlp,
+    of_all_ranks,
     reference,
     sgd,
     train,
@@ -59,11 +59,11 @@ def test_the_class_looks_like_the_optimizer_it_wraps():
 def test_the_state_of_the_wrapped_optimizer_is_carried_over():
     model = mlp()
     plain = sgd(model)
-    train(model, plain, 3, everybodys())
+    train(model, plain, 3, of_all_ranks())
     optimizer = distributed(model, plain)
     train(model, optimizer, 3, lambda step: batch(hvd.rank(), step + 3))
     model2 = mlp()
-    train(model2, sgd(model2), 6, everybodys())
+    train(model2, sgd(model2), 6, of_all_ranks())
     assert_close(weights(model), weights(model2))
 
 
@@ -242,13 +242,13 @@ def test_gradients_accumulate_over_backward_passes():
     optimizer = distributed(model, backward_passes_per_step=3)
     train(model, optimizer, 4, mine(), accumulate=3)
     single = mlp()
-    train(single, sgd(single), 4, everybodys(), accumulate=3)
+    train(single, sgd(single), 4, of_all_ranks(), accumulate=3)
     assert_close(weights(model), weights(single))
     optimizer.set_backward_passes_per_step(1)
     other = sgd(single)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, 2, mine())
-    train(single, other, 2, everybodys())
+    train(single, other, 2, of_all_ranks())
     assert_close(weights(model), weights(single))
 
 
@@ -302,7 +302,7 @@ def test_zeroing_in_place_and_not_at_all_work_too():
         model, single = mlp(), mlp()
         optimizer, plain = distributed(model), sgd(single)
         for step in range(steps):
-            for net, opt, data in ((model, optimizer, mine()), (single, plain, everybodys())):
+            for net, opt, data in ((model, optimizer, mine()), (single, plain, of_all_ranks())):
                 opt.zero_grad(set_to_none=False)
                 inputs, targets = data(step)
                 functional.cross_entropy(net(inputs), targets).backward()
@@ -323,7 +323,7 @@ def test_synchronize_clip_and_step_inside_skip_synchronize():
             warnings.simplefilter("error")
             optimizer.step()
         plain.zero_grad()
-        inputs, targets = everybodys()(step)
+        inputs, targets = of_all_ranks()(step)
         functional.cross_entropy(single(inputs), targets).backward()
         torch.nn.utils.clip_grad_norm_(single.parameters(), 0.05)
         plain.step()
@@ -360,7 +360,7 @@ def test_clip_grad_norm_reduces_first():
         single,
         sgd(single),
         4,
-        everybodys(),
+        of_all_ranks(),
         lambda net: wanted.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)),
     )
     assert_close(norms, wanted)

@@ -18,9 +18,9 @@ from training import (
     backward,
     batch,
     distributed,
-    everybodys,
     mine,
     mlp,
+    of_all_ranks,
     sgd,
     train,
     weights,
@@ -82,7 +82,7 @@ def test_closures_are_synchronised_after_each_evaluation():
     for step in range(4):
         loss = optimizer.step(closure(model, optimizer, mine()(step)))
         assert loss.item() > 0
-        plain.step(closure(single, plain, everybodys()(step)))
+        plain.step(closure(single, plain, of_all_ranks()(step)))
     assert_close(weights(model), weights(single))
 
     model, single = mlp(), mlp()
@@ -91,7 +91,7 @@ def test_closures_are_synchronised_after_each_evaluation():
     plain = torch.optim.LBFGS(single.parameters(), **options)
     for step in range(2):
         optimizer.step(closure(model, optimizer, mine()(step)))
-        plain.step(closure(single, plain, everybodys()(step)))
+        plain.step(closure(single, plain, of_all_ranks()(step)))
     assert_close(weights(model), weights(single), 1e-3)
     assert_same_everywhere(weights(model))
 
@@ -131,7 +131,7 @@ def hvd_size() -> int:
 
 @session
 def test_join_with_uneven_batches():
-    """Rank r has r more batches than rank 0; a joined rank adds zeros, and nobody waits for it."""
+    """Rank r has r more batches than rank 0; a joined rank adds zeros, and no rank waits for it."""
     for warm in (0, 1, 3):
         model = mlp()
         optimizer = distributed(model)
@@ -147,7 +147,7 @@ def test_join_with_uneven_batches():
         assert_same_everywhere(weights(model))
         single = mlp()
         plain = sgd(single)
-        train(single, plain, warm, everybodys())
+        train(single, plain, warm, of_all_ranks())
         for step in range(hvd.size() - 1):
             plain.zero_grad()
             losses = []
@@ -156,7 +156,7 @@ def test_join_with_uneven_batches():
                 losses.append(functional.cross_entropy(single(inputs), targets))
             (sum(losses) / hvd.size()).backward()
             plain.step()
-        train(single, plain, 3, everybodys())
+        train(single, plain, 3, of_all_ranks())
         assert_close(weights(model), weights(single), 1e-4)
 
 
@@ -168,11 +168,11 @@ def test_parameters_frozen_and_thawed_and_added_later():
     extra, extra2 = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     optimizer, plain = distributed(model), sgd(single)
     train(model, optimizer, 3, mine())
-    train(single, plain, 3, everybodys())
+    train(single, plain, 3, of_all_ranks())
     for net in (model, single):
         net[0].requires_grad_(True)
     train(model, optimizer, 3, mine())
-    train(single, plain, 3, everybodys())
+    train(single, plain, 3, of_all_ranks())
     assert_close(weights(model), weights(single))
     optimizer.add_param_group({"params": [extra], "lr": 0.5})
     plain.add_param_group({"params": [extra2], "lr": 0.5})
@@ -211,7 +211,7 @@ def test_requires_grad_toggled_between_two_optimizers():
             opt_g.step()
 
     results = []
-    for wrap, data in ((lambda o: hvd.DistributedOptimizer(o), mine()), (lambda o: o, everybodys())):
+    for wrap, data in ((lambda o: hvd.DistributedOptimizer(o), mine()), (lambda o: o, of_all_ranks())):
         generator, critic = nets()
         adversarial(generator, critic, wrap(sgd(generator)), wrap(sgd(critic)), data)
         results.append(weights(generator) + weights(critic))
@@ -232,7 +232,7 @@ def test_every_torch_optimizer():
         optimizer = hvd.DistributedOptimizer(kind(chosen, **options))
         plain = kind(others, **options)
         train(model, optimizer, 4, mine())
-        train(single, plain, 4, everybodys())
+        train(single, plain, 4, of_all_ranks())
         assert_close(weights(model), weights(single), 1e-3)
         assert_same_everywhere(weights(model))
         if kind.__name__ not in ("Muon", "Rprop"):
@@ -286,7 +286,7 @@ def test_a_state_can_be_loaded_after_the_shutdown():
 @session
 def test_ranks_that_disagree_on_a_shape_are_told_which_parameter():
     if hvd.size() == 1:
-        pytest.skip("nobody to disagree with")
+        pytest.skip("no rank to disagree with")
     model = nn.Linear(3 if hvd.rank() else 4, 2)
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(prefix="layer"))
     model(torch.ones(1, model.in_features)).sum().backward()
@@ -298,7 +298,7 @@ def test_ranks_that_disagree_on_a_shape_are_told_which_parameter():
 @session
 def test_ranks_that_disagree_on_the_number_of_parameters_are_told():
     if hvd.size() == 1:
-        pytest.skip("nobody to disagree with")
+        pytest.skip("no rank to disagree with")
     model = nn.Linear(4, 2, bias=hvd.rank() > 0)
     optimizer = distributed(model)
     for _ in range(2):
@@ -319,7 +319,7 @@ def test_a_dropped_optimizer_reduces_no_more_and_is_freed():
     single = mlp()
     single.load_state_dict(model.state_dict())
     train(model, distributed(model), 3, mine())
-    train(single, sgd(single), 3, everybodys())
+    train(single, sgd(single), 3, of_all_ranks())
     assert_close(weights(model), weights(single))
 
 

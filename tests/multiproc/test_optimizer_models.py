@@ -12,7 +12,7 @@ import torch
 from hvd_session import assert_same_everywhere, session
 from torch import nn
 from torch.nn import functional
-from training import MODELS, Embedded, assert_close, batch, everybodys, joined, mine, mlp, seeded, train, weights
+from training import MODELS, Embedded, assert_close, batch, joined, mine, mlp, of_all_ranks, seeded, train, weights
 
 import horovod.torch as hvd
 
@@ -32,7 +32,7 @@ def check(name: str) -> None:
             make(model.parameters()), named_parameters=model.named_parameters(), sharded=sharded
         )
         train(model, optimizer, STEPS, in_double(mine(shape)))
-        train(single, make(single.parameters()), STEPS, in_double(everybodys(shape)))
+        train(single, make(single.parameters()), STEPS, in_double(of_all_ranks(shape)))
         assert_close(weights(model), weights(single), 1e-9)
         assert_same_everywhere(weights(model))
         assert not sharded or optimizer.is_sharded
@@ -104,7 +104,7 @@ def test_sparse_embeddings():
             sparse_as_dense=as_dense,
         )
         train(model, optimizer, STEPS, mine((6,)))
-        train(single, torch.optim.SGD(single.parameters(), lr=0.1), STEPS, everybodys((6,)))
+        train(single, torch.optim.SGD(single.parameters(), lr=0.1), STEPS, of_all_ranks((6,)))
         assert model.embedding.weight.grad.is_sparse
         assert_close(weights(model), weights(single))
         assert_same_everywhere(weights(model))
@@ -119,7 +119,7 @@ def test_sparse_embeddings():
 @pytest.mark.ranks(1, 2, 3)
 @session
 def test_sparse_gradients_that_a_rank_misses_from_the_first_step_on():
-    """Which ranks use the table changes from step to step; in the first one nobody uses the second table."""
+    """Which ranks use the table changes from step to step; in the first one no rank uses the second table."""
     for options in ({}, {"groups": 1}, {"sparse_as_dense": True}):
         tables, single = (nn.ModuleList([nn.Embedding(6, 2, sparse=True) for _ in range(2)]) for _ in range(2))
         for table in (*tables, *single):

@@ -1,4 +1,4 @@
-"""sharded=True: every optimizer equals its unsharded self, and its state is whole for whoever asks."""
+"""sharded=True: every optimizer equals its unsharded self, and its state is whole on every rank that asks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hvd_session import assert_same_everywhere, raises, session
 from torch import nn
 from torch.nn import functional
-from training import assert_close, assert_states_close, batch, everybodys, mine, mlp, train, weights
+from training import assert_close, assert_states_close, batch, mine, mlp, of_all_ranks, train, weights
 
 import horovod.torch as hvd
 
@@ -104,14 +104,14 @@ def test_groups_schedulers_frozen_layers_accumulation_and_compression():
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in (optimizer, plain)]
         for _ in range(3):
             train(model, optimizer, 2, mine(), accumulate=2)
-            train(single, plain, 2, everybodys(), accumulate=2)
+            train(single, plain, 2, of_all_ranks(), accumulate=2)
             for scheduler in schedulers:
                 scheduler.step()
         assert_close(weights(model), weights(single), tolerance)
         for net in (model, single):
             net[2].weight.requires_grad_(True)
         train(model, optimizer, 3, mine(), accumulate=2)
-        train(single, plain, 3, everybodys(), accumulate=2)
+        train(single, plain, 3, of_all_ranks(), accumulate=2)
         assert_close(weights(model), weights(single), 3 * tolerance)
         assert_same_everywhere(weights(model))
 
@@ -132,7 +132,7 @@ class Branches(nn.Module):
 @pytest.mark.ranks(2, 4)
 @session
 def test_many_buckets_use_a_few_places_in_turn():
-    """Whatever the order on each rank: a gradient that comes while its place is in use waits for it, and nobody else."""
+    """In any order: a gradient that comes while its place is in use waits for it, and no other gradient does."""
     from hora.torch.sharded import optimizer as module
 
     one_parameter_each = partial(module.plan_buckets, bucket_bytes=1)
@@ -149,7 +149,7 @@ def _train_branches():
         norms = []
         for step in range(4):
             models[0].order = order if step else forward
-            for model, opt, data in zip(models, (optimizer, plain), (mine(), everybodys()), strict=True):
+            for model, opt, data in zip(models, (optimizer, plain), (mine(), of_all_ranks()), strict=True):
                 inputs, targets = data(step)
                 opt.zero_grad()
                 functional.cross_entropy(model(inputs), targets).backward()
@@ -190,7 +190,7 @@ def test_whole_gradients_after_synchronize():
         functional.cross_entropy(model(inputs), targets).backward()
         optimizer.synchronize()
         plain.zero_grad()
-        inputs, targets = everybodys()(step)
+        inputs, targets = of_all_ranks()(step)
         functional.cross_entropy(single(inputs), targets).backward()
         assert_close([p.grad for p in model.parameters()], [p.grad for p in single.parameters()])
         for net in (model, single):
@@ -217,11 +217,11 @@ def test_state_is_portable():
     state, values = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     single = mlp()
     plain = two_groups(single)
-    train(single, plain, 4, everybodys())
+    train(single, plain, 4, of_all_ranks())
     assert_states_close(state, plain.state_dict())
-    train(single, plain, 3, lambda step: everybodys()(step + 4))
+    train(single, plain, 3, lambda step: of_all_ranks()(step + 4))
     for warm in (0, 2):
-        for wrap, data in ((sharded, mine()), (lambda o: o, everybodys())):
+        for wrap, data in ((sharded, mine()), (lambda o: o, of_all_ranks())):
             other = mlp()
             loaded = wrap(two_groups(other))
             train(other, loaded, warm, data)
@@ -233,12 +233,12 @@ def test_state_is_portable():
 
 
 @session
-def test_a_checkpoint_of_rank_0_alone_reaches_everybody():
+def test_a_checkpoint_of_rank_0_alone_reaches_every_rank():
     model = mlp()
     optimizer = sharded(adam(model))
     train(model, optimizer, 3, mine())
     checkpoint = None
-    if hvd.rank() == 0:  # nobody else is asked
+    if hvd.rank() == 0:  # no other rank is asked
         checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, 2, mine())
     if hvd.rank() == 0:
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_rank_0_alone_reaches_everybody():
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     train(model, optimizer, 2, lambda step: batch(hvd.rank(), step + 3))
     single = mlp()
-    train(single, adam(single), 5, everybodys())
+    train(single, adam(single), 5, of_all_ranks())
     assert_close(weights(model), weights(single))
     assert_same_everywhere(weights(model))
 
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_rank_0_alone_reaches_everybody():
 @session
 def test_parameters_and_state_lie_once_in_shared_memory():
     if hvd.size() == 1:
-        pytest.skip("nobody to share with")
+        pytest.skip("no rank to share with")
     parameter = nn.Parameter(torch.zeros(100))
     optimizer = sharded(torch.optim.SGD([parameter], lr=1.0, momentum=0.9))
     for _ in range(2):
@@ -289,7 +289,7 @@ def test_training_goes_on_after_a_new_init():
     hvd.shutdown()
     hvd.init()
     train(model, optimizer, 3, lambda step: batch(hvd.rank(), step + 3))
-    train(single, plain, 6, everybodys())
+    train(single, plain, 6, of_all_ranks())
     assert_close(weights(model), weights(single))
 
 
@@ -301,17 +301,17 @@ def test_without_shared_memory():
     optimizer, plain = sharded(two_groups(model)), two_groups(single)
     clip = lambda net: hvd.clip_grad_norm_(net.parameters(), 0.1)  # noqa: E731
     train(model, optimizer, 3, mine(), clip)
-    train(single, plain, 3, everybodys(), lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+    train(single, plain, 3, of_all_ranks(), lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
     assert_states_close(optimizer.state_dict(), plain.state_dict())
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     train(model, optimizer, 3, mine(), clip)
-    train(single, plain, 3, everybodys(), lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+    train(single, plain, 3, of_all_ranks(), lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))
     assert_close(weights(model), weights(single))
     unsharded = mlp()
     train(unsharded, hvd.DistributedOptimizer(two_groups(unsharded)), 3, mine())
     again = mlp()
-    train(again, two_groups(again), 3, everybodys())
+    train(again, two_groups(again), 3, of_all_ranks())
     assert_close(weights(unsharded), weights(again))
 
 
@@ -324,7 +324,7 @@ def memory_mib(kind: str) -> float:
 @session
 def test_the_host_holds_parameters_and_state_once():
     private, shared = _sizes_held()
-    assert shared < 1.1 * (1 + 4 + 2)  # parameters, everybody's gradients, two state tensors
+    assert shared < 1.1 * (1 + 4 + 2)  # parameters, the gradients of all ranks, two state tensors
     assert private < 4 * 0.5  # the model's own first copy is given back; nothing else is private
 
 

@@ -123,7 +123,7 @@ def mine(shape=(5,)):
     return lambda step: batch(hvd.rank(), step, shape)
 
 
-def everybodys(shape=(5,), size=None):
+def of_all_ranks(shape=(5,), size=None):
     return lambda step: joined(step, size or hvd.size(), shape)
 
 
@@ -162,7 +162,7 @@ def distributed(model, optimizer=None, **options):
 
 def reference(steps=5, **options):
     model = mlp()
-    train(model, sgd(model, **options), steps, everybodys())
+    train(model, sgd(model, **options), steps, of_all_ranks())
     return weights(model)
 
 

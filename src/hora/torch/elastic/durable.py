@@ -105,7 +105,7 @@ class DurableCommits:
             for old in self._numbers()[: -self._keep]:
                 self._path(old, "json").unlink(missing_ok=True)
                 self._path(old, "commit").unlink(missing_ok=True)
-        except Exception as error:  # told at the next commit, where somebody can act on it
+        except Exception as error:  # told at the next commit, where the training can act on it
             self._failure = error
 
     def _numbers(self) -> list[int]:

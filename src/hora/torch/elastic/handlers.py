@@ -47,7 +47,7 @@ class StateHandler:
         self.save()
 
     def lent(self) -> bool:
-        """Whether somebody reads what was saved last, so that the next `save` must not write over it."""
+        """Whether a durable commit still reads what was saved last, so that the next `save` must not write over it."""
         return False
 
     @property

@@ -34,7 +34,7 @@ class NotificationManager:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: list[Listener] = []
-        self._client: Any = None
+        self._client: object = None
         self._latest: dict[str, Any] | None = None
 
     def init(self) -> None:
