@@ -1,5 +1,6 @@
 """The commands' words and the steps from options to a job, without starting anything."""
 
+import shlex
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from hora.horovod.env import get_env_rank_and_size
 from hora.launch import start
 from hora.launch.host.ssh import Ssh
 from hora.launch.options import Options, all_options
+from hora.launch.python import module_command
 from hora.net import address
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch
@@ -171,10 +173,10 @@ def test_own_addresses_are_local_and_others_are_not():
 def test_ssh_gets_options_host_port_key_and_one_quoted_command():
     argv = Ssh(port=2222, identity_file="/k", executable="/my env/python", python_path="/a b").python("h", "m", "x;y")
     assert argv[0] == "ssh"
-    assert argv[1:5] == ["-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=no"]
+    assert argv[1:5] == ["-o", "PasswordAuthentication=no", "-o", "StrictHostKeyChecking=accept-new"]
     assert argv[argv.index("h") :] == [
         *("h", "-p", "2222", "-i", "/k"),
-        "exec env 'PYTHONPATH=/a b' '/my env/python' -m m 'x;y'",
+        shlex.join(["exec", "env", "PYTHONPATH=/a b", *module_command("/my env/python", "m", "x;y")]),
     ]
 
 

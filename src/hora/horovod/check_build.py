@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from hora.horovod.env import env_without_world
+from hora.launch.python import module_command
 
 __all__ = ["check_build", "format_build", "probe_build"]
 
@@ -52,7 +53,7 @@ def probe_build() -> dict[str, str]:
     """Why each entry that does not work does not, found out by a child process."""
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "hora.horovod.check_build"],
+            module_command(sys.executable, "hora.horovod.check_build"),
             env=env_without_world(),
             stdin=subprocess.DEVNULL,
             capture_output=True,

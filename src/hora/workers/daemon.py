@@ -14,6 +14,8 @@ import select
 import subprocess
 import sys
 
+from hora.launch.python import module_command
+
 __all__ = ["end", "find", "name_of", "start"]
 
 _IDLE_LIMIT_S = 3600.0
@@ -46,7 +48,7 @@ def start(folder: str) -> tuple[str, str]:
     if found is not None:
         return found
     process = subprocess.Popen(
-        [sys.executable, "-m", "hora.workers.daemon"],
+        module_command(sys.executable, "hora.workers.daemon"),
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

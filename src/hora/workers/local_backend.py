@@ -13,6 +13,7 @@ from typing import Any
 
 from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import LaunchEvents, WorkerSpec
+from hora.launch.python import module_command
 from hora.launch.slots import place_ranks
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Capacity
@@ -70,7 +71,7 @@ class LocalBackend:
         return WorkerSpec(
             worker=planned.number,
             slot=_SLOT,
-            argv=(sys.executable, "-m", "hora.workers.main"),
+            argv=module_command(sys.executable, "hora.workers.main"),
             env={**self._environment, **planned.variables, **own, **planned.request["env"]},
             cwd=os.getcwd(),
             private_files=order_file(planned.request, cores=grant.cores),

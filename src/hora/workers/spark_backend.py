@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
+from hora.launch.python import module_command
 from hora.launch.spark.cluster import active_context, count_slots, is_local, require_slots
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.launcher import SparkLauncher
@@ -199,7 +200,7 @@ class _Launch:
         return WorkerSpec(
             worker=worker.number,
             slot=placement.slot,
-            argv=(sys.executable, "-m", "hora.workers.main"),
+            argv=module_command(sys.executable, "hora.workers.main"),
             env={**forwarded_variables(), **worker.variables, **own, **worker.request["env"]},
             private_files=order_file(worker.request, cores=(), source=self._source),
             grace_s=GRACE_S,

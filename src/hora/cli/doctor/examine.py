@@ -21,6 +21,7 @@ from hora.cli.doctor.probe import MARK
 from hora.launch.environment import variables
 from hora.launch.host.connection import wait_or_kill
 from hora.launch.host.ssh import Ssh, reachable_address
+from hora.launch.python import module_command
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.net import address
 
@@ -162,7 +163,7 @@ def _own_address(remote: list[str], ssh: Ssh) -> str:
 def _patient(name: str, ssh: Ssh, *, remote: bool, listen: str) -> _Patient:
     if remote:
         return _Patient(name, ssh.python(name, "hora.cli.doctor.probe", "0.0.0.0", attempts=2))
-    return _Patient(name, [sys.executable, "-m", "hora.cli.doctor.probe", listen])
+    return _Patient(name, list(module_command(sys.executable, "hora.cli.doctor.probe", listen)))
 
 
 def _answers(patients: list[_Patient]) -> list[Any]:

@@ -20,6 +20,7 @@ from typing import IO
 
 from hora.launch.control.interrupt import ended_by_signals
 from hora.launch.host import supervisor
+from hora.launch.python import module_command
 from hora.net import address
 
 __all__ = ["Ssh", "check_hosts", "reachable_address"]
@@ -31,7 +32,7 @@ _SSH_FAILED = 255
 _SHOWN_BYTES = 4096
 _OPTIONS = {
     "PasswordAuthentication": "no",
-    "StrictHostKeyChecking": "no",
+    "StrictHostKeyChecking": "accept-new",  # a key that has changed is refused; HORA_SSH='ssh -o …' comes first
     "BatchMode": "yes",  # never ask for anything: the launcher cannot answer
     "LogLevel": "ERROR",
     "ConnectTimeout": str(_CONNECT_LIMIT_S),
@@ -86,7 +87,9 @@ class Ssh:
     def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
         """The argv that runs a module with the job's Python on a host."""
         path = [f"PYTHONPATH={self.python_path}"] if self.python_path else []
-        return self.command(hostname, ["exec", "env", *path, self.executable, "-m", module, *args], attempts=attempts)
+        return self.command(
+            hostname, ["exec", "env", *path, *module_command(self.executable, module, *args)], attempts=attempts
+        )
 
     def supervisor(self, hostname: str, *args: str) -> list[str]:
         """The argv that starts a supervisor on a host."""

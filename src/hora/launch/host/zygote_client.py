@@ -15,6 +15,7 @@ from typing import Any
 
 from hora.launch.host.run_forked import differ_only_in
 from hora.launch.host.spawn import Spawned, spawn
+from hora.launch.python import module_command
 
 __all__ = ["ZygoteClient"]
 
@@ -28,7 +29,7 @@ class ZygoteClient:
     def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            argv = (executable, "-m", "hora.launch.worker", "--zygote", *modules)
+            argv = module_command(executable, "hora.launch.worker", "--zygote", *modules)
             self.zygote = spawn(argv, env, cwd, stdin=theirs.fileno())
         ours.setblocking(False)
         self._socket = ours
