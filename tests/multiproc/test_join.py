@@ -40,6 +40,27 @@ def test_identity_of_the_operation():
     assert hvd.join() == last
 
 
+@pytest.mark.over_gloo
+@pytest.mark.ranks(2, 3, 4)
+@session
+def test_a_batch_of_which_a_rank_knows_only_one_part():
+    """The last rank submits x and joins, the others x and y, fused: its x is scaled, what stands for its y is not."""
+    n, last = hvd.size(), hvd.size() - 1
+    rights = [(hvd.Sum, 4.0 * n, 4.0 * last), (hvd.Min, 4.0, 4.0), (hvd.Product, 4.0**n, 4.0**last)]
+    for op, of_all, of_the_others in rights * 5:
+        x, y = torch.full((4,), 8.0), torch.full((4,), 8.0)
+        mine = [(x, "x")] if hvd.rank() == last else [(x, "x"), (y, "y")]
+        handles = [hvd.allreduce_async_(tensor, name=name, op=op, prescale_factor=0.5) for tensor, name in mine]
+        if hvd.rank() == last:
+            hvd.join()
+        for handle in handles:
+            hvd.synchronize(handle)
+        if hvd.rank() != last:
+            assert y.tolist() == [of_the_others] * 4
+            hvd.join()
+        assert x.tolist() == [of_all] * 4
+
+
 @pytest.mark.ranks(2, 3, 4)
 @session
 def test_other_operations_are_refused_and_the_callers_may_join():

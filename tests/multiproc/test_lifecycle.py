@@ -151,6 +151,21 @@ def test_data_loader_workers_beside_a_running_engine():
     assert_runtime_works()
 
 
+class Shares(torch.utils.data.IterableDataset):
+    """Shared out by rank, where it is read: in the workers of a DataLoader."""
+
+    def __iter__(self):
+        yield from range(hvd.rank(), 12, hvd.size())
+
+
+@pytest.mark.ranks(1, 2, 3)
+@session
+def test_workers_of_a_data_loader_may_ask_where_they_are():
+    loader = torch.utils.data.DataLoader(Shares(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert list(loader) == list(range(hvd.rank(), 12, hvd.size()))
+    assert_runtime_works()
+
+
 @session
 def test_a_forked_child_neither_has_nor_harms_the_runtime():
     child = os.fork()
@@ -158,11 +173,10 @@ def test_a_forked_child_neither_has_nor_harms_the_runtime():
         code = 1
         try:
             assert not hvd.is_initialized()
-            try:
+            with pytest.raises(hvd.HorovodInternalError, match=f"forked from rank {hvd.rank()}"):
                 hvd.allreduce(torch.ones(1))
-            except hvd.HorovodInternalError:
-                hvd.shutdown()
-                code = 0
+            hvd.shutdown()
+            code = 0
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -3,7 +3,15 @@
 Read in this order: request, plan, agree/agreement, queue, process_sets, peers, runtime; then transport/ and shm/.
 """
 
-from hora.engine.process import control_connection, current_runtime, init, is_initialized, restart, shutdown
+from hora.engine.process import (
+    control_connection,
+    current_runtime,
+    current_world,
+    init,
+    is_initialized,
+    restart,
+    shutdown,
+)
 from hora.engine.request import Kind, ReduceOp
 from hora.engine.runtime import Runtime
 
@@ -13,6 +21,7 @@ __all__ = [
     "Runtime",
     "control_connection",
     "current_runtime",
+    "current_world",
     "init",
     "is_initialized",
     "restart",

@@ -13,11 +13,11 @@ from math import prod
 import torch
 
 from hora.engine.plan import Batch, Part
-from hora.engine.request import DTYPES, Key, Kind, ReduceOp, Request, Signature
-from hora.engine.transport.arithmetic import identity
+from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature
+from hora.engine.transport.arithmetic import arithmetic_of, identity
 from hora.engine.transport.base import Transport
 
-__all__ = ["deliver", "execute", "execute_on_device"]
+__all__ = ["deliver", "execute", "execute_on_device", "write_back"]
 
 Requests = Mapping[Key, Request]
 
@@ -68,6 +68,16 @@ def deliver(request: Request) -> None:
             tensor.record_stream(stream)
 
 
+def write_back(request: Request) -> None:
+    """Bring the results of a request on the CPU to where the caller wanted them."""
+    for target, result in request.copy_back:
+        with torch.inference_mode(target.is_inference()):
+            target.detach().copy_(result)
+    for tensor in request.results or ():
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)  # bytes were moved behind autograd's back
+
+
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device | None) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
@@ -96,7 +106,6 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
             placeholder = _placeholder(part, signature)
             inputs.append(placeholder)
             outputs.append(placeholder)
-            reduce = reduce._replace(prescale=1.0)
             continue
         source = request.tensors[part.index]
         assert request.outputs is not None
@@ -104,10 +113,23 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         flat = _flat(source)
         inputs.append(flat)
         outputs.append(flat if out is source else _flat(out))
+    if reduce.prescale != 1.0 and len(requests) < len({part.key for part in batch.parts}):
+        # A placeholder must stay what it is: what this rank really contributes to the batch is scaled here instead.
+        inputs = [
+            _prescaled(tensor, reduce) if part.key in requests else tensor
+            for part, tensor in zip(batch.parts, inputs, strict=True)
+        ]
+        reduce = reduce._replace(prescale=1.0)
     if signature.op == ReduceOp.ADASUM:
         transport.adasum(inputs, outputs, reduce)
     else:
         transport.allreduce(inputs, outputs, reduce)
+
+
+def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+    scaled = torch.empty_like(tensor)
+    arithmetic_of(Reduce(prescale=reduce.prescale), tensor.dtype, 1).prepare(tensor, scaled)
+    return scaled
 
 
 def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
@@ -154,7 +176,7 @@ def _alltoall(batch: Batch, requests: Requests, transport: Transport, member: in
     receive = [_of(part, peer).extra[member] for peer in range(len(part.signatures))]
     output = source.new_empty((sum(receive), *source.shape[1:]))
     transport.alltoall(_flat(source), _flat(output), [rows * row for rows in send], [rows * row for rows in receive])
-    request.outputs = [output, torch.tensor(receive, dtype=torch.int32)]
+    request.outputs = [output, torch.tensor(receive, dtype=torch.int32, device="cpu")]
 
 
 def _reducescatter(batch: Batch, requests: Requests, transport: Transport, member: int, num_members: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from hora.engine.request import ITEM_BYTES, KINDS, Key, Kind, ReduceOp, Signature, full_names
+from hora.engine.request import ITEM_BYTES, KINDS, NUM_INSTANCES, Key, Kind, ReduceOp, Signature, full_names
 
 __all__ = ["Batch", "Part", "Pending", "Planner"]
 
@@ -102,8 +102,8 @@ class Planner:
             self._join(member)
             return
         key = signature.key(instance)
-        if signature.name is None and instance >= self.unnamed.get(signature.operation, 0):
-            self.unnamed[signature.operation] = instance + 1
+        if signature.name is None:
+            self._note_number(signature.operation, instance)
         entry = self._pending.get(key)
         if entry is None:
             entry = self._pending[key] = Pending(key, self._num_members, self.now)
@@ -133,8 +133,8 @@ class Planner:
         for member in range(self._num_members):
             self._positions[member] += 1
         key = signature.key(instance)
-        if signature.name is None and instance >= self.unnamed.get(signature.operation, 0):
-            self.unnamed[signature.operation] = instance + 1
+        if signature.name is None:
+            self._note_number(signature.operation, instance)
         signatures = (signature,) * self._num_members
         num_bytes = self._fusion_of(signature)[0][1] if signature.dtypes else 0
         return [Batch(KINDS[signature.kind], signature, [Part(key, 0, signatures)], num_bytes=num_bytes)]
@@ -151,6 +151,11 @@ class Planner:
             batches.append(self._end_join())
         self._joined_this_round.clear()
         return batches
+
+    def _note_number(self, operation: str, instance: int) -> None:
+        ahead = (instance - self.unnamed.get(operation, 0)) % NUM_INSTANCES
+        if ahead < NUM_INSTANCES // 2:  # else it is an earlier one, of a member that is behind
+            self.unnamed[operation] = (instance + 1) % NUM_INSTANCES
 
     def _join(self, member: int) -> None:
         self._joined.add(member)

@@ -19,7 +19,7 @@ from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
 from hora.world import World
 
-__all__ = ["control_connection", "current_runtime", "init", "is_initialized", "restart", "shutdown"]
+__all__ = ["control_connection", "current_runtime", "current_world", "init", "is_initialized", "restart", "shutdown"]
 
 log = logging.getLogger("hora")
 
@@ -146,14 +146,25 @@ def current_runtime() -> Runtime:
     """The running runtime."""
     runtime = _runtime
     if runtime is None:
+        if _inherited is not None:
+            raise HorovodInternalError(
+                f"this process was forked from rank {_inherited.world.rank}: it may ask for its place (hvd.rank(), "
+                "hvd.size(), …), but collectives belong to the process that called hvd.init()"
+            )
         raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
     return runtime
+
+
+def current_world() -> World | None:
+    """This process's place in the running world; in a forked child (a DataLoader's worker) that of its parent."""
+    runtime = _runtime or _inherited
+    return None if runtime is None else runtime.world
 
 
 def _forget_in_child() -> None:
     """A forked child has no runtime: the parent's is used by the parent. It is kept from being destroyed here."""
     global _runtime, _lock, _inherited
-    _inherited, _runtime, _lock = _runtime, None, threading.RLock()
+    _inherited, _runtime, _lock = _runtime or _inherited, None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from hora.engine.agree.agreement import Agreement
-from hora.engine.execute import deliver, execute, execute_on_device
+from hora.engine.execute import deliver, execute, execute_on_device, write_back
 from hora.engine.plan import Batch, Part, Planner
 from hora.engine.recorder import Recorder
-from hora.engine.request import Key, Kind, Request, full_names
+from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, full_names
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector
@@ -102,11 +102,7 @@ class OperationQueue:
         signature = request.signature
         with self._lock:
             self.status.check_open()
-            if signature.name is None:
-                instance = self._unnamed.get(signature.operation, 0)
-                self._unnamed[signature.operation] = instance + 1
-            else:
-                instance = 0
+            instance = self._unnamed.get(signature.operation, 0) if signature.name is None else 0
             key = signature.key(instance)
             if key in self._in_flight:
                 raise ValueError(
@@ -116,7 +112,13 @@ class OperationQueue:
             request.key = key
             request.parts_left = max(len(request.tensors), 1)
             self._in_flight[key] = request
-            self.agreement.announce(signature, instance)
+            try:
+                self.agreement.announce(signature, instance)
+            except BaseException:  # no member will ever hear of it
+                del self._in_flight[key]
+                raise
+            if signature.name is None:
+                self._unnamed[signature.operation] = (instance + 1) % NUM_INSTANCES
         if background:
             self.agreement.wake()
             self._wake_background()
@@ -225,6 +227,10 @@ class OperationQueue:
     # Progress. Everything below runs under the progress lock, unless it says otherwise.
 
     def _drive(self, until: Request | None) -> None:
+        if torch.is_inference_mode_enabled():  # the caller's: tensors of ours that are made on the way outlive it
+            with torch.inference_mode(False):
+                self._drive(until)
+            return
         try:
             while self._in_flight and not (until is not None and until.done) and not self._stopping:
                 if not self._step_or_break():
@@ -317,7 +323,7 @@ class OperationQueue:
 
     def _end_join(self, batch: Batch) -> None:
         with self._lock:
-            # A rank that had joined has counted fewer unnamed requests: all go on from the highest number.
+            # A rank that had joined has counted fewer unnamed requests: all go on from the latest number.
             self._unnamed = dict(self._planner.unnamed)
         joined = [request for request in self._in_flight.values() if request.signature.kind == Kind.JOIN]
         for request in joined:
@@ -330,8 +336,7 @@ class OperationQueue:
             self._in_flight.pop(request.key, None)
             if error is None and request.device_event is None:  # on a GPU it is done on the caller's stream
                 try:
-                    for target, result in request.copy_back:
-                        target.detach().copy_(result)
+                    write_back(request)
                 except RuntimeError as problem:  # must not keep the request from being done
                     request.error = HorovodInternalError(f"the result could not be written back: {problem}")
             request.done = True

@@ -69,6 +69,9 @@ class Reduce(NamedTuple):
     postscale: float = 1.0
 
 
+# Unnamed requests are told apart by a running number, which begins anew after this many.
+NUM_INSTANCES = 2**32
+
 # Requests match by operation name and either the user's name or the running number of unnamed ones.
 Key = tuple[str, "str | int"]
 
@@ -146,7 +149,7 @@ _DTYPE_NAMES = {
     )
 }
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-ITEM_BYTES = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in DTYPES.items()}
+ITEM_BYTES = {name: torch.empty(0, dtype=dtype, device="cpu").element_size() for name, dtype in DTYPES.items()}
 
 
 class Request:

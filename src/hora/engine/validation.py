@@ -114,8 +114,25 @@ def _check_tensor(kind: Kind, op: int, tensor: torch.Tensor) -> None:
 def _with_contiguous_tensors(
     signature: Signature, kind: Kind, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
 ) -> Request:
+    if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors):
+        with torch.inference_mode(False):
+            return _request(signature, kind, tensors, outputs)
+    return _request(signature, kind, tensors, outputs)
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that any thread may write to: one of inference mode must not be, outside that mode."""
+    if not tensor.is_inference():
+        return tensor
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _request(
+    signature: Signature, kind: Kind, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
+) -> Request:
     inputs = [
-        tensor if not tensor.requires_grad and tensor.is_contiguous() else tensor.detach().contiguous()
+        _ordinary(tensor if not tensor.requires_grad and tensor.is_contiguous() else tensor.detach().contiguous())
         for tensor in tensors
     ]
     if outputs is None:
@@ -126,7 +143,8 @@ def _with_contiguous_tensors(
         results = inputs
     else:
         results = [
-            output.detach() if output.is_contiguous() else torch.empty_like(output).contiguous() for output in outputs
+            _ordinary(output.detach()) if output.is_contiguous() else torch.empty_like(output).contiguous()
+            for output in outputs
         ]
     request = Request(signature, inputs, results)
     # A tensor that is not contiguous is worked on in a copy, which goes back at the end.
@@ -214,7 +232,7 @@ def _check_splits(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | N
     if not isinstance(splits, torch.Tensor):
         values = list(splits)
         try:
-            splits = torch.tensor([index(value) for value in values], dtype=torch.int32)
+            splits = torch.tensor([index(value) for value in values], dtype=torch.int32, device="cpu")
         except (TypeError, RuntimeError):  # not whole numbers (but numpy's will do), or too large
             raise ValueError(f"alltoall splits must be 32-bit integers, but they are {values}") from None
     if splits.dim() != 1:

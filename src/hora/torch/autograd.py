@@ -99,6 +99,8 @@ def _my_rows(gathered: Sequence[Tensor], num_rows: list[int], process_set: Proce
     """The rows of each gathered tensor that came from this rank. Collective: gathers the row counts."""
     mine = process_set.rank()
     assert mine is not None
-    (counts,) = run(Collective(Kind.ALLGATHER, None, process_set), [torch.tensor([num_rows], dtype=torch.int64)])
+    (counts,) = run(
+        Collective(Kind.ALLGATHER, None, process_set), [torch.tensor([num_rows], dtype=torch.int64, device="cpu")]
+    )
     starts = counts[:mine].sum(dim=0).tolist()
     return [t.narrow(0, first, n) for t, first, n in zip(gathered, starts, num_rows, strict=True)]

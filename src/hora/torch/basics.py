@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
+from hora.errors import HorovodInternalError
 from hora.torch import process_sets as sets
 from hora.torch.collective import forget_handles
 from hora.world import World
@@ -183,13 +184,14 @@ def _check_has_gpu() -> bool:
 
 
 def _runtime() -> engine.Runtime:
-    if not engine.is_initialized():
-        raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return engine.current_runtime()
+    try:
+        return engine.current_runtime()
+    except HorovodInternalError as error:
+        raise ValueError(str(error)) from None
 
 
 def _world() -> World:
-    return _runtime().world
+    return engine.current_world() or _runtime().world
 
 
 def _check_comm(comm: object) -> None:

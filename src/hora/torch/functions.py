@@ -61,12 +61,12 @@ def broadcast_object(
     # The default name must not depend on the object: ranks other than the root usually pass None.
     name = "broadcast_object" if name is None else name
     on_root = rank() == root_rank
-    payload, failure = _pickle(obj) if on_root else (torch.empty(0, dtype=torch.uint8), None)
-    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64)
+    payload, failure = _pickle(obj) if on_root else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
+    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64, device="cpu")
     broadcast_(header, root_rank, f"{name}.size", process_set)
     num_bytes = int(header)
     if not on_root:
-        payload = torch.empty(abs(num_bytes), dtype=torch.uint8)
+        payload = torch.empty(abs(num_bytes), dtype=torch.uint8, device="cpu")
     broadcast_(payload, root_rank, f"{name}.data", process_set)
     if failure is not None:
         raise failure
@@ -77,7 +77,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """The objects of all ranks, in rank order."""
     name = "allgather_object" if name is None else name
     payload, failure = _pickle(obj)
-    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64)
+    header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64, device="cpu")
     handles = [
         allgather_async(header, f"{name}.size", process_set),
         allgather_async(payload, f"{name}.data", process_set),

@@ -75,7 +75,7 @@ class Segment:
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat view of `count` elements at `offset`. It keeps the mapping alive."""
         if count == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         # numpy holds on to the mapping while the view lives; with torch.frombuffer `close` would unmap it.
         raw = np.frombuffer(self.memory, dtype=np.uint8, offset=offset, count=count * dtype.itemsize)
         return torch.from_numpy(raw).view(dtype)

@@ -111,7 +111,7 @@ def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
     if not dtype.is_floating_point:
         return lambda source, out: out.copy_(source.double().mul_(factor).trunc_())
     # A tensor of no dimensions costs less per call than a Python number, and says in which precision it is applied.
-    scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32))
+    scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32), device="cpu")
     return lambda source, out: torch.mul(source, scalar, out=out)
 
 
@@ -127,7 +127,7 @@ def _finishing(divisor: int, postscale: float, dtype: torch.dtype) -> _Step | No
         return _scaling(postscale / divisor, dtype)
     if divisor & (divisor - 1) == 0:
         return _scaling(1.0 / divisor, dtype)  # exactly the division, and several times faster
-    scalar = torch.tensor(float(divisor), dtype=torch.promote_types(dtype, torch.float32))
+    scalar = torch.tensor(float(divisor), dtype=torch.promote_types(dtype, torch.float32), device="cpu")
     return lambda source, out: torch.div(source, scalar, out=out)
 
 

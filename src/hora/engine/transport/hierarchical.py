@@ -112,7 +112,7 @@ class HierarchicalTransport:
         dtype, divisions = inputs[0].dtype, [self._divide(each) for each in counts]
         # Inside the host: what its members have becomes the host's block, which all of them get.
         members = [division.block(self._host) for division in divisions]
-        blocks = [torch.empty(sum(sizes), dtype=dtype) for sizes in members]
+        blocks = [torch.empty(sum(sizes), dtype=dtype, device="cpu") for sizes in members]
         self._local.allgather(inputs, blocks, members)
         # Between hosts: each carrier sends its share of this host's block, and gets the same share of all blocks.
         slices = self._slices([division.carried for division in divisions], dtype)
@@ -124,7 +124,7 @@ class HierarchicalTransport:
             self._between.allgather(own, slices, self._own_shares(divisions))
         # Inside the host: the carriers' slices together are all blocks.
         carried = [division.carried for division in divisions]
-        arranged = [torch.empty(sum(sizes), dtype=dtype) for sizes in carried]
+        arranged = [torch.empty(sum(sizes), dtype=dtype, device="cpu") for sizes in carried]
         self._local.allgather(slices, arranged, carried)
         for division, tensor, output in zip(divisions, arranged, outputs, strict=True):
             division.by_member(tensor, output)
@@ -153,7 +153,7 @@ class HierarchicalTransport:
         sent = input[: sum(send_counts)].split(list(send_counts))
         received = output.split(list(receive_counts))
         inside = list(self._here)
-        arrived = torch.empty(sum(receive_counts[m] for m in inside), dtype=input.dtype)
+        arrived = torch.empty(sum(receive_counts[m] for m in inside), dtype=input.dtype, device="cpu")
         self._local.alltoall(
             torch.cat([sent[m] for m in inside]),
             arrived,
@@ -162,7 +162,7 @@ class HierarchicalTransport:
         )
         unpack(arrived, [received[m] for m in inside])
         outside = [m for m in range(self._num_members) if m not in inside]
-        arrived = torch.empty(sum(receive_counts[m] for m in outside), dtype=input.dtype)
+        arrived = torch.empty(sum(receive_counts[m] for m in outside), dtype=input.dtype, device="cpu")
         self._between_all().alltoall(
             torch.cat([sent[m] for m in outside]),
             arrived,
@@ -186,7 +186,7 @@ class HierarchicalTransport:
             for part in reduced:
                 self._finish_(part, reduce)
         # Inside the host: the carriers' shares together are the host's block, of which each member takes its own part.
-        blocks = [torch.empty(sum(shares), dtype=dtype) for shares in here]
+        blocks = [torch.empty(sum(shares), dtype=dtype, device="cpu") for shares in here]
         self._local.allgather(reduced, blocks, here)
         for division, block, output in zip(divisions, blocks, outputs, strict=True):
             output.copy_(block.split(division.block(self._host))[self._index])
@@ -255,7 +255,7 @@ class HierarchicalTransport:
     def _slices(self, counts: Sequence[Sequence[int]], dtype: torch.dtype) -> list[torch.Tensor]:
         """Room for this member's slice of each tensor."""
         sizes = [each[self._index] for each in counts]
-        return list(torch.empty(sum(sizes), dtype=dtype).split(sizes))
+        return list(torch.empty(sum(sizes), dtype=dtype, device="cpu").split(sizes))
 
 
 def _inside_a_host(reduce: Reduce) -> Reduce:

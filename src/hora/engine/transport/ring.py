@@ -71,7 +71,7 @@ class Ring:
             ]
             for peer in range(num_members)
         ]
-        self._scratch = torch.empty(slot_bytes, dtype=torch.uint8)
+        self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device="cpu")
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @staticmethod

@@ -119,7 +119,7 @@ class TorchState(ObjectState):
     def _agree(self, view: tuple[int, int, int]) -> tuple[int, int, int]:
         # One small tensor instead of an object, because this runs at every commit. And a sum, to which only rank 0 adds
         # anything, instead of a broadcast: no rank goes on before all have saved, so no commit that returned can be lost.
-        mine = torch.tensor(view if self._rank() == 0 else (0, 0, 0))
+        mine = torch.tensor(view if self._rank() == 0 else (0, 0, 0), device="cpu")
         before, latest, changes = allreduce_(mine, op=Sum, name="elastic.host_updates").tolist()
         return before, latest, changes
 

@@ -243,7 +243,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _averaged(self, loss: Any) -> Any:
         runtime = engine.current_runtime()
-        tensor = torch.as_tensor(loss).detach().clone()
+        tensor = (
+            loss.detach().clone()
+            if isinstance(loss, torch.Tensor)
+            else torch.tensor(float(loss), dtype=torch.float32, device="cpu")
+        )
         handle = runtime.submit(
             Kind.ALLREDUCE,
             [tensor],

@@ -217,7 +217,7 @@ def _shared_bucket(
         reduce = options.reduce_after_early_scale
         sliced = BoundReduction(queue, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
         return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale)
-    out = torch.zeros(spec.num_elements, dtype=spec.dtype)
+    out = torch.zeros(spec.num_elements, dtype=spec.dtype, device="cpu")
     barrier = None
     if is_last:  # the caller waits for it: no need to agree on it
         barrier = runtime.shared_barrier(memory, name=f"allreduce.{spec.name}", process_set_id=set_id)

@@ -121,6 +121,7 @@ def agree_on_order(
         + [places.get(parameter, never) for parameter in parameters]
         + [int(parameter in sparse) for parameter in parameters],
         dtype=torch.int64,
+        device="cpu",
     )
     total = summed(ballot, options, "optimizer.order")
     if total[0] < size:

@@ -113,7 +113,9 @@ class PerParameterReducer:
         gradients = [parameter.grad for parameter in parameters]
         size = self._options.num_members
         # Sums of: every member 1, then a gradient that is missing 0, a dense one 1, a sparse one more than all dense ones.
-        ballot = torch.tensor([1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients])
+        ballot = torch.tensor(
+            [1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients], device="cpu"
+        )
         name = "optimizer.layouts (1 + number of parameters)"  # what a mismatch error shows
         num_members, *sums = summed(ballot, self._options, name)
         self.sparse |= {parameter for parameter, total in zip(parameters, sums, strict=True) if total > size}
@@ -173,8 +175,8 @@ class PerParameterReducer:
             self.sparse.add(parameter)
         elif gradient is None and parameter in self.sparse:
             parameter.grad = torch.sparse_coo_tensor(
-                torch.empty((1, 0), dtype=torch.int64),
-                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype),
+                torch.empty((1, 0), dtype=torch.int64, device="cpu"),
+                torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device="cpu"),
                 parameter.shape,
                 device=parameter.device,
                 check_invariants=False,

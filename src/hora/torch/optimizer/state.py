@@ -75,7 +75,7 @@ def _set_zero_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> 
             if not p.requires_grad:
                 continue
             if id(p) in sparse:
-                nothing, rows = torch.empty(1, 0, dtype=torch.int64), p.new_empty(0, *p.shape[1:])
+                nothing, rows = torch.empty(1, 0, dtype=torch.int64, device="cpu"), p.new_empty(0, *p.shape[1:])
                 p.grad = torch.sparse_coo_tensor(nothing, rows, p.shape, check_invariants=False)
             elif p.grad is not None and p.grad.layout is torch.strided:
                 with torch.no_grad():

@@ -106,7 +106,7 @@ class Shards:
         mine = of_all[self._member]
         begin, end = self._slice_of(spec)
         # No other member reads the own slice of the own gradients: the reduced slice can lie there, if it can stay there.
-        out = torch.zeros(end - begin, dtype=spec.dtype) if places.in_turn else mine[begin:end]
+        out = torch.zeros(end - begin, dtype=spec.dtype, device="cpu") if places.in_turn else mine[begin:end]
         barrier = None
         if index == len(specs) - 1:  # the caller waits for it: no need to agree on it
             name = f"reducescatter.{spec.name}"
