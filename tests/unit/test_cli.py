@@ -12,9 +12,9 @@ from hora.cli.doctor.findings import Finding
 from hora.horovod import check_build
 from hora.horovod.env import get_env_rank_and_size
 from hora.launch import start
+from hora.launch.environment import module_command
 from hora.launch.host.ssh import Ssh
 from hora.launch.options import Options, all_options
-from hora.launch.python import module_command
 from hora.net import address
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
 
-from hora.spark.estimator import model_bytes
+from hora.spark.estimator import persistence
 from hora.spark.estimator.persistence import metadata_handle
 from hora.spark.estimator.torch_estimator import TorchEstimator
 from hora.spark.estimator.torch_model import TorchModel
@@ -76,7 +76,7 @@ def test_files_from_before_the_package_moved_can_be_read(metadata, monkeypatch):
     monkeypatch.setitem(sys.modules, "hora.estimator", ModuleType("hora.estimator"))
     monkeypatch.setitem(sys.modules, old.__name__, old)
     parcel = old.Parcel()
-    parcel.__dict__.update(model_bytes.ModelAndOptimizer.of(saved.getModel(), saved.getOptimizer()).__dict__)
+    parcel.__dict__.update(persistence.ModelAndOptimizer.of(saved.getModel(), saved.getOptimizer()).__dict__)
     params = base64.b64encode(pickle.dumps({"model": parcel, "run_id": "old"})).decode()
     metadata.update({"class": "hora.estimator.torch_model.TorchModel", "uid": "u", "paramMap": {"params": params}})
     monkeypatch.delitem(sys.modules, old.__name__)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from hora.horovod.env import env_without_world
-from hora.launch.python import module_command
+from hora.launch.environment import module_command
 
 __all__ = ["check_build", "format_build", "probe_build"]
 

@@ -1,4 +1,5 @@
-"""The environment of this process, for `hora.launch` and the rooms above it: read and changed here and nowhere else.
+"""The environment of this process, for `hora.launch` and the rooms above it: read and changed here and nowhere else; and
+the argv that starts one of our modules in a process of its own.
 
 What the variables mean is not known here; who asks is given all of them, or a mapping in a test. Supervisors and probes
 import this and start fast, so it imports nothing.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["replace_variables", "set_missing", "variables"]
+__all__ = ["module_command", "replace_variables", "set_missing", "variables"]
 
 
 def variables() -> dict[str, str]:
@@ -27,3 +28,16 @@ def set_missing(env: Mapping[str, str]) -> None:
     """Set those of these that are not set."""
     for name, value in env.items():
         os.environ.setdefault(name, value)
+
+
+# As `python -m`, which however looks for modules in the current directory first: in a folder that others can write to
+# (/tmp, a shared project) a planted file would run as the user. `-P` says the same from Python 3.11 on.
+_RUN_MODULE = (
+    "import sys; sys.path[:] = [entry for entry in sys.path if entry]; del sys.argv[0]; import runpy; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+def module_command(executable: str, module: str, *args: str) -> tuple[str, ...]:
+    """The argv of a Python that runs this module and imports nothing from the directory it is started in."""
+    return (executable, "-c", _RUN_MODULE, module, *args)

@@ -1,15 +1,23 @@
-"""What a session needs of the place where its workers run: this machine (`local_backend`) or Spark (`spark_backend`)."""
+"""What a session needs of the place where its workers run: this machine (`LocalWorkers`, here) or Spark (`spark_backend`)."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hora.launch.environment import module_command
+from hora.launch.host.launcher import HostLauncher
+from hora.launch.job import LaunchEvents, WorkerSpec
+from hora.launch.slots import place_ranks
+from hora.workers.capacity import Capacity
+from hora.workers.machine import GpuClaims
 from hora.workers.record import Record
 
-__all__ = ["GRACE_S", "ORDER_VARIABLE", "Backend", "PlannedWorker", "order_file"]
+__all__ = ["Backend", "GRACE_S", "LocalBackend", "ORDER_VARIABLE", "PlannedWorker", "order_file"]
 
 ORDER_VARIABLE = "HORA_WORKER_ORDER_FILE"  # names the file in which a worker's process finds what to do
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -63,3 +71,61 @@ def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str 
         "memory_gib": request["memory"],
     }
     return {ORDER_VARIABLE: json.dumps(order).encode()}
+
+
+(_SLOT,) = place_ranks(["localhost"])  # a world of its own
+
+
+class LocalBackend:
+    """See `backend.Backend`. `environment` is what workers inherit. Calls are serialised by the session."""
+
+    def __init__(self, capacity: Capacity, environment: Mapping[str, str], events: LaunchEvents) -> None:
+        self._capacity, self._environment, self._events = capacity, dict(environment), events
+        self._claims = GpuClaims()
+        self._launcher = HostLauncher()
+
+    def settle(self, n: int) -> None:
+        pass  # what this machine has is known
+
+    def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
+        try:
+            self._capacity = self._capacity.grant(
+                worker,
+                cpu=request["cpu"],
+                memory_gib=request["memory"],
+                num_gpus=request["nvidia_gpu"],
+                claim=self._claims.claim,
+            )
+        finally:
+            self._claims.keep(self._capacity.used_gpus())
+
+    def start(self, planned: Sequence[PlannedWorker]) -> None:
+        self._launcher.start([self._spec(worker) for worker in planned], self._events)
+
+    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
+        self._launcher.terminate(numbers, grace_s=grace_s)
+
+    def release(self, worker: str) -> None:
+        self._capacity = self._capacity.release(worker)
+        self._claims.keep(self._capacity.used_gpus())
+
+    def clear_up(self, number: int) -> None:
+        """End what the worker has left running, as the end of a container would."""
+        self._launcher.clear_up(number, grace_s=GRACE_S)
+
+    def close(self) -> None:
+        self._launcher.close()
+        self._claims.keep(())
+
+    def _spec(self, planned: PlannedWorker) -> WorkerSpec:
+        grant = self._capacity.grants[planned.record.id]
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(planned.number)}
+        return WorkerSpec(
+            worker=planned.number,
+            slot=_SLOT,
+            argv=module_command(sys.executable, "hora.workers.main"),
+            env={**self._environment, **planned.variables, **own, **planned.request["env"]},
+            cwd=os.getcwd(),
+            private_files=order_file(planned.request, cores=grant.cores),
+            grace_s=GRACE_S,
+        )

@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 
-from hora.launch.python import module_command
+from hora.launch.environment import module_command
 
 __all__ = ["end", "find", "name_of", "start"]
 

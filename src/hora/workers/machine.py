@@ -1,16 +1,18 @@
-"""What this machine has: cores and memory this process may use, and its GPUs."""
+"""What this machine has: cores and memory this process may use, and its GPUs, less those that other sessions gave away."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hora.memory import total_bytes
 from hora.workers.capacity import Capacity
 
-__all__ = ["measure"]
+__all__ = ["GpuClaims", "measure"]
 
 
 def measure(environ: Mapping[str, str]) -> Capacity:
@@ -31,3 +33,30 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
         return ()
     lines = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
     return tuple(str(number) for number in range(len(lines)))
+
+
+class GpuClaims:
+    """The GPUs that this session has for its workers."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, socket.socket] = {}
+
+    def claim(self, gpu: str) -> bool:
+        """False if another session has it."""
+        if gpu in self._held:
+            return True
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(f"\0hora-gpu-{gpu}")
+        except OSError as error:
+            claim.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        self._held[gpu] = claim
+        return True
+
+    def keep(self, gpus: Collection[str]) -> None:
+        """Give up all but these."""
+        for gpu in set(self._held).difference(gpus):
+            self._held.pop(gpu).close()

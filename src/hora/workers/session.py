@@ -18,9 +18,8 @@ from typing import Any
 from hora.launch.control.log_file import LogFile
 from hora.launch.control.output import Output
 from hora.launch.job import OutputOptions, WorkerExit
-from hora.workers.backend import GRACE_S, ORDER_VARIABLE, Backend, PlannedWorker
+from hora.workers.backend import GRACE_S, ORDER_VARIABLE, Backend, LocalBackend, PlannedWorker
 from hora.workers.capacity import Capacity, Refused
-from hora.workers.local_backend import LocalBackend
 from hora.workers.record import Record, new_id
 
 __all__ = ["Session"]

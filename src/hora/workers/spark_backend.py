@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.python import module_command
 from hora.launch.spark.cluster import active_context, count_slots, is_local, require_slots
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.launcher import SparkLauncher

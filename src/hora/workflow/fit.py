@@ -18,14 +18,12 @@ import torch
 
 from hora.workflow import peers, randomness
 from hora.workflow.checkpoint import Checkpoints
-from hora.workflow.early_stopping import EarlyStopping
-from hora.workflow.history import History
-from hora.workflow.logs import Logger
+from hora.workflow.history import History, Tally
 from hora.workflow.objective import Metric, Supervised
-from hora.workflow.progress import Progress
+from hora.workflow.progress import Logger, Progress
 from hora.workflow.sampler import Loaders
+from hora.workflow.schedule import EarlyStopping
 from hora.workflow.step import Recipe, Stepper, score_all
-from hora.workflow.tally import Tally
 
 __all__ = ["fit"]
 

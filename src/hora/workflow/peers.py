@@ -83,7 +83,7 @@ def average_buffers(model: torch.nn.Module) -> None:
 def sum_floats(values: torch.Tensor) -> torch.Tensor:
     """The element-wise sum over the ranks, on the CPU, in float64."""
     mine = values.detach().to("cpu", torch.float64)
-    return mine if size() == 1 else hvd.allreduce(mine, op=hvd.Sum, name="hora.workflow.tally")
+    return mine if size() == 1 else hvd.allreduce(mine, op=hvd.Sum, name="hora.workflow.history")
 
 
 def gather(mine: Any) -> list[Any]:

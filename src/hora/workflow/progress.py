@@ -1,4 +1,5 @@
-"""What a person sees while training: a bar in a terminal or notebook, lines in a log. Rank 0 only.
+"""What a person sees while training: a bar in a terminal or notebook, lines in a log; and where else the numbers go
+(TensorBoard, MLflow). Rank 0 only.
 
 Uses tqdm where it is installed and the output is a terminal or a notebook. `fit` drives it.
 """
@@ -9,9 +10,10 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-__all__ = ["Progress", "describe"]
+__all__ = ["Logger", "MLflowLog", "Progress", "TensorBoardLog", "describe"]
 
 _LINE_EVERY_S = 0.5
 
@@ -87,3 +89,71 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and shell.__class__.__name__ == "ZMQInteractiveShell"
+
+
+class Logger(Protocol):
+    """Receives an epoch's record; `epoch` counts from 1."""
+
+    def log(self, record: Mapping[str, float], epoch: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardLog:
+    """Event files in `folder`; opened at the first record, so only on the rank that logs."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = str(folder)
+        self._writer: Any = None
+
+    def log(self, record: Mapping[str, float], epoch: int) -> None:
+        """One scalar per value."""
+        if self._writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError("TensorBoardLog needs tensorboard: pip install tensorboard") from error
+            self._writer = SummaryWriter(self._folder)
+        for name, value in record.items():
+            # train_loss and valid_loss belong into one chart group each
+            self._writer.add_scalar(name.replace("_", "/", 1), value, epoch)
+
+    def close(self) -> None:
+        """Flush the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class MLflowLog:
+    """Metrics of the active MLflow run, or of a new one, which `close` ends."""
+
+    def __init__(self, *, experiment: str | None = None, run_name: str | None = None) -> None:
+        self._experiment = experiment
+        self._run_name = run_name
+        self._mlflow: Any = None
+        self._owns_run = False
+
+    def log(self, record: Mapping[str, float], epoch: int) -> None:
+        """All values as metrics of one step."""
+        if self._mlflow is None:
+            self._start()
+        self._mlflow.log_metrics(dict(record), step=epoch)
+
+    def close(self) -> None:
+        """End the run if it was started here."""
+        if self._owns_run:
+            self._mlflow.end_run()
+        self._mlflow, self._owns_run = None, False
+
+    def _start(self) -> None:
+        try:
+            import mlflow
+        except ImportError as error:
+            raise ValueError("MLflowLog needs mlflow: pip install mlflow") from error
+        self._mlflow = mlflow
+        if mlflow.active_run() is None:
+            if self._experiment is not None:
+                mlflow.set_experiment(self._experiment)
+            mlflow.start_run(run_name=self._run_name)
+            self._owns_run = True

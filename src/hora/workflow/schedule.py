@@ -1,12 +1,15 @@
-"""The learning rate over time, as a pure function of the epoch. `fit` asks it before every step."""
+"""The learning rate over time, as a pure function of the epoch, and when to stop before the last one. `fit` asks both."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Schedule"]
+import torch
+
+__all__ = ["EarlyStopping", "Schedule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +48,60 @@ class Schedule:
         if self.decay == "steps":
             return self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
         return 1.0
+
+
+class EarlyStopping:
+    """Stop when `monitor` has not improved by more than `min_delta` for `patience` epochs.
+
+    The monitored value is the same on every rank, so all ranks stop together. With `restore_best` the model
+    ends with the weights of its best epoch.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "valid_loss",
+        *,
+        patience: int = 5,
+        min_delta: float = 0.0,
+        highest: bool = False,
+        restore_best: bool = True,
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1 epoch, but it is {patience}")
+        if min_delta < 0:
+            raise ValueError(f"min_delta must not be negative, but it is {min_delta}")
+        self.monitor = monitor
+        self.patience = patience
+        self.min_delta = min_delta
+        self.highest = highest
+        self.restore_best = restore_best
+        self._best = -math.inf if highest else math.inf
+        self._num_stale = 0
+        self._weights: dict[str, torch.Tensor] | None = None
+
+    def should_stop(self, record: Mapping[str, float], model: torch.nn.Module) -> bool:
+        """Take note of an epoch; say whether it was the last."""
+        if self.monitor not in record:
+            raise ValueError(f"early stopping watches {self.monitor!r}, but an epoch has {', '.join(record)}")
+        value = record[self.monitor]
+        gain = value - self._best if self.highest else self._best - value
+        if gain > self.min_delta:
+            self._best, self._num_stale = value, 0
+            if self.restore_best:
+                self._weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+        else:
+            self._num_stale += 1
+        return self._num_stale >= self.patience
+
+    def finish(self, model: torch.nn.Module) -> None:
+        """Put the best weights back."""
+        if self._weights is not None:
+            model.load_state_dict(self._weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"best": self._best, "num_stale": self._num_stale, "weights": self._weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """From the checkpoint."""
+        self._best, self._num_stale, self._weights = state["best"], state["num_stale"], state["weights"]

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from hora.workflow.history import Tally
 from hora.workflow.objective import Metric, Objective, Scored, Supervised
 from hora.workflow.schedule import Schedule
-from hora.workflow.tally import Tally
 
 __all__ = ["Recipe", "Stepper", "evaluate", "score_all"]
 

@@ -18,10 +18,9 @@ from typing import Any
 
 from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.cli.doctor.probe import MARK
-from hora.launch.environment import variables
+from hora.launch.environment import module_command, variables
 from hora.launch.host.connection import wait_or_kill
 from hora.launch.host.ssh import Ssh, reachable_address
-from hora.launch.python import module_command
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.net import address
 

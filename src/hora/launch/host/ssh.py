@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import IO
 
 from hora.launch.control.interrupt import ended_by_signals
+from hora.launch.environment import module_command
 from hora.launch.host import supervisor
-from hora.launch.python import module_command
 from hora.net import address
 
 __all__ = ["Ssh", "check_hosts", "reachable_address"]

@@ -32,17 +32,19 @@ import time
 from typing import Any
 
 from hora.launch.environment import variables
-from hora.launch.host.guardian import guard
 from hora.launch.host.processes import (
+    Execute,
     Processes,
+    Spawned,
     adopt_orphans,
     die_with_parent,
     environment_value,
     exit_code,
+    guard,
     send_signal,
+    spawn,
 )
-from hora.launch.host.spawn import Execute, Spawned, spawn
-from hora.launch.host.zygote_client import ZygoteClient
+from hora.launch.host.zygote import ZygoteClient
 
 MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
 FRAME = struct.Struct(">cii")

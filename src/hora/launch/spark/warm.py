@@ -24,8 +24,8 @@ from typing import IO, NoReturn
 from hora.launch.environment import variables
 from hora.launch.host.connection import SupervisorProcess
 from hora.launch.host.processes import exit_code, name_process
-from hora.launch.host.run_forked import differ_only_in, load, run_forked
 from hora.launch.host.supervisor import supervise
+from hora.launch.host.zygote import differ_only_in, load, run_forked
 from hora.launch.worker import work
 
 __all__ = ["fork_supervisor", "prepare"]

@@ -17,9 +17,8 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from hora.spark.estimator.backend import SparkBackend
 from hora.spark.estimator.dataset import Column, Dataset, InUse, describe, materialise, open_dataset
-from hora.spark.estimator.model_bytes import ModelAndOptimizer
 from hora.spark.estimator.params import ESTIMATOR, check_columns, check_values, signature_of, with_params
-from hora.spark.estimator.persistence import ParamsReader, ParamsWriter
+from hora.spark.estimator.persistence import ModelAndOptimizer, ParamsReader, ParamsWriter
 from hora.spark.estimator.torch_model import TorchModel
 from hora.spark.estimator.training import TrainingResult, TrainingSpec, train
 

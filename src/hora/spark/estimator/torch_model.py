@@ -12,9 +12,8 @@ import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 
-from hora.spark.estimator.model_bytes import pack_model, unpack_model
 from hora.spark.estimator.params import with_params
-from hora.spark.estimator.persistence import ParamsReader, ParamsWriter
+from hora.spark.estimator.persistence import ParamsReader, ParamsWriter, pack_model, unpack_model
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row

@@ -23,12 +23,12 @@ import hora.torch as hvd
 from hora.data.transformation import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.model_bytes import ModelAndOptimizer, pack_model
 from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
+from hora.spark.estimator.persistence import ModelAndOptimizer, pack_model
 from hora.spark.estimator.store import RemoteStore, Store
+from hora.workflow.history import Tally
 from hora.workflow.objective import Scored
 from hora.workflow.step import Recipe, Stepper, score_all
-from hora.workflow.tally import Tally
 
 __all__ = ["TrainingResult", "TrainingSpec", "train"]
 
