@@ -1,4 +1,4 @@
-"""Attacks through what lies around: modules planted in the folder where a user starts a job."""
+"""Attacks on a user who starts jobs: modules planted in the folder, workers that lie about what they raised."""
 
 from __future__ import annotations
 
@@ -31,6 +31,39 @@ if __name__ == "__main__":
     import horovod
     print(horovod.run(main, num_proc=2))
 """
+
+
+# A worker of a command: it holds the job's secret, and says that it raised something that runs code when it is unpickled.
+LIAR = """
+import pickle, sys
+from hora.net.client import ControlClient
+from hora.world import World
+
+class Exploit:
+    def __reduce__(self):
+        return exec, (f"open({sys.argv[1]!r}, 'w').write('executed in the launcher')",)
+
+world = World.from_env()
+client = ControlClient.connect(world.meeting, name="x", worker=world.worker, timeout_s=60)
+client.send_error(type_name="X", message="m", traceback="t", consequence=False, pickled=pickle.dumps(Exploit()))
+client.send_result(pickle.dumps(Exploit()))
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [[str(BIN / "horovodrun")], [str(BIN / "hora"), "run"]], ids=["horovodrun", "hora run"]
+)
+def test_a_worker_of_a_command_runs_nothing_in_the_launcher(tmp_path: Path, command: list[str]):
+    (tmp_path / "liar.py").write_text(LIAR)
+    trap = tmp_path / "executed"
+    done = subprocess.run(
+        [*command, "-np", "2", sys.executable, "liar.py", str(trap)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert not trap.exists()
+    assert done.returncode != 0
+    assert "Exit code: 3" in done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -68,7 +101,7 @@ def test_workers_sessions(shared: Path):
     hora = str(BIN / "hora")
     try:
         started_there(
-            shared, hora, "workers", "launch", "--cpu", "0.5", "--memory", "1", "--wait", "--code", "print(1)"
+            shared, hora, "workers", "launch", "--cpu", "0.5", "--memory", "1", "--wait", "60", "--code", "print(1)"
         )
     finally:
         subprocess.run([hora, "workers", "end"], cwd=shared, check=True, timeout=60, stdout=subprocess.DEVNULL)

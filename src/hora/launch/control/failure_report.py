@@ -57,7 +57,7 @@ def _message(name: str, failure: Failure, report: ErrorReport | None, tail: str)
 
 
 def _cause(report: ErrorReport | None) -> BaseException | None:
-    """The worker's own exception. It comes from a worker that proved to hold the job's secret."""
+    """The worker's own exception: of a function that the caller sent there, and so trusts. Commands report none."""
     if report is None or not report.pickled:
         return None
     import cloudpickle

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import queue
 import secrets
 import sys
@@ -17,6 +18,7 @@ from typing import Protocol
 
 from hora.launch.control.output import Output
 from hora.launch.control.rendezvous import ErrorReport, Rendezvous
+from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
@@ -81,9 +83,10 @@ class JobRun:
         if job.function is None:
             return job.command
         self.rendezvous.set(FUNCTION_KEY, job.function)
-        same = job.executable == sys.executable
-        self.rendezvous.set(PATH_KEY, json.dumps(sys.path if same else []).encode())
-        return (job.executable, "-m", "hora.launch.worker")
+        # The current directory is where the caller finds modules only if its own path says so (a notebook's does).
+        path = [os.path.abspath(entry) for entry in sys.path] if job.executable == sys.executable else []
+        self.rendezvous.set(PATH_KEY, json.dumps(path).encode())
+        return module_command(job.executable, "hora.launch.worker")
 
     def start(self, worlds: Iterable[tuple[Slot, World]]) -> None:
         job = self._job
@@ -154,10 +157,16 @@ class JobRun:
         self.call(lambda: self._news.on_join(worker))
 
     def returned(self, worker: int, result: bytes) -> None:
-        self.call(lambda: self._news.on_return(worker, result))
+        if self._runs_a_function(worker):
+            self.call(lambda: self._news.on_return(worker, result))
 
     def raised(self, worker: int, report: ErrorReport) -> None:
-        self.call(lambda: self._news.on_raise(worker, report))
+        if self._runs_a_function(worker):
+            self.call(lambda: self._news.on_raise(worker, report))
+
+    def _runs_a_function(self, worker: int) -> bool:
+        """Results and exceptions are unpickled here: only those of workers that run the caller's own function are taken."""
+        return self._job.function is not None and worker >= 0
 
     def said(self, worker: int, text: str) -> None:
         self.out.say(text)
