@@ -100,9 +100,7 @@ def test_workers_sessions(shared: Path):
     """What a worker's own code imports is the user's business; the session and the worker around it import nothing here."""
     hora = str(BIN / "hora")
     try:
-        started_there(
-            shared, hora, "workers", "launch", "--cpu", "0.5", "--memory", "1", "--wait", "60", "--code", "print(1)"
-        )
+        started_there(shared, hora, "workers", "launch", "--cpu", "0.5", "--memory", "1", "--code", "print(1)")
     finally:
         subprocess.run([hora, "workers", "end"], cwd=shared, check=True, timeout=60, stdout=subprocess.DEVNULL)
 
