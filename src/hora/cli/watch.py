@@ -1,0 +1,65 @@
+"""`hora view` and `hora top`: look at a recorded run in the browser, at a live one in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+__all__ = ["top", "view"]
+
+
+def view(argv: Sequence[str]) -> int:
+    """`hora view FILE`."""
+    parser = argparse.ArgumentParser(prog="hora view", description="Show a recorded run in the browser.")
+    parser.add_argument("file", help="written by `hora run --record FILE`, or run.hora of a downloaded bundle")
+    parser.add_argument("--listen", default="", metavar="HOST:PORT", help="default: loopback, a free port")
+    parser.add_argument("--open", action="store_true", help="open the browser too")
+    arguments = parser.parse_args(argv)
+    from hora.watch.replay import open_recording
+
+    try:
+        server, page = open_recording(arguments.file, listen=arguments.listen)
+    except (OSError, ValueError) as error:
+        print(f"hora view: {error}", file=sys.stderr)
+        return 1
+    print(f"{page.title}: {page.full_url}\nCtrl-C ends it.", flush=True)
+    if arguments.open:
+        import webbrowser
+
+        webbrowser.open(page.full_url)
+    try:
+        server.join()
+    except KeyboardInterrupt:
+        server.close()
+    return 0
+
+
+def top(argv: Sequence[str]) -> int:
+    """`hora top`."""
+    parser = argparse.ArgumentParser(prog="hora top", description="Show a running job in the terminal.")
+    parser.add_argument("url", nargs="?", help="the page's address (default: your newest job with a dashboard)")
+    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+    parser.add_argument("--url", dest="print_url", action="store_true", help="only print the page's whole address")
+    arguments = parser.parse_args(argv)
+    from hora.watch.client import choose_page
+
+    try:
+        page = choose_page(arguments.url)
+        if arguments.print_url:
+            print(page.full_url)
+            return 0
+        try:
+            from hora.watch.terminal import show
+        except ModuleNotFoundError as error:
+            if error.name is None or not error.name.startswith("rich"):
+                raise
+            print("hora top draws with rich: pip install 'hora[dashboard]'", file=sys.stderr)
+            return 1
+        show(page, once=arguments.once)
+    except KeyboardInterrupt:
+        return 0
+    except (OSError, ValueError) as error:
+        print(f"hora top: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,6 @@
+"""What a rank notices about itself, and how it tells the launcher."""
+
+from hora.telemetry.meters import Meter, Reading, meter, report
+from hora.telemetry.sample import PARTS, Report, Sample
+
+__all__ = ["PARTS", "Meter", "Reading", "Report", "Sample", "meter", "report"]

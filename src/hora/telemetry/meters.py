@@ -1,0 +1,192 @@
+"""The meter: what this process notices about itself while it trains.
+
+Written by the training thread (the engine, the optimizer, the fit loop and `report` tell it how long things took) and
+read, about once a second, by `reporter`. The training thread never locks and never allocates more than one tuple a step.
+No clock is compared with another rank's: a rank that is late waits little, the others wait for it, so the waits alone
+tell who is late and by how much (`hora.watch.lateness`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsFloat
+
+from hora.telemetry.sample import Sample
+
+__all__ = ["Meter", "Reading", "meter", "report"]
+
+_MAX_METRICS = 64
+_MAX_EVENTS = 64
+_MAX_NAME = 200
+
+
+class Meter:
+    """The totals of this process since it started. Written by the training thread, read by any."""
+
+    __slots__ = (
+        "_completed",
+        "_events",
+        "_last_end",
+        "_longest_s",
+        "_metrics",
+        "backward_s",
+        "blocked",
+        "data_s",
+        "num_bytes",
+        "num_samples",
+        "num_steps",
+        "on_commit",
+        "on_stall",
+        "optimizer_s",
+        "reduce_s",
+        "step_s",
+        "total_steps",
+        "transport_s",
+        "wait_s",
+    )
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.step_s = self.data_s = self.backward_s = self.optimizer_s = 0.0
+        self.wait_s = self.reduce_s = 0.0  # of the training thread
+        self.transport_s = 0.0  # data moved, on whatever thread
+        self.num_bytes = self.num_samples = 0.0
+        self.total_steps = 0  # as far as the fit loop knows
+        self.blocked: tuple[Any, float, Sequence[int]] | None = None  # in what, since when, with which ranks
+        self.on_stall: Callable[[Sequence[int]], None] | None = None  # these ranks keep others waiting for too long
+        self.on_commit: Callable[[], None] | None = None  # somebody waits for it
+        self._longest_s = 0.0
+        self._last_end = time.perf_counter()
+        self._completed = self._totals()
+        self._metrics: dict[str, SupportsFloat] = {}
+        self._events: deque[tuple[str, str]] = deque(maxlen=_MAX_EVENTS)
+
+    def _totals(self) -> tuple[float, ...]:
+        return (
+            self.num_steps,
+            self.step_s,
+            self.data_s,
+            self.backward_s,
+            self.wait_s,
+            self.reduce_s,
+            self.transport_s,
+            self.optimizer_s,
+            self.num_bytes,
+            self.num_samples,
+        )
+
+    def step_done(self) -> None:
+        """A step has ended; what was told since the last one belongs to it."""
+        now = time.perf_counter()
+        lasted_s = now - self._last_end
+        self._last_end = now
+        self.num_steps += 1
+        self.step_s += lasted_s
+        if lasted_s > self._longest_s:
+            self._longest_s = lasted_s
+        self._completed = self._totals()  # one assignment: a reader sees whole steps only
+
+    def waited(self, since: float, transport_s: float) -> None:
+        """The training thread was blocked since then; `transport_s`: what `transport_s` was at that time."""
+        blocked_s = time.perf_counter() - since
+        moving_s = min(self.transport_s - transport_s, blocked_s)
+        self.reduce_s += moving_s
+        self.wait_s += blocked_s - moving_s
+
+    def restart_step(self) -> None:
+        """What has passed since the last step is no part of the next one: an evaluation, a new world."""
+        self._last_end = time.perf_counter()
+
+    def stalled(self, ranks: Sequence[int]) -> None:
+        """A stall report has named these ranks."""
+        if self.on_stall is not None:
+            self.on_stall(ranks)
+
+    def report(self, metrics: Mapping[str, SupportsFloat]) -> None:
+        for name, value in metrics.items():
+            detach = getattr(value, "detach", None)  # a tensor would keep the whole graph behind it alive
+            value = value if detach is None else detach()
+            if name in self._metrics or len(self._metrics) < _MAX_METRICS:
+                self._metrics[name] = value
+
+    def event(self, kind: str, text: str) -> None:
+        """Something worth a mark: a commit, a value that is not a number, …"""
+        self._events.append((kind, text))
+
+    def commit(self, text: str) -> None:
+        """Rank 0 has saved the state of the training."""
+        self.event("commit", text)
+        if self.on_commit is not None:
+            self.on_commit()
+
+    def longest_s(self) -> float:
+        """The longest step since the last call."""
+        longest, self._longest_s = self._longest_s, 0.0
+        return longest
+
+    @property
+    def completed(self) -> tuple[float, ...]:
+        return self._completed
+
+    def take_metrics(self) -> dict[str, float]:
+        """What was reported since the last call, as numbers. A tensor becomes one here, not in the training thread."""
+        taken, self._metrics = self._metrics, {}
+        numbers = {}
+        for name, value in taken.items():
+            try:
+                numbers[name[:_MAX_NAME]] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                continue
+        return numbers
+
+    def take_events(self) -> tuple[tuple[str, str], ...]:
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return tuple(events)
+
+
+class Reading:
+    """Turns a meter's totals into samples, one for the time since the last one."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._before = meter.completed
+        self._at = time.perf_counter()
+
+    def sample(self, *, cpu_s: float = 0.0, memory_bytes: float = 0.0) -> Sample:
+        now, totals = time.perf_counter(), self._meter.completed
+        if not totals[0]:  # no steps at all: a script of bare collectives; its waits are worth telling nevertheless
+            totals = self._meter._totals()
+        steps, step_s, data_s, backward_s, wait_s, reduce_s, transport_s, optimizer_s, num_bytes, num_samples = (
+            new - old for new, old in zip(totals, self._before, strict=True)
+        )
+        window_s, self._at, self._before = now - self._at, now, totals
+        return Sample(
+            int(totals[0]),
+            int(steps),
+            window_s,
+            step_s,
+            self._meter.longest_s(),
+            data_s,
+            backward_s,
+            wait_s,
+            reduce_s,
+            max(transport_s - reduce_s, 0.0),
+            optimizer_s,
+            num_bytes,
+            num_samples,
+            cpu_s,
+            memory_bytes,
+        )
+
+
+meter = Meter()
+"""The one of this process."""
+
+
+def report(**metrics: SupportsFloat) -> None:
+    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`. Cheap, from any rank, at any time."""
+    meter.report(metrics)

@@ -1,0 +1,115 @@
+"""What a rank tells the launcher, once a second: a sample of its steps, and what else there is to say, in few bytes.
+
+Written by `reporter` on the ranks, read by whoever watches the job. Only numbers and short texts: a report that comes
+from a rank is decoded within limits and refused when it makes no sense.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+__all__ = ["MAX_REPORT_BYTES", "PARTS", "Report", "Sample"]
+
+# Where a step goes. `forward` is what is left of it: the forward pass, the loss, and whatever else the script does.
+PARTS = ("data", "forward", "backward", "wait", "reduce", "optimizer")
+
+MAX_REPORT_BYTES = 64 * 1024
+_MAX_METRICS = 64
+_MAX_EVENTS = 64
+_MAX_NAME = 200
+
+
+class Sample(NamedTuple):
+    """The steps that ended in one window of a rank, as sums over them. Seconds, unless the name says otherwise."""
+
+    step: int = 0  # how many this rank has done since it started
+    num_steps: int = 0  # of these, in this window
+    window_s: float = 0.0
+    step_s: float = 0.0
+    longest_s: float = 0.0
+    data_s: float = 0.0
+    backward_s: float = 0.0
+    wait_s: float = 0.0  # blocked until other ranks came
+    reduce_s: float = 0.0  # blocked while data moved
+    hidden_s: float = 0.0  # data moved while this rank did something else
+    optimizer_s: float = 0.0
+    num_bytes: float = 0.0
+    num_samples: float = 0.0
+    cpu_s: float = 0.0  # processor time of this process
+    memory_bytes: float = 0.0
+
+    @property
+    def forward_s(self) -> float:
+        known = self.data_s + self.backward_s + self.wait_s + self.reduce_s + self.optimizer_s
+        return max(self.step_s - known, 0.0)
+
+    @property
+    def work_s(self) -> float:
+        """What the rank did by itself: the step without the time in which it could only wait or move data."""
+        return max(self.step_s - self.wait_s - self.reduce_s, 0.0)
+
+    @property
+    def parts_s(self) -> tuple[float, ...]:
+        """In the order of `PARTS`."""
+        return self.data_s, self.forward_s, self.backward_s, self.wait_s, self.reduce_s, self.optimizer_s
+
+
+_SAMPLE = struct.Struct("<BQI13f")
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """One message of a rank: a sample, and what else there is to say. Everything but the sample is rare.
+
+    `waiting`: (what it is blocked in, for how many seconds, the ranks that must come; none: all). `metrics`: name to value.
+    `events`: (kind, text). `host`: how its machine is, from one rank of each. `total_steps`: where it will end, if known.
+    """
+
+    sample: Sample
+    waiting: tuple[str, float, tuple[int, ...]] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[tuple[str, str], ...] = ()
+    host: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int = 0
+
+    def encode(self) -> bytes:
+        head = _SAMPLE.pack(_VERSION, *self.sample)
+        rest = {
+            key: value
+            for key, value in (
+                ("w", self.waiting),
+                ("m", dict(self.metrics)),
+                ("e", self.events),
+                ("h", dict(self.host)),
+                ("t", self.total_steps),
+            )
+            if value
+        }
+        return head + (json.dumps(rest, separators=(",", ":")).encode() if rest else b"")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Report:
+        """ValueError for anything that `encode` does not produce."""
+        if len(data) > MAX_REPORT_BYTES:
+            raise ValueError(f"a report may have {MAX_REPORT_BYTES} bytes, but this one has {len(data)}")
+        try:
+            version, *values = _SAMPLE.unpack_from(data)
+            rest = json.loads(data[_SAMPLE.size :]) if len(data) > _SAMPLE.size else {}
+            if version != _VERSION or not isinstance(rest, dict):
+                raise ValueError(f"version {version}")
+            waiting = rest.get("w")
+            return cls(
+                Sample._make(values),
+                None if waiting is None else (str(waiting[0])[:_MAX_NAME], float(waiting[1]), tuple(waiting[2])),
+                {str(key)[:_MAX_NAME]: float(value) for key, value in list(rest.get("m", {}).items())[:_MAX_METRICS]},
+                tuple((str(kind)[:_MAX_NAME], str(text)) for kind, text in rest.get("e", ())[:_MAX_EVENTS]),
+                dict(rest.get("h", {})),
+                int(rest.get("t", 0)),
+            )
+        except (struct.error, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a report: {error}") from None

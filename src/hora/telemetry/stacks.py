@@ -1,0 +1,75 @@
+"""Where the threads of this process are: asked for by a person, or by the launcher when the job stands still.
+
+A frame is [file, line, function, code], the innermost first. Any thread may ask; the training thread is not disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+__all__ = ["current_stacks", "profile", "stack_text"]
+
+_MAX_FRAMES = 50
+_MAX_THREADS = 24
+_MAX_STACKS = 20
+_LOOKS_PER_S = 50.0
+
+Place = tuple[str, int, str]
+
+
+def _places(frame: FrameType | None) -> tuple[Place, ...]:
+    places: list[Place] = []
+    while frame is not None and len(places) < _MAX_FRAMES:
+        code = frame.f_code
+        places.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return tuple(places)
+
+
+def _with_code(places: tuple[Place, ...]) -> list[list[Any]]:
+    return [[file, line, name, linecache.getline(file, line).strip()[:200]] for file, line, name in places]
+
+
+def current_stacks() -> bytes:
+    """All threads but the asking one, the training thread first: JSON for `Run`'s stack entry."""
+    mine, main = threading.get_ident(), threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != mine}
+    order = sorted(frames, key=lambda ident: ident != main)
+    threads = [[names.get(i, str(i)), _with_code(_places(frames[i]))] for i in order[:_MAX_THREADS]]
+    return json.dumps({"threads": threads}).encode()
+
+
+def profile(seconds: float) -> bytes:
+    """Look at the training thread again and again: where it was found how often. Blocks for that long."""
+    main, counts = threading.main_thread().ident, Counter[tuple[Place, ...]]()
+    until, looks = time.monotonic() + seconds, 0
+    while looks == 0 or time.monotonic() < until:
+        frame = sys._current_frames().get(main or 0)
+        if frame is not None:
+            counts[_places(frame)] += 1
+            looks += 1
+        del frame  # it would keep everything alive that the thread has in its hands
+        time.sleep(1 / _LOOKS_PER_S)
+    stacks = [[count, _with_code(places)] for places, count in counts.most_common(_MAX_STACKS)]
+    return json.dumps({"num_samples": looks, "seconds": seconds, "stacks": stacks}).encode()
+
+
+def stack_text(data: bytes) -> str:
+    """The training thread of `current_stacks`, as a traceback has it, for people."""
+    threads = json.loads(data)["threads"]
+    if not threads:
+        return "  (no thread to see)"
+    lines = []
+    for file, line, name, code in reversed(threads[0][1]):
+        lines.append(f'  File "{file}", line {line}, in {name}')
+        if code:
+            lines.append(f"    {code}")
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""Who may look. Pure: the words of a request in, a refusal or nothing out.
+
+The token (256 bits) is in the fragment of the page's address, which browsers keep to themselves; the page sends it in a
+header. No cookie: another page cannot make the browser send the header (no CSRF), and other ports of this machine never
+see it. The Host header must be one of ours, or a name that an attacker points at this machine (DNS rebinding) would do;
+so must the Origin, where there is one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["SECURITY_HEADERS", "Access", "Refusal", "new_token"]
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors {ancestors}; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def new_token() -> str:
+    """256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a stranger is told, and no more."""
+
+    status: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Access:
+    """`hosts`: the values of the Host header under which the server may be called. `framed`: a notebook shows it."""
+
+    token: str
+    hosts: frozenset[str]
+    framed: bool = False
+
+    def headers(self) -> dict[str, str]:
+        """What every answer says to the browser."""
+        ancestors = "http: https:" if self.framed else "'none'"
+        return {**SECURITY_HEADERS, "Content-Security-Policy": _POLICY.format(ancestors=ancestors)}
+
+    def check_place(self, headers: Mapping[str, str]) -> Refusal | None:
+        """For every request: does it mean this server, and does it come from its own page or from no page at all?"""
+        if headers.get("host", "").lower() not in self.hosts:
+            return Refusal(421, "this server does not go by that name")
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
+            return Refusal(403, "requests of other pages are refused")
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and (
+            headers.get("sec-fetch-mode") != "navigate"
+        ):
+            return Refusal(403, "requests of other pages are refused")
+        return None
+
+    def check_token(self, headers: Mapping[str, str]) -> Refusal | None:
+        """For everything that tells or does something."""
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.token.encode()):
+            return Refusal(401, "the token is missing or wrong: use the whole address that the job printed")
+        return None

@@ -1,0 +1,129 @@
+"""Where the page is: the addresses it answers to, the one to print, and how this user's `hora top` finds it.
+
+Every live page also listens on a socket in the abstract namespace, which disappears with its process and asks the kernel
+who calls. Only the job's own user (and root) is told the address and the token there, so neither is ever in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Page", "answer_caller", "bind", "find_pages", "is_private", "parse_address", "serve_address", "urls_of"]
+
+_PREFIX = "hora-watch-"
+_CREDENTIALS = struct.Struct("3i")
+_ANSWER_BYTES = 64 * 1024
+_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Page:
+    """A live page of this user."""
+
+    url: str
+    token: str
+    title: str
+    pid: int
+
+    @property
+    def full_url(self) -> str:
+        return f"{self.url}#token={self.token}"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`host:port`, `host`, `:port` or `port`; the rest is loopback and a free port. ValueError."""
+    host, _, port = text.rpartition(":") if ":" in text else (("", "", text) if text.isdigit() else (text, "", ""))
+    if port and not (port.isdigit() and int(port) < 65536):
+        raise ValueError(f"the dashboard's address must be HOST:PORT, but it is {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port or 0)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise OSError(f"the dashboard cannot listen on {host}:{port}: {error.strerror}; name another address") from None
+
+
+def urls_of(host: str, port: int) -> tuple[str, frozenset[str]]:
+    """The address to print, and the values of the Host header under which the page may be asked for."""
+    names = {"127.0.0.1", "localhost"} if host in ("127.0.0.1", "localhost", "0.0.0.0") else {_bracketed(host)}
+    if host in ("0.0.0.0", "::"):
+        machine = socket.gethostname()
+        names |= {machine, socket.getfqdn(), "[::1]", "127.0.0.1", "localhost"}
+        with contextlib.suppress(OSError):  # the names will do
+            names |= {_bracketed(str(info[4][0])) for info in socket.getaddrinfo(machine, None)}
+        return f"http://{machine}:{port}/", frozenset(f"{name.lower()}:{port}" for name in names)
+    return f"http://{_bracketed(host)}:{port}/", frozenset(f"{name.lower()}:{port}" for name in names)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def is_private(stream: Any) -> bool:
+    """Whether what is written there is seen by this user alone: a terminal, or a file that nobody else may read."""
+    try:
+        if stream.isatty():
+            return True
+        mode = os.fstat(stream.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISREG(mode) and not mode & 0o077
+
+
+def serve_address(facts: Mapping[str, Any]) -> socket.socket | None:
+    """A listening socket under which `find_pages` finds this process; None where there are no such sockets."""
+    if not sys.platform.startswith("linux"):
+        return None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(f"\0{_PREFIX}{os.getuid()}-{os.getpid()}-{facts.get('id', '')[:16]}")
+    sock.listen(8)
+    sock.setblocking(False)
+    return sock
+
+
+def answer_caller(sock: socket.socket, page: Page) -> None:
+    """Tell a caller of the address socket, if it is this user."""
+    if _peer_uid(sock) in (os.getuid(), 0):
+        sock.send(json.dumps({"url": page.url, "token": page.token, "title": page.title, "pid": page.pid}).encode())
+
+
+def find_pages() -> list[Page]:
+    """The live pages of this user on this machine, the newest last."""
+    try:
+        with open("/proc/net/unix") as table:
+            names = {line.split()[-1] for line in table if f"@{_PREFIX}{os.getuid()}-" in line}
+    except OSError:
+        return []
+    pages = [page for name in names if (page := _ask(name)) is not None]
+    return sorted(pages, key=lambda page: page.pid)
+
+
+def _ask(name: str) -> Page | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_LIMIT_S)
+        try:
+            sock.connect("\0" + name[1:])
+            if _peer_uid(sock) != os.getuid():  # somebody else may use a name like ours
+                return None
+            facts = json.loads(sock.recv(_ANSWER_BYTES))
+            return Page(str(facts["url"]), str(facts["token"]), str(facts["title"]), int(facts["pid"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)

@@ -1,0 +1,145 @@
+"""Who is late, by how much, in which part of the step, since when. Pure: samples in, a finding out.
+
+A rank that is late at the collectives waits for nobody there; the others wait for it. So lateness is read from how long
+each rank *waited*, by its own clock, and no two clocks are compared. What a rank does between the collectives is its
+`work`; a straggler is a rank whose work takes longer than the median of the others', again and again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hora.telemetry import PARTS, Sample
+
+__all__ = ["Straggler", "Timed", "added", "find_stragglers", "lateness"]
+
+# A rank is named when its work takes this much longer than the others'; it stays named until it is well below that.
+NAMED, RELEASED = 1.10, 1.05
+# … and the others wait for it for at least this share of a step: a slow rank that delays nobody is none.
+_MIN_LATENESS = 0.04
+WINDOW_S = 8.0
+_SLICE_S = 1.5
+_MIN_SLICES = 3
+_MIN_STEPS = 4
+_PERSISTENT = 0.7
+_OWN_PARTS = ("data", "forward", "backward", "optimizer")
+
+Timed = tuple[float, Sample]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """`slowdown`: its work over the median of the others'. `excess`: the parts that take longer, as shares of 1."""
+
+    rank: int
+    slowdown: float
+    lateness: float
+    since: float
+    excess: Mapping[str, float]
+
+    @property
+    def main_part(self) -> str:
+        return max(self.excess, key=lambda part: self.excess[part]) if self.excess else ""
+
+
+def added(samples: Sequence[Sample]) -> Sample:
+    """The sums of some samples of one rank."""
+    if not samples:
+        return Sample()
+    first, *rest = samples
+    if not rest:
+        return first
+    sums = [sum(column) for column in zip(*samples, strict=True)]
+    last = samples[-1]
+    return Sample._make(sums)._replace(
+        step=last.step,
+        longest_s=max(sample.longest_s for sample in samples),
+        cpu_s=last.cpu_s,
+        memory_bytes=last.memory_bytes,
+    )
+
+
+def lateness(column: Mapping[int, Sample]) -> dict[int, float]:
+    """By rank: for which share of a step others waited for it, from what each did in the same time."""
+    waits = {rank: cell.wait_s / cell.num_steps for rank, cell in column.items() if cell.num_steps}
+    if len(waits) < 2:
+        return dict.fromkeys(waits, 0.0)
+    longest = max(waits.values())
+    late = {}
+    for rank, wait_s in waits.items():
+        step_s = column[rank].step_s / column[rank].num_steps
+        late[rank] = min((longest - wait_s) / step_s, 1.0) if step_s > 0 else 0.0
+    return late
+
+
+def find_stragglers(
+    recent: Mapping[int, Sequence[Timed]], now: float, *, named: Mapping[int, float] | None = None
+) -> list[Straggler]:
+    """The ranks that slow the others down, the slowest first. `named`: those named before, and since when."""
+    named = named or {}
+    whole = _between(recent, now - WINDOW_S, now)
+    late = lateness(whole)
+    found = []
+    for rank, sample in whole.items():
+        others = [other for peer, other in whole.items() if peer != rank]
+        if not others or sample.num_steps < _MIN_STEPS:
+            continue
+        slowdown = _slowdown(sample, others)
+        if slowdown < (RELEASED if rank in named else NAMED) or late[rank] < _MIN_LATENESS:
+            continue
+        since = named.get(rank) or _since(rank, recent, now)
+        if since is not None:
+            found.append(Straggler(rank, slowdown, late[rank], since, _excess(sample, others)))
+    return sorted(found, key=lambda straggler: -straggler.slowdown)
+
+
+def _between(recent: Mapping[int, Sequence[Timed]], begin: float, end: float) -> dict[int, Sample]:
+    """What each rank did in this time, where it ended at least one step."""
+    sums = {rank: added([s for at, s in samples if begin < at <= end]) for rank, samples in recent.items()}
+    return {rank: sample for rank, sample in sums.items() if sample.num_steps}
+
+
+def _work(sample: Sample) -> float:
+    return sample.work_s / sample.num_steps
+
+
+def _slowdown(sample: Sample, others: Sequence[Sample]) -> float:
+    usual = statistics.median(map(_work, others))
+    return _work(sample) / usual if usual > 0 else 1.0
+
+
+def _since(rank: int, recent: Mapping[int, Sequence[Timed]], now: float) -> float | None:
+    """When it began, by slices of the time before now; None when it is not yet, or no longer, the rule."""
+    verdicts: list[tuple[float, bool]] = []
+    oldest = min((samples[0][0] for samples in recent.values() if samples), default=now)
+    end = now
+    while end > oldest - _SLICE_S / 2:
+        column = _between(recent, end - _SLICE_S, end)
+        if rank in column and len(column) > 1:
+            others = [other for peer, other in column.items() if peer != rank]
+            verdicts.append((end - _SLICE_S, _slowdown(column[rank], others) > RELEASED))
+        end -= _SLICE_S
+    latest = [slow for begin, slow in verdicts if begin >= now - WINDOW_S - _SLICE_S / 2]
+    if len(latest) < _MIN_SLICES or sum(latest) < _PERSISTENT * len(latest) or not any(latest[:2]):
+        return None
+    since, missed = now, 0
+    for begin, slow in verdicts:
+        missed = 0 if slow else missed + 1
+        if missed > 1:
+            break
+        if slow:
+            since = begin
+    return max(since, oldest)
+
+
+def _excess(sample: Sample, others: Sequence[Sample]) -> dict[str, float]:
+    """How the additional time is distributed over the parts of a step."""
+    more = {}
+    for part in _OWN_PARTS:
+        index = PARTS.index(part)
+        usual = statistics.median(other.parts_s[index] / other.num_steps for other in others)
+        more[part] = max(sample.parts_s[index] / sample.num_steps - usual, 0.0)
+    total = sum(more.values())
+    return {part: value / total for part, value in more.items() if value > 0.01 * total} if total > 0 else {}

@@ -1,0 +1,243 @@
+"""The live page of a job: observes it, keeps the run, serves the page, and passes the page's wishes on.
+
+`open_dashboard` is what the launcher calls when a user asks for a page (`hora.launch.observer` finds it by name). When a
+job stands still it asks the ranks for their stacks, and when a rank is slow it asks that one where it spends its time, by
+itself, so that the answer is there when somebody looks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from hora.watch import address, view
+from hora.watch.access import Access, new_token
+from hora.watch.model import MAX_LINE_CHARS, Entry, Run
+from hora.watch.recording import Recorder
+from hora.watch.server import Server
+
+__all__ = ["Dashboard", "open_dashboard"]
+
+_PROFILE_S = 1.0
+_ASK_AGAIN_S = 30.0
+_MAX_LINES_PER_S = 400
+_MAX_PARTIAL = 64 * 1024
+
+_log = logging.getLogger("hora.watch")
+
+
+class Job(Protocol):
+    """What the page may do to the job. Any thread."""
+
+    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+        """Send a question to one worker, or to all."""
+
+    def stop(self, why: str) -> None:
+        """End the job."""
+
+    def remove(self, worker: int, why: str) -> None:
+        """End one worker's process."""
+
+
+def open_dashboard(
+    facts: Mapping[str, Any], job: Job, *, listen: str = "", record: str | None = None, page: bool = True
+) -> Dashboard:
+    """Observe a job. `listen`: host:port. `record`: a file for `hora view`. `page=False`: only record."""
+    return Dashboard(facts, job, listen=listen, record=record, page=page)
+
+
+class Dashboard:
+    """An observer of a job (`hora.launch.observer.Observer`), and the page's `Controls`. Any thread may call."""
+
+    def __init__(
+        self, facts: Mapping[str, Any], job: Job, *, listen: str = "", record: str | None = None, page: bool = True
+    ) -> None:
+        self._job = job
+        self._recorder = Recorder(record, facts)
+        self._output = _Output()
+        self._run = Run(facts)
+        self._asked_stacks_at = 0.0
+        self._noted_stall = ""
+        self._stop_at_commit = False
+        self._profiled: dict[int, float] = {}
+        self._address_socket: socket.socket | None = None
+        notebook = page and _in_notebook()
+        host, port = address.parse_address(listen)
+        sockets = [address.bind(host, port)] if page else []
+        url, hosts = address.urls_of(host, sockets[0].getsockname()[1] if sockets else 0)
+        access = Access(new_token(), hosts, framed=notebook)
+        self.page = address.Page(url, access.token, str(facts.get("title", "")), os.getpid())
+        self._server = Server(
+            self._run,
+            access,
+            controls=self,
+            bundle=self._bundle,
+            on_entry=self._recorder.take,
+            on_tick=self._look,
+        )
+        self._server.start(sockets)
+        if page:
+            self._serve_address(facts)
+            self._announce(host, notebook, sys.stderr)
+
+    # ---- the job ------------------------------------------------------------------------------------------
+
+    def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
+        """(worker, rank, host) of everybody."""
+        self._say("world", -1, {"generation": generation, "places": places})
+
+    def joined(self, worker: int) -> None:
+        self._server.feed(Entry(time.time(), "joined", worker, b""))
+
+    def told(self, worker: int, kind: str, data: bytes) -> None:
+        """A worker's telemetry, or its answer to a question."""
+        if kind == "committed" and self._stop_at_commit:
+            self._job.stop("after a commit, as somebody asked on its page")
+        elif kind in ("report", "stack", "profile"):
+            self._server.feed(Entry(time.time(), kind, worker, data))
+
+    def raised(self, worker: int, headline: str) -> None:
+        self._say("failed", worker, {"headline": headline})
+
+    def exited(self, worker: int, code: int, reason: str) -> None:
+        self._say("exited", worker, {"code": code, "reason": reason})
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        now = time.time()
+        for line in self._output.lines(worker, stream, data, now):
+            self._server.feed(Entry(now, "line", worker, line))
+
+    def ended(self, outcome: str, text: str) -> None:
+        """The job is over: done, failed or stopped. Tells the viewers and closes everything."""
+        self._say("end", -1, {"outcome": outcome, "text": text})
+        self._server.close(linger_s=1.0)
+        if self._address_socket is not None:
+            self._address_socket.close()
+        self._recorder.close()
+
+    def _say(self, kind: str, worker: int, news: Mapping[str, Any]) -> None:
+        self._server.feed(Entry(time.time(), kind, worker, json.dumps(news).encode()))
+
+    # ---- the page's wishes, in the server's thread --------------------------------------------------------
+
+    def stacks(self) -> None:
+        self._asked_stacks_at = time.time()
+        self._job.ask({"question": "stack"})
+
+    def profile(self, rank: int, seconds: float) -> None:
+        place = self._run.places.get(rank)
+        if place is None:
+            raise ValueError(f"there is no rank {rank}")
+        self._job.ask({"question": "profile", "seconds": seconds}, place.worker)
+
+    def stop(self, *, commit: bool) -> None:
+        if commit:
+            self._job.ask({"question": "commit"})
+            self._stop_at_commit = True
+            self._say("event", -1, {"kind": "note", "text": "asked to stop after the next commit"})
+        else:
+            self._job.stop("somebody stopped it on its page")
+
+    def remove(self, rank: int) -> None:
+        place = self._run.places.get(rank)
+        if place is None:
+            raise ValueError(f"there is no rank {rank}")
+        self._job.remove(place.worker, "somebody removed it on the job's page")
+
+    def _look(self, run: Run) -> None:
+        """Once a second: ask what a person would ask."""
+        stuck = run.stuck() if run.outcome is None else None
+        if stuck is not None:
+            if time.time() - self._asked_stacks_at > _ASK_AGAIN_S or self._noted_stall != stuck.name:
+                self.stacks()
+            if self._noted_stall != stuck.name:
+                missing = ", ".join(map(str, stuck.missing))
+                run.note(run.now, "stall", stuck.missing[0], f"waiting for rank {missing} in {stuck.name}")
+        self._noted_stall = stuck.name if stuck is not None else ""
+        for straggler in run.stragglers[:2]:
+            if run.now - self._profiled.get(straggler.rank, 0.0) > _ASK_AGAIN_S:
+                if straggler.rank not in self._profiled:
+                    run.note(run.now, "stall", straggler.rank, view.sentence(run, straggler))
+                self._profiled[straggler.rank] = run.now
+                self.profile(straggler.rank, _PROFILE_S)
+
+    def _bundle(self) -> bytes:
+        """Everything about the run in a zip file."""
+        run, data = self._run, io.BytesIO()
+        with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as bundle:
+            bundle.writestr(zipfile.ZipInfo("run.hora"), self._recorder.contents())
+            bundle.writestr("now.json", json.dumps(view.everything(run), indent=1))
+            lines = (f"{line.at:.3f} [{line.rank}]<{line.stream}>: {line.text}\n" for line in run.lines)
+            bundle.writestr("output.txt", "".join(lines))
+            bundle.writestr("README", "Open run.hora with `hora view run.hora`.\n")
+        return data.getvalue()
+
+    # ---- where it is --------------------------------------------------------------------------------------
+
+    def _serve_address(self, facts: Mapping[str, Any]) -> None:
+        sock = self._address_socket = address.serve_address(facts)
+        if sock is not None:
+            self._server.watch_address(sock, self.page)
+
+    def _announce(self, host: str, notebook: bool, stream: TextIO) -> None:
+        if host not in ("127.0.0.1", "localhost", "::1"):
+            _log.warning("the dashboard listens on %s without encryption: whoever reads the network can read it", host)
+        if notebook:
+            _show_in_notebook(self.page.full_url)
+        elif address.is_private(stream):
+            print(f"hora: see it live: {self.page.full_url}", file=stream, flush=True)
+        else:  # other people may read what is printed here
+            print(
+                f"hora: see it live: {self.page.url} (`hora top --url` prints the address with its token, "
+                "to you alone; `hora top` shows the job here)",
+                file=stream,
+                flush=True,
+            )
+
+
+class _Output:
+    """Cuts what workers print into lines, and leaves out what nobody could read any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._partial: dict[tuple[int, str], bytes] = {}
+        self._second = (0, 0)  # which, and how many lines in it
+
+    def lines(self, worker: int, stream: str, data: bytes, now: float) -> list[bytes]:
+        with self._lock:
+            *whole, rest = (self._partial.pop((worker, stream), b"") + data).replace(b"\r", b"\n").split(b"\n")
+            if rest:
+                self._partial[worker, stream] = rest[-_MAX_PARTIAL:]
+            second, count = self._second
+            count = count if second == int(now) else 0
+            room = max(_MAX_LINES_PER_S - count, 0)
+            kept = [line for line in whole if line.strip()]
+            self._second = int(now), count + len(kept)
+            letter = stream[3:4].encode()  # std(o)ut, std(e)rr
+            lines = [letter + line[: 4 * MAX_LINE_CHARS] for line in kept[:room]]
+            if room and len(kept) > room:
+                lines.append(
+                    letter + b"[... more than %d lines in a second: the rest is left out here]" % _MAX_LINES_PER_S
+                )
+            return lines
+
+
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _show_in_notebook(url: str) -> None:
+    from IPython.display import HTML, IFrame, display
+
+    display(HTML(f'<a href="{url}" target="_blank" rel="noopener">see the job live</a>'), IFrame(url, "100%", 720))

@@ -1,0 +1,355 @@
+"""The run: everything the page shows about one job, in bounded memory. Fed by a live job or by a recording of one.
+
+It takes in `Entry`s in the order of time and keeps what is worth showing. It has no clock, no thread and no lock: the
+caller says when things happened and sees to it that one thread at a time calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hora.telemetry import Report, Sample
+from hora.watch.grid import Grid
+from hora.watch.lateness import Straggler, Timed, find_stragglers
+
+__all__ = ["Entry", "Event", "Line", "Place", "Run"]
+
+MAX_LINES = 4000
+MAX_LINE_CHARS = 2000
+MAX_EVENTS = 1000
+_RECENT_S = 120.0
+_MAX_RECENT = 240
+_MAX_METRICS = 40
+_MAX_RANKS = 4096
+# A rank that waits is news when it waits this long, and longer than it usually does.
+_LONG_WAIT_S = 1.5
+STUCK_S = 5.0
+
+
+class Entry(NamedTuple):
+    """Something that happened. `kind` names the method of `Run` that takes it in; `data` is what it takes."""
+
+    at: float
+    kind: str
+    worker: int
+    data: bytes
+
+
+@dataclass
+class Place:
+    """A rank, and the worker that has it now."""
+
+    rank: int
+    worker: int
+    host: str
+    state: str = "starting"  # -> here -> done | failed | lost
+    why: str = ""
+    heard_at: float = 0.0
+    total_steps: int = 0
+    last: Sample = field(default_factory=Sample)
+    waiting: tuple[str, float, tuple[int, ...]] | None = None  # what in, since when, for whom (nobody: for all)
+
+
+class Event(NamedTuple):
+    """A mark in time. Kinds: world, lost, failed, commit, nan, stall, note, end."""
+
+    number: int
+    at: float
+    kind: str
+    rank: int
+    text: str
+
+
+class Line(NamedTuple):
+    """A line of a rank's output; rank -1 is the launcher."""
+
+    number: int
+    at: float
+    rank: int
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective that waits for somebody."""
+
+    name: str
+    there: tuple[int, ...]
+    missing: tuple[int, ...]
+    waited_s: float
+
+
+class Run:
+    """One job. `facts`: id, title, command, began (seconds since the epoch), elastic, launcher."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.facts = dict(facts)
+        self.began = float(self.facts.get("began", 0.0))
+        self.now = self.began
+        self.grid = Grid(self.began)
+        self.generation = -1
+        self.places: dict[int, Place] = {}  # by rank, of the current generation
+        self.hosts: dict[str, dict[str, Any]] = {}
+        self.worlds: deque[tuple[float, int, int]] = deque(maxlen=MAX_EVENTS)  # when, generation, size
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.lines: deque[Line] = deque(maxlen=MAX_LINES)
+        self.stacks: dict[int, dict[str, Any]] = {}  # by rank: when, text, why
+        self.profiles: dict[int, dict[str, Any]] = {}
+        self.stragglers: list[Straggler] = []
+        self.outcome: str | None = None  # done, failed, stopped
+        self.outcome_text = ""
+        self.stepped = False  # somebody has ended a step in this generation
+        self.num_lines = 0
+        self.num_events = 0
+        self._by_worker: dict[int, Place] = {}
+        self._recent: dict[int, deque[Timed]] = {}
+        self._named: dict[int, float] = {}
+
+    # ---- what happens -------------------------------------------------------------------------------------
+
+    def take(self, entry: Entry) -> None:
+        """Take in an entry. ValueError for one that makes no sense."""
+        self.now = max(self.now, entry.at)
+        handler = _HANDLERS.get(entry.kind)
+        if handler is None:
+            raise ValueError(f"unknown entry {entry.kind!r}")
+        try:
+            handler(self, entry)
+        except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise ValueError(f"a damaged entry {entry.kind!r}: {error!r}") from None
+
+    def _world(self, entry: Entry) -> None:
+        """{"generation": g, "places": [[worker, rank, host], …]}"""
+        news = json.loads(entry.data)
+        self.generation = int(news["generation"])
+        former = self._by_worker
+        self.places, self._by_worker = {}, {}
+        for worker, rank, host in news["places"][:_MAX_RANKS]:
+            place = Place(int(rank), int(worker), str(host)[:200])
+            if place.worker in former and former[place.worker].state == "here":
+                place.state = "here"
+            self.places[place.rank] = self._by_worker[place.worker] = place
+        self.worlds.append((entry.at, self.generation, len(self.places)))
+        self.stepped = False
+        self._recent.clear()
+        self._named.clear()
+        self.stragglers = []
+        if self.generation > 0:
+            self.note(entry.at, "world", -1, f"generation {self.generation}: {len(self.places)} ranks")
+
+    def _report(self, entry: Entry) -> None:
+        place = self._by_worker.get(entry.worker)
+        if place is None:
+            return
+        report = Report.decode(entry.data)
+        place.heard_at, place.last = entry.at, report.sample
+        if place.state == "starting":
+            place.state = "here"
+        place.total_steps = report.total_steps or place.total_steps
+        place.waiting = None
+        if report.waiting is not None:
+            name, waited_s, ranks = report.waiting
+            place.waiting = name, entry.at - waited_s, ranks
+        if report.sample.num_steps:
+            self.stepped = True
+            self._remember(place.rank, entry.at, report.sample)
+            self.grid.add(place.rank, entry.at, report.sample)
+        for name, value in report.metrics.items():
+            if name in self.grid.metrics or len(self.grid.metrics) < _MAX_METRICS:
+                self.grid.add_metric(name, entry.at, value)
+        for kind, text in report.events:
+            self.note(entry.at, kind, place.rank, text)
+        if report.host:
+            self.hosts[place.host] = {**report.host, "at": entry.at}
+
+    def _remember(self, rank: int, at: float, sample: Sample) -> None:
+        recent = self._recent.get(rank)
+        if recent is None:
+            recent = self._recent[rank] = deque(maxlen=_MAX_RECENT)
+        recent.append((at, sample))
+        while recent[0][0] < at - _RECENT_S:
+            recent.popleft()
+
+    def _joined(self, entry: Entry) -> None:
+        place = self._by_worker.get(entry.worker)
+        if place is not None and place.state == "starting":
+            place.state = "here"
+            place.heard_at = entry.at
+
+    def _exited(self, entry: Entry) -> None:
+        """{"code": c, "reason": text}"""
+        news, place = json.loads(entry.data), self._by_worker.get(entry.worker)
+        if place is None or place.state in ("done", "lost", "failed"):
+            return
+        code, reason = int(news["code"]), str(news.get("reason", ""))
+        place.waiting = None
+        if code == 0:
+            place.state = "done"
+            return
+        place.state, place.why = "lost", reason or f"exit code {code}"
+        self.note(entry.at, "lost", place.rank, f"rank {place.rank} on {place.host} is lost: {place.why}")
+
+    def _failed(self, entry: Entry) -> None:
+        """{"headline": text}: the function raised there."""
+        news, place = json.loads(entry.data), self._by_worker.get(entry.worker)
+        if place is not None and place.state not in ("lost", "failed"):
+            place.state, place.why = "failed", str(news["headline"])[:500]
+            self.note(entry.at, "failed", place.rank, f"rank {place.rank} on {place.host}: {place.why}")
+
+    def _line(self, entry: Entry) -> None:
+        """A line of output: the stream's first letter, then the text."""
+        place = self._by_worker.get(entry.worker)
+        text = entry.data[1:].decode(errors="replace")
+        if len(text) > MAX_LINE_CHARS:
+            text = text[:MAX_LINE_CHARS] + " …"
+        stream = "stderr" if entry.data[:1] == b"e" else "stdout"
+        self.num_lines += 1
+        rank = place.rank if place is not None else entry.worker
+        self.lines.append(Line(self.num_lines, entry.at, rank, stream, text))
+
+    def _event(self, entry: Entry) -> None:
+        """{"kind": k, "text": t}"""
+        news, place = json.loads(entry.data), self._by_worker.get(entry.worker)
+        self.note(entry.at, str(news["kind"]), place.rank if place else -1, str(news["text"]))
+
+    def _stack(self, entry: Entry) -> None:
+        """{"threads": [[name, frames], …]}: where the rank's threads are just now, the training thread first."""
+        place = self._by_worker.get(entry.worker)
+        if place is not None:
+            threads = [[str(name)[:100], _frames(frames)] for name, frames in json.loads(entry.data)["threads"][:32]]
+            self.stacks[place.rank] = {"at": entry.at, "threads": threads}
+
+    def _profile(self, entry: Entry) -> None:
+        """{"num_samples": n, "seconds": s, "stacks": [[count, frames], …]}: where its training thread was found how often."""
+        place = self._by_worker.get(entry.worker)
+        if place is not None:
+            news = json.loads(entry.data)
+            stacks = [[int(count), _frames(frames)] for count, frames in news["stacks"][:50]]
+            self.profiles[place.rank] = {
+                "at": entry.at,
+                "num_samples": int(news["num_samples"]),
+                "seconds": float(news["seconds"]),
+                "stacks": stacks,
+            }
+
+    def _end(self, entry: Entry) -> None:
+        """{"outcome": done | failed | stopped, "text": t}"""
+        news = json.loads(entry.data)
+        self.outcome, self.outcome_text = str(news["outcome"]), str(news.get("text", ""))[:4000]
+        for place in self.places.values():
+            place.waiting = None
+        self.stragglers = []
+        self.note(entry.at, "end", -1, self.outcome)
+
+    def note(self, at: float, kind: str, rank: int, text: str) -> None:
+        self.num_events += 1
+        self.events.append(Event(self.num_events, at, kind[:40], rank, text[:1000]))
+
+    # ---- what it means ------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Time has passed: see who is late now."""
+        self.now = max(self.now, now)
+        if self.outcome is None:
+            if self.grid.num_used:
+                self.grid.index(self.now)  # time goes on, whether steps end or not
+            self.stragglers = find_stragglers(self._recent, self.now, named=self._named)
+            self._named = {straggler.rank: straggler.since for straggler in self.stragglers}
+
+    def recent(self, window_s: float) -> dict[int, list[Sample]]:
+        """The samples of the last seconds in which there were any, by rank."""
+        latest = max((samples[-1][0] for samples in self._recent.values() if samples), default=self.now)
+        return {
+            rank: [sample for at, sample in samples if at > latest - window_s] for rank, samples in self._recent.items()
+        }
+
+    def pending(self) -> list[Pending]:
+        """Collectives in which some ranks wait and others are missing, the oldest first."""
+        waiting: dict[str, list[Place]] = {}
+        for place in self.places.values():
+            if place.waiting is not None and place.state == "here":
+                waiting.setdefault(place.waiting[0], []).append(place)
+        found = []
+        for name, places in waiting.items():
+            since = min(place.waiting[1] for place in places if place.waiting)
+            wanted = set().union(*(place.waiting[2] for place in places if place.waiting)) or set(self.places)
+            there = {place.rank for place in places}
+            alive = {rank for rank, place in self.places.items() if place.state in ("here", "starting")}
+            if self.now - since >= _LONG_WAIT_S:
+                missing = tuple(sorted((wanted & alive) - there))
+                found.append(Pending(name, tuple(sorted(there)), missing, self.now - since))
+        return sorted(found, key=lambda operation: -operation.waited_s)
+
+    def usual_step_s(self) -> float:
+        """How long a step takes, from the last minute."""
+        samples = [sample for many in self.recent(60.0).values() for sample in many]
+        steps = sum(sample.num_steps for sample in samples)
+        return sum(sample.step_s for sample in samples) / steps if steps else 0.0
+
+    def stuck(self) -> Pending | None:
+        """The operation that keeps the job from going on, if one does."""
+        limit_s = max(STUCK_S, 3 * self.usual_step_s())
+        return next((op for op in self.pending() if op.missing and op.waited_s > limit_s), None)
+
+    def state(self) -> tuple[str, str]:
+        """(kind, words)."""
+        if self.outcome is not None:
+            return self.outcome, {"done": "done", "stopped": "stopped"}.get(self.outcome, "failed")
+        here = sum(place.state in ("here", "done") for place in self.places.values())
+        lost = [place.rank for place in self.places.values() if place.state in ("lost", "failed")]
+        if lost:
+            kind = "re-forming" if self.facts.get("elastic") else "failing"
+            return kind, f"{kind}: {_ranks(lost)} {'is' if len(lost) == 1 else 'are'} lost"
+        if not self.stepped and here < len(self.places):
+            word = "re-forming" if self.generation > 0 else "starting"
+            return word, f"{word}: {here} of {len(self.places)} ranks are here"
+        stuck = self.stuck()
+        if stuck is not None:
+            return "waiting", f"waiting for {_ranks(stuck.missing)}"
+        if not self.stepped:
+            return ("re-forming", "re-forming: the ranks meet") if self.generation > 0 else ("starting", "starting")
+        return "training", "training"
+
+    def progress(self) -> tuple[int, int]:
+        """(steps done, steps in all; 0: unknown)."""
+        step = max((place.last.step for place in self.places.values()), default=0)
+        return step, max((place.total_steps for place in self.places.values()), default=0)
+
+    def time_left_s(self) -> float | None:
+        step, total = self.progress()
+        step_s = self.usual_step_s()
+        return max(total - step, 0) * step_s if total and step_s and self.outcome is None else None
+
+    def as_facts(self) -> dict[str, Any]:
+        return {**self.facts, "generation": self.generation}
+
+
+def _frames(frames: Sequence[Any]) -> list[list[Any]]:
+    """[file, line, function, code], the innermost first."""
+    return [
+        [str(file)[:300], int(line), str(function)[:200], str(code)[:300]] for file, line, function, code in frames[:60]
+    ]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+_HANDLERS = {
+    "world": Run._world,
+    "report": Run._report,
+    "joined": Run._joined,
+    "exited": Run._exited,
+    "failed": Run._failed,
+    "line": Run._line,
+    "event": Run._event,
+    "stack": Run._stack,
+    "profile": Run._profile,
+    "end": Run._end,
+}

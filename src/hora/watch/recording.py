@@ -1,0 +1,141 @@
+"""A recorded run: the entries of a job in a file, small enough to mail, readable while it is written.
+
+    HORA-RUN 1\\n   one line of JSON: the job's facts   then blocks: length (4 bytes), zlib of the entries in it
+
+A block is written every few seconds, so a launcher that is killed loses no more; a cut-off last block is passed over when
+the file is read. A file that comes from somebody else is data and nothing more: sizes are checked, nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from hora.watch.model import Entry, Run
+
+__all__ = ["Recorder", "read_entries", "read_run"]
+
+_MAGIC = b"HORA-RUN 1\n"
+_KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
+_ENTRY = struct.Struct("<dBiI")
+_LENGTH = struct.Struct("<I")
+_BLOCK_BYTES = 256 * 1024
+_MAX_BLOCK_BYTES = 4 * 1024 * 1024
+_BLOCK_S = 5.0
+_MAX_HEADER_BYTES = 1024 * 1024
+
+
+class Recorder:
+    """Writes a run as it happens; without a path, to a file that has no name.
+
+    Beyond `max_bytes` the ranks' output is left out, beyond twice that everything.
+    """
+
+    def __init__(self, path: str | Path | None, facts: Mapping[str, Any], *, max_bytes: int = 64 * 2**20) -> None:
+        if path is None:
+            self._file: IO[bytes] = tempfile.TemporaryFile(prefix="hora-run-")  # noqa: SIM115 - closed by close()
+        else:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "w+b", opener=_private)  # noqa: SIM115 - closed by close()
+        self._file.write(_MAGIC + json.dumps(dict(facts)).encode() + b"\n")
+        self._entries = bytearray()
+        self._since = 0.0
+        self._num_bytes = 0
+        self._max_bytes = max_bytes
+
+    def take(self, entry: Entry) -> None:
+        limit = self._max_bytes if entry.kind == "line" else 2 * self._max_bytes
+        if self._file.closed or self._num_bytes > limit:
+            return
+        if not self._entries:
+            self._since = entry.at
+        self._entries += _ENTRY.pack(entry.at, _KINDS.index(entry.kind), entry.worker, len(entry.data))
+        self._entries += entry.data
+        if len(self._entries) > _BLOCK_BYTES or entry.at - self._since > _BLOCK_S:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._entries and not self._file.closed:
+            block = zlib.compress(self._entries, 6)
+            self._entries.clear()
+            self._num_bytes += len(block)
+            try:
+                self._file.write(_LENGTH.pack(len(block)) + block)
+                self._file.flush()
+            except OSError:  # a full disk costs the rest of the recording, not the training
+                self._file.close()
+
+    def contents(self) -> bytes:
+        """The recording so far."""
+        self.flush()
+        if self._file.closed:
+            return b""
+        end = self._file.seek(0, os.SEEK_END)
+        return os.pread(self._file.fileno(), end, 0)
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)  # logs and arguments may be nobody else's business
+
+
+def read_entries(path: str | Path) -> tuple[dict[str, Any], Iterator[Entry]]:
+    """The facts and the entries of a recording. ValueError when it is none."""
+    file = open(path, "rb")  # noqa: SIM115 - closed by the iterator
+    if file.read(len(_MAGIC)) != _MAGIC:
+        file.close()
+        raise ValueError(f"{path} is not a recorded run: it does not begin with {_MAGIC.decode().strip()!r}")
+    try:
+        facts = json.loads(file.readline(_MAX_HEADER_BYTES))
+        if not isinstance(facts, dict):
+            raise ValueError("no facts")
+    except ValueError:
+        file.close()
+        raise ValueError(f"{path} is damaged: its first lines do not say what was recorded") from None
+    return facts, _entries(file)
+
+
+def _entries(file: IO[bytes]) -> Iterator[Entry]:
+    with file:
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            if length > _MAX_BLOCK_BYTES or len(block := file.read(length)) < length:
+                return
+            unpacker = zlib.decompressobj()
+            try:
+                data = unpacker.decompress(block, _MAX_BLOCK_BYTES)
+            except zlib.error:
+                return
+            yield from _entries_of(data)
+
+
+def _entries_of(data: bytes) -> Iterator[Entry]:
+    position = 0
+    while position + _ENTRY.size <= len(data):
+        at, kind, worker, length = _ENTRY.unpack_from(data, position)
+        position += _ENTRY.size
+        if kind < len(_KINDS):
+            yield Entry(at, _KINDS[kind], worker, data[position : position + length])
+        position += length
+
+
+def read_run(path: str | Path) -> Run:
+    """The run that a recording tells of."""
+    facts, entries = read_entries(path)
+    run = Run(facts)
+    for entry in entries:
+        try:
+            run.take(entry)
+        except ValueError:  # one damaged entry is not worth the rest
+            continue
+    run.look(run.now)
+    return run

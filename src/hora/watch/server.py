@@ -1,0 +1,372 @@
+"""The server behind the page: one thread, one event loop, a run, and a bounded number of viewers.
+
+Entries come from any thread (`feed`) and are taken in here, so nothing in the run needs a lock. Once a second what has
+changed is put into words once, for all viewers. A viewer that does not keep up is dropped; the page comes back by itself
+and starts afresh. Strangers get ten seconds, no memory to speak of, and nothing of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
+from typing import Any, Protocol
+
+from hora.watch import prometheus, view
+from hora.watch.access import Access
+from hora.watch.address import Page, answer_caller
+from hora.watch.http import MAX_HEAD_BYTES, Answer, BadRequest, Request, head_of, read_request, write, write_answer
+from hora.watch.model import Entry, Run
+
+__all__ = ["Controls", "Server"]
+
+MAX_CONNECTIONS = 96
+MAX_VIEWERS = 32
+_TICK_S = 1.0
+_HEARTBEAT_S = 15.0
+_MAX_BACKLOG = 16  # messages a viewer may be behind
+_MAX_WAITING_ENTRIES = 50_000
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
+    "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
+}
+
+_log = logging.getLogger("hora.watch")
+
+
+class Controls(Protocol):
+    """What the page may do to a job. Called in the server's thread: implementations only pass it on."""
+
+    def stacks(self) -> None:
+        """Ask every rank for its stacks."""
+
+    def profile(self, rank: int, seconds: float) -> None:
+        """Ask a rank where it spends its time."""
+
+    def stop(self, *, commit: bool) -> None:
+        """End the job; `commit`: after the next commit or checkpoint."""
+
+    def remove(self, rank: int) -> None:
+        """End a rank's process; an elastic job goes on without it."""
+
+
+class Server:
+    """Serves one run. `controls`: None for a recorded one. `on_tick(run)` is called once a second, in the server's thread."""
+
+    def __init__(
+        self,
+        run: Run,
+        access: Access,
+        *,
+        controls: Controls | None = None,
+        bundle: Callable[[], bytes] | None = None,
+        on_entry: Callable[[Entry], None] | None = None,
+        on_tick: Callable[[Run], None] | None = None,
+        live: bool = True,
+    ) -> None:
+        self.run, self._access = run, access
+        self._controls, self._bundle = controls, bundle
+        self._on_entry, self._on_tick = on_entry, on_tick
+        self._live = live
+        self._waiting: deque[Entry] = deque(maxlen=_MAX_WAITING_ENTRIES)
+        self._viewers: dict[asyncio.Queue[bytes | None], None] = {}
+        self._num_connections = 0
+        self._sent = _Sent()
+        self._new_stacks = False
+        self._sockets: list[socket.socket] = []
+        self._loop = asyncio.new_event_loop()
+        self._servers: list[asyncio.AbstractServer] = []
+        self._thread = threading.Thread(target=self._main, name="hora-dashboard", daemon=True)
+        self._closing: asyncio.Event | None = None
+        self._files = {path: (_load(name), kind) for path, (name, kind) in _FILES.items()}
+
+    # ---- from other threads -------------------------------------------------------------------------------
+
+    def start(self, sockets: Iterable[socket.socket]) -> None:
+        """Serve on these listening sockets."""
+        ready = threading.Event()
+        self._loop.call_soon(ready.set)
+        self._sockets = list(sockets)
+        self._thread.start()
+        ready.wait(10.0)
+
+    def watch_address(self, sock: socket.socket, page: Page) -> None:
+        """Tell this user's programs where the page is (`hora.watch.address`)."""
+
+        def called() -> None:
+            with contextlib.suppress(OSError):
+                caller, _ = sock.accept()
+                with caller:
+                    answer_caller(caller, page)
+
+        self.call(lambda: self._loop.add_reader(sock.fileno(), called))
+
+    def feed(self, entry: Entry) -> None:
+        """Something has happened. Never blocks."""
+        self._waiting.append(entry)
+        if entry.kind in ("end", "stack", "profile", "world"):  # the rest is looked at once a second
+            self.call(self._take_in)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run something in the server's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(function)
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Tell the viewers the end of it, then stop."""
+
+        async def finish() -> None:
+            self._tick()
+            for viewer in list(self._viewers):
+                _put(viewer, None)
+            limit = time.monotonic() + max(linger_s, 1.0)
+            while self._num_connections and time.monotonic() < limit:
+                await asyncio.sleep(0.02)
+            assert self._closing is not None
+            self._closing.set()
+
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                asyncio.run_coroutine_threadsafe(finish(), self._loop)
+            self._thread.join(linger_s + 5.0)
+
+    def join(self) -> None:
+        """Wait for the end of the server: `hora view`, until it is interrupted."""
+        while self._thread.is_alive():
+            self._thread.join(0.5)
+
+    # ---- the loop -----------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        self._closing = asyncio.Event()
+        for sock in self._sockets:
+            self._servers.append(await asyncio.start_server(self._connected, sock=sock, limit=MAX_HEAD_BYTES))
+        ticker = asyncio.create_task(self._ticks())
+        await self._closing.wait()
+        ticker.cancel()
+        for server in self._servers:
+            server.close()
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                self._tick()
+            except Exception:  # a page that shows nothing new is better than one that is gone
+                _log.exception("the live page could not be brought up to date")
+
+    def _take_in(self) -> None:
+        while self._waiting:
+            entry = self._waiting.popleft()
+            try:
+                self.run.take(entry)
+            except ValueError as error:
+                _log.warning("the live page ignores what it cannot read: %s", error)
+                continue
+            self._new_stacks = self._new_stacks or entry.kind in ("stack", "profile")
+            if self._on_entry is not None:
+                self._on_entry(entry)
+
+    def _tick(self) -> None:
+        self._take_in()
+        if self._live and self.run.outcome is None:
+            self.run.look(time.time())
+        if self._on_tick is not None:
+            self._on_tick(self.run)
+        if not self._viewers:
+            return
+        news = self._sent.news(self.run)
+        if self._new_stacks:
+            self._new_stacks = False
+            news["stacks"] = view.stacks(self.run)
+        if news:
+            data = _line(news)
+            for viewer in list(self._viewers):
+                if not _put(viewer, data):
+                    del self._viewers[viewer]  # too slow: its connection ends, and the page comes back
+
+    # ---- connections --------------------------------------------------------------------------------------
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_connections += 1
+        try:
+            if self._num_connections > MAX_CONNECTIONS:
+                await write_answer(writer, Answer(b"too many connections\n", status=503), self._access.headers())
+                return
+            request = await read_request(reader)
+            if request is not None:
+                await self._answer(request, reader, writer)
+        except BadRequest as error:
+            with contextlib.suppress(OSError, TimeoutError):
+                await write_answer(writer, Answer(f"{error}\n".encode(), status=400), self._access.headers())
+        except (OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # it left, or it was too slow
+        finally:
+            self._num_connections -= 1
+            writer.close()
+
+    async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        extra = self._access.headers()
+        refusal = self._access.check_place(request.headers)
+        if refusal is None and request.path in self._files and request.method in ("GET", "HEAD"):
+            body, kind = self._files[request.path]
+            await write_answer(writer, Answer(body, kind), extra)
+            return
+        if refusal is None:
+            refusal = self._access.check_token(request.headers)
+        if refusal is not None:
+            await write_answer(writer, Answer(f"{refusal.text}\n".encode(), status=refusal.status), extra)
+        elif request.path == "/api/stream" and request.method == "GET":
+            await self._stream(reader, writer, extra)
+        else:
+            await write_answer(writer, self._respond(request), extra)
+
+    def _respond(self, request: Request) -> Answer:
+        self._take_in()
+        if request.method == "GET":
+            if request.path == "/api/run":
+                return _json(self._everything())
+            if request.path == "/metrics":
+                return Answer(prometheus.exposition(self.run).encode(), prometheus.CONTENT_TYPE)
+            if request.path == "/api/bundle" and self._bundle is not None:
+                return Answer(self._bundle(), "application/zip")
+        elif request.method == "POST" and request.path.startswith("/api/"):
+            return self._act(request.path.removeprefix("/api/"), request.body)
+        return Answer(b"there is no such thing here\n", status=404)
+
+    def _act(self, action: str, body: bytes) -> Answer:
+        controls = self._controls
+        if controls is None or self.run.outcome is not None:
+            return Answer(b"the job is over: there is nothing to do any more\n", status=409)
+        try:
+            arguments: Mapping[str, Any] = json.loads(body or b"{}")
+            if action == "stacks":
+                controls.stacks()
+            elif action == "profile":
+                controls.profile(int(arguments["rank"]), min(max(float(arguments["seconds"]), 0.1), 60.0))
+            elif action == "stop":
+                controls.stop(commit=bool(arguments.get("commit", False)))
+            elif action == "remove":
+                controls.remove(int(arguments["rank"]))
+            else:
+                return Answer(b"there is no such action\n", status=404)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return Answer(f"this cannot be done: {error}\n".encode(), status=400)
+        return _json({"done": action})
+
+    def _everything(self) -> dict[str, Any]:
+        may = [] if self._controls is None else ["stacks", "profile", "stop", "commit", "remove"]
+        if self._bundle is not None:
+            may.append("bundle")
+        return {**view.everything(self.run), "may": may, "live": self._live}
+
+    async def _stream(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, extra: Mapping[str, str]
+    ) -> None:
+        if len(self._viewers) >= MAX_VIEWERS:
+            text = f"{MAX_VIEWERS} pages show this job already: close one of them\n"
+            await write_answer(writer, Answer(text.encode(), status=503), extra)
+            return
+        self._tick()  # so that what comes next begins where this snapshot ends
+        viewer: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_BACKLOG)
+        self._sent.news(self.run)  # a page that has just got everything has had it
+        first = _line({"everything": self._everything()})
+        self._viewers[viewer] = None
+        try:
+            head = head_of(Answer(content_type="application/x-ndjson"), extra, length=None)
+            await write(writer, head + first)
+            await self._pass_on(viewer, reader, writer)
+        finally:
+            self._viewers.pop(viewer, None)
+
+    async def _pass_on(
+        self, viewer: asyncio.Queue[bytes | None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        gone = asyncio.ensure_future(reader.read(1))  # ends when the viewer closes its page
+        try:
+            while viewer in self._viewers and not gone.done():
+                getter = asyncio.ensure_future(viewer.get())
+                done, _ = await asyncio.wait({getter, gone}, timeout=_HEARTBEAT_S, return_when="FIRST_COMPLETED")
+                if getter not in done:
+                    getter.cancel()
+                    if gone in done:
+                        return
+                    await write(writer, b"\n")
+                    continue
+                data = getter.result()
+                if data is None:
+                    return
+                await write(writer, data)
+        finally:
+            gone.cancel()
+
+
+class _Sent:
+    """What the viewers have been told, so that they are told only what is new."""
+
+    def __init__(self) -> None:
+        self._head = ""
+        self._bins = (-1, 0)  # epoch, how many
+        self._names: tuple[Any, ...] = ()
+        self._line = self._event = 0
+
+    def news(self, run: Run) -> dict[str, Any]:
+        news: dict[str, Any] = {}
+        now = view.head(run)
+        key = json.dumps({**now, "now": 0})
+        if key != self._head:
+            self._head, news["head"] = key, now
+        grid = run.grid
+        names = (grid.ranks, grid.metrics)
+        same = self._bins[0] == grid.epoch and names == self._names
+        first = max(self._bins[1] - 3, 0) if same else 0
+        if grid.num_used > self._bins[1] or not same or "head" in news:
+            news["columns"] = view.columns(run, first)
+        self._bins, self._names = (grid.epoch, grid.num_used), names
+        if run.num_lines > self._line:
+            news["lines"] = view.lines(run, self._line)
+        if run.num_events > self._event:
+            news["events"] = view.events(run, self._event)
+        self._line, self._event = run.num_lines, run.num_events
+        return news
+
+
+def _put(viewer: asyncio.Queue[bytes | None], data: bytes | None) -> bool:
+    try:
+        viewer.put_nowait(data)
+        return True
+    except asyncio.QueueFull:
+        return False
+
+
+def _load(name: str) -> bytes:
+    return resources.files("hora.watch").joinpath("site", name).read_bytes()
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _json(value: Any) -> Answer:
+    return Answer(_line(value), "application/json")

@@ -1,0 +1,200 @@
+"""What the page gets to see of a run, as plain values for JSON: everything once, then what has changed.
+
+`head` is what is true now (small, sent again when it changes), `columns` are bins of the grid, `lines` and `events` only
+ever grow. Nothing here is HTML and nothing may become it: the page puts every text into the document as text.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from hora.telemetry import PARTS, Sample
+from hora.watch.lateness import Straggler, added, lateness
+from hora.watch.model import Place, Run
+
+__all__ = ["columns", "events", "everything", "head", "lines", "sentence"]
+
+_RECENT_S = 15.0
+_FIRST_LINES = 1500
+_PART_WORDS = {
+    "data": "waiting for data",
+    "forward": "in the forward pass or the script itself",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer",
+}
+
+
+def everything(run: Run) -> dict[str, Any]:
+    """For a page that has just been opened."""
+    return {
+        "facts": run.as_facts(),
+        "head": head(run),
+        "columns": columns(run, 0),
+        "events": events(run, 0),
+        "lines": lines(run, max(run.num_lines - _FIRST_LINES, 0)),
+        "stacks": stacks(run),
+    }
+
+
+def head(run: Run) -> dict[str, Any]:
+    kind, words = run.state()
+    step, total = run.progress()
+    recent = {rank: added(samples) for rank, samples in run.recent(_RECENT_S).items()}
+    recent = {rank: sample for rank, sample in recent.items() if sample.num_steps}
+    return {
+        "now": run.now,
+        "state": kind,
+        "words": words,
+        "why": run.outcome_text,
+        "step": step,
+        "total": total,
+        "left_s": _rounded(run.time_left_s()),
+        "step_ms": _rounded(_median_step_s(recent) * 1e3),
+        "samples_per_s": _rounded(_rate(recent, "num_samples")),
+        "bytes_per_s": _rounded(_bandwidth(recent)),
+        "hidden": _rounded(_hidden(recent)),
+        "size": len(run.places),
+        "worlds": list(run.worlds),
+        "ranks": [_rank(place, recent.get(rank)) for rank, place in sorted(run.places.items())],
+        "stragglers": [_straggler(run, straggler) for straggler in run.stragglers],
+        "pending": [
+            {"name": op.name, "there": op.there, "missing": op.missing, "waited_s": round(op.waited_s, 1)}
+            for op in run.pending()
+        ],
+        "hosts": {name: _host(run, name) for name in sorted({place.host for place in run.places.values()})},
+    }
+
+
+def columns(run: Run, first: int) -> dict[str, Any]:
+    """The bins from `first` on. `step`, `late`: by rank, milliseconds and percent. `parts`: means, milliseconds."""
+    grid = run.grid
+    ranks = grid.ranks
+    result: dict[str, Any] = {
+        "epoch": grid.epoch,
+        "began": grid.began,
+        "bin_s": grid.bin_s,
+        "first": first,
+        "ranks": ranks,
+        "step": [[] for _ in ranks],
+        "late": [[] for _ in ranks],
+        "parts": [[] for _ in PARTS],
+        "rate": [],
+        "metrics": {name: [] for name in grid.metrics},
+    }
+    for index in range(first, grid.num_used):
+        column = grid.column(index)
+        late = lateness(column)
+        for row, rank in enumerate(ranks):
+            cell = column.get(rank)
+            result["step"][row].append(None if cell is None else _rounded(_own_ms(cell)))
+            result["late"][row].append(None if cell is None else round(100 * late.get(rank, 0.0), 1))
+        for row, value in enumerate(_mean_parts_ms(column)):
+            result["parts"][row].append(_rounded(value))
+        result["rate"].append(_rounded(sum(cell.num_samples for cell in column.values()) / grid.bin_s))
+        for name, values in result["metrics"].items():
+            values.append(_rounded(grid.metric(name, index), 5))
+    return result
+
+
+def events(run: Run, after: int) -> list[Any]:
+    return [list(event) for event in run.events if event.number > after]
+
+
+def lines(run: Run, after: int) -> list[Any]:
+    return [list(line) for line in run.lines if line.number > after]
+
+
+def stacks(run: Run) -> dict[str, Any]:
+    return {"stacks": run.stacks, "profiles": run.profiles}
+
+
+def sentence(run: Run, straggler: Straggler) -> str:
+    """The finding in words."""
+    place = run.places.get(straggler.rank)
+    where = f" on {place.host}" if place is not None else ""
+    text = f"rank {straggler.rank}{where} is {straggler.slowdown:.2f}× slower than the median"
+    part = straggler.main_part
+    if part:
+        text += f", {100 * straggler.excess[part]:.0f} % of it {_PART_WORDS[part]}"
+    return text
+
+
+def _straggler(run: Run, straggler: Straggler) -> dict[str, Any]:
+    return {
+        "rank": straggler.rank,
+        "host": run.places[straggler.rank].host if straggler.rank in run.places else "",
+        "slowdown": round(straggler.slowdown, 2),
+        "late": round(100 * straggler.lateness),
+        "since": round(straggler.since),
+        "excess": {part: round(share, 2) for part, share in straggler.excess.items()},
+        "part": straggler.main_part,
+        "words": _PART_WORDS.get(straggler.main_part, ""),
+    }
+
+
+def _rank(place: Place, recent: Sample | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "rank": place.rank,
+        "host": place.host,
+        "state": place.state,
+        "why": place.why,
+        "cpu": _rounded(place.last.cpu_s / place.last.window_s if place.last.window_s else 0.0),
+        "memory": round(place.last.memory_bytes),
+    }
+    if recent is not None:
+        facts["parts"] = [_rounded(1e3 * value / recent.num_steps) for value in recent.parts_s]
+        facts["longest_ms"] = _rounded(1e3 * recent.longest_s)
+    return facts
+
+
+def _host(run: Run, name: str) -> dict[str, Any]:
+    ranks = [place.rank for place in run.places.values() if place.host == name]
+    return {**run.hosts.get(name, {}), "ranks": sorted(ranks)}
+
+
+def _own_ms(cell: Sample) -> float:
+    """A rank's own time for a step: what it would take if it never had to wait for others."""
+    return 1e3 * (cell.step_s - cell.wait_s) / cell.num_steps
+
+
+def _mean_parts_ms(column: Mapping[int, Sample]) -> list[float | None]:
+    """Where a step goes, as means over the ranks."""
+    if not column:
+        return [None] * len(PARTS)
+    sums = [0.0] * len(PARTS)
+    for cell in column.values():
+        for index, value in enumerate(cell.parts_s):
+            sums[index] += value / cell.num_steps
+    return [1e3 * value / len(column) for value in sums]
+
+
+def _median_step_s(recent: Mapping[int, Sample]) -> float:
+    return statistics.median(s.step_s / s.num_steps for s in recent.values()) if recent else 0.0
+
+
+def _rate(recent: Mapping[int, Sample], what: str) -> float:
+    """Per second, of all ranks together."""
+    return sum(getattr(s, what) / s.step_s for s in recent.values() if s.step_s > 0)
+
+
+def _bandwidth(recent: Mapping[int, Sample]) -> float:
+    """Bytes a rank reduces in a second of moving data."""
+    moved = [(s.num_bytes, s.reduce_s + s.hidden_s) for s in recent.values()]
+    return statistics.fmean(n / s for n, s in moved if s > 0) if any(s > 0 for _, s in moved) else 0.0
+
+
+def _hidden(recent: Mapping[int, Sample]) -> float:
+    """The share of the reduction that backward hides."""
+    hidden = sum(s.hidden_s for s in recent.values())
+    total = hidden + sum(s.reduce_s for s in recent.values())
+    return hidden / total if total > 0 else 0.0
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    """Few digits: they travel and are stored often. Not a number is null: JSON has none."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,124 @@
+"""The reporter of a rank: samples, what it waits in, stacks on demand, and quiet when the launcher is gone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from hora.telemetry import Meter, Report
+from hora.telemetry.machine import Machine
+from hora.telemetry.reporter import Reporter
+from hora.telemetry.stacks import current_stacks, profile, stack_text
+
+
+class _Launcher:
+    def __init__(self, num_answers=10**9):
+        self.messages, self.left, self.news = [], num_answers, threading.Event()
+
+    def take(self, kind, data):
+        if self.left == 0:
+            raise ConnectionError("gone")
+        self.left -= 1
+        self.messages.append((kind, data))
+        self.news.set()
+
+
+def test_reports_come_by_themselves_and_the_rest_with_the_end():
+    launcher, meter = _Launcher(), Meter()
+    reporter = Reporter(meter, launcher.take, machine=True)
+    meter.step_done()
+    meter.report({"loss": 1.5})
+    reporter.start(0.02)
+    assert launcher.news.wait(10)
+    meter.step_done()
+    reporter.stop()
+    reports = [Report.decode(data) for kind, data in launcher.messages]
+    assert sum(report.sample.num_steps for report in reports) == 2
+    assert reports[0].metrics == {"loss": 1.5}
+    assert reports[0].host["memory_total"] > reports[0].host["memory"] > 0
+    assert reports[0].sample.memory_bytes > 1e6
+
+
+def test_it_says_what_the_training_thread_waits_in():
+    meter = Meter()
+    reporter = Reporter(meter, _Launcher().take, machine=False)
+    meter.blocked = ("allreduce.g", time.perf_counter() - 3.0, [0, 1])
+    name, waited_s, ranks = reporter.report().waiting
+    assert (name, ranks) == ("allreduce.g", (0, 1))
+    assert waited_s == pytest.approx(3.0, abs=1.0)
+    meter.blocked = ("allreduce.g", time.perf_counter(), [])  # every collective waits a little
+    assert reporter.report().waiting is None
+
+
+def test_it_ends_quietly_when_the_launcher_is_gone():
+    reporter = Reporter(Meter(), _Launcher(num_answers=1).take, machine=False)
+    reporter.start(0.01)
+    reporter._thread.join(10)
+    assert not reporter._thread.is_alive()
+    reporter.answer({"question": "stack"})
+
+
+def test_stacks_name_the_line_where_a_thread_is():
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def stuck_here():
+        waiting.set()
+        go_on.wait(30)
+
+    thread = threading.Thread(target=stuck_here, name="stuck")
+    thread.start()
+    waiting.wait(10)
+    launcher = _Launcher()
+    asking = threading.Thread(
+        target=Reporter(Meter(), launcher.take, machine=False).answer, args=({"question": "stack"},)
+    )
+    asking.start()
+    asking.join(10)
+    go_on.set()
+    thread.join()
+    ((kind, data),) = launcher.messages
+    assert kind == "stack"
+    threads = dict(map(tuple, json.loads(data)["threads"]))
+    assert next(iter(threads)) == "MainThread"
+    assert ("stuck_here", "go_on.wait(30)") in [(name, code) for _, _, name, code in threads["stuck"]]
+    assert "test_stacks_name_the_line" in stack_text(data)
+
+
+def test_a_profile_finds_where_the_training_thread_is_most():
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(json.loads(profile(0.5))))
+    thread.start()
+    until = time.monotonic() + 0.7
+    while time.monotonic() < until:
+        time.sleep(0.05)
+    thread.join()
+    (found,) = answers
+    assert found["num_samples"] > 3
+    count, frames = found["stacks"][0]
+    assert count > 0.5 * found["num_samples"]
+    assert frames[0][2] == "test_a_profile_finds_where_the_training_thread_is_most"
+
+
+def test_questions_that_make_no_sense_are_passed_over():
+    launcher = _Launcher()
+    reporter = Reporter(Meter(), launcher.take, machine=False)
+    reporter.answer({"question": "dance"})
+    reporter.answer({})
+    assert launcher.messages == []
+
+
+def test_the_own_stack_of_the_asking_thread_is_left_out():
+    assert "current_stacks" not in current_stacks().decode()
+
+
+def test_a_machine_is_described():
+    machine = Machine()
+    time.sleep(0.05)
+    facts = machine.facts()
+    assert facts["num_cpus"] >= 1
+    assert facts["memory_total"] > 1e8
+    assert facts["net_in"] >= 0
+    json.dumps(facts)

@@ -1,0 +1,334 @@
+"""The server: who gets in, who does not, and that neither crowds nor slow readers do any harm."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+
+import pytest
+
+from hora.watch import address, server
+from hora.watch.access import Access, new_token
+from hora.watch.address import Page, parse_address
+from hora.watch.client import choose_page, page_from_url, snapshots
+from hora.watch.model import Entry, Run
+from hora.watch.server import Server
+from hora.watch.simulation import Simulation
+
+
+class _Wishes:
+    """Controls that only take note."""
+
+    def __init__(self):
+        self.wishes = []
+
+    def stacks(self):
+        self.wishes.append("stacks")
+
+    def profile(self, rank, seconds):
+        self.wishes.append(("profile", rank, seconds))
+
+    def stop(self, *, commit):
+        self.wishes.append(("stop", commit))
+
+    def remove(self, rank):
+        self.wishes.append(("remove", rank))
+
+
+@pytest.fixture
+def served():
+    simulation = Simulation(num_ranks=2, began=time.time())
+    run = Run(simulation.facts)
+    for entry in simulation.entries(10.0):
+        run.take(entry)
+    sock = address.bind("127.0.0.1", 0)
+    url, hosts = address.urls_of("127.0.0.1", sock.getsockname()[1])
+    access, wishes = Access(new_token(), hosts), _Wishes()
+    one = Server(run, access, controls=wishes, bundle=lambda: b"PK")
+    one.start([sock])
+    yield one, Page(url, access.token, "t", 0), wishes
+    one.close()
+
+
+def _ask(page, path, method="GET", *, token=None, body=None, **headers):
+    connection = http.client.HTTPConnection(page.url.split("/")[2], timeout=10)
+    given = page.token if token is None else token
+    connection.request(method, path, body=body, headers={"Authorization": f"Bearer {given}", **headers})
+    answer = connection.getresponse()
+    return answer.status, answer.read(), answer.headers
+
+
+def test_the_page_and_its_files_come_with_a_strict_policy(served):
+    _, page, _ = served
+    total = 0
+    for path in ("/", "/page.css", "/page.js", "/charts.js", "/uPlot.iife.min.js", "/uPlot.min.css"):
+        status, body, headers = _ask(page, path, token="")
+        assert status == 200
+        total += len(body)
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+    assert total < 150_000
+
+
+def test_nothing_of_the_job_is_in_the_files_that_anybody_gets(served):
+    one, page, _ = served
+    status, body, _ = _ask(page, "/", token="")
+    assert status == 200
+    assert page.token.encode() not in body
+    assert str(one.run.facts["command"]).encode() not in body
+
+
+@pytest.mark.parametrize("path", ["/api/run", "/api/stream", "/metrics", "/api/bundle"])
+@pytest.mark.parametrize("token", ["", "wrong", "x" * 43])
+def test_without_the_token_nothing_is_told(served, path, token):
+    _, page, _ = served
+    assert _ask(page, path, token=token)[0] == 401
+
+
+@pytest.mark.parametrize("path", ["/api/stop", "/api/remove", "/api/profile", "/api/stacks"])
+def test_without_the_token_nothing_is_done(served, path):
+    _, page, wishes = served
+    assert _ask(page, path, "POST", token="wrong", body='{"rank": 0, "seconds": 1}')[0] == 401
+    assert wishes.wishes == []
+
+
+def test_with_the_token_everything_is_told(served):
+    _, page, _ = served
+    status, body, headers = _ask(page, "/api/run")
+    assert status == 200
+    assert headers["Content-Type"] == "application/json"
+    assert json.loads(body)["head"]["size"] == 2
+    assert b"hora_world_size" in _ask(page, "/metrics")[1]
+    assert _ask(page, "/api/bundle")[1] == b"PK"
+
+
+def test_actions_reach_the_job(served):
+    _, page, wishes = served
+    for path, body in (("stacks", None), ("profile", '{"rank": 1, "seconds": 999}'), ("stop", '{"commit": true}'),
+                       ("stop", "{}"), ("remove", '{"rank": 1}')):  # fmt: skip
+        assert _ask(page, f"/api/{path}", "POST", body=body)[0] == 200
+    assert wishes.wishes == ["stacks", ("profile", 1, 60.0), ("stop", True), ("stop", False), ("remove", 1)]
+
+
+@pytest.mark.parametrize("body", ["", "[]", '{"rank": "x"}', "{", "null"])
+def test_an_action_that_makes_no_sense_is_refused(served, body):
+    _, page, wishes = served
+    assert _ask(page, "/api/remove", "POST", body=body)[0] == 400
+    assert _ask(page, "/api/dance", "POST", body="{}")[0] == 404
+    assert wishes.wishes == []
+
+
+@pytest.mark.parametrize("name", ["evil.example", "evil.example:80", "127.0.0.1", "", "127.0.0.1:1"])
+def test_another_name_for_this_machine_is_refused(served, name):
+    """DNS rebinding: a name of the attacker's that points here."""
+    _, page, _ = served
+    for path in ("/", "/api/run"):
+        assert _ask(page, path, Host=name)[0] == 421
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1"])
+def test_another_page_is_refused_even_with_the_token(served, origin):
+    _, page, wishes = served
+    assert _ask(page, "/api/run", Origin=origin)[0] == 403
+    assert _ask(page, "/api/stop", "POST", body="{}", Origin=origin)[0] == 403
+    assert _ask(page, "/api/run", **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert wishes.wishes == []
+
+
+def test_the_own_page_is_not_refused(served):
+    _, page, _ = served
+    own = {"Origin": page.url.rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+    assert _ask(page, "/api/run", **own)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / SPDY/3\r\n\r\n",
+        b"GET http://x/ HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\n bad: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+        b"\xff\xfe\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_gets_400_and_the_server_goes_on(served, data):
+    _, page, _ = served
+    host, port = page.url.split("/")[2].split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(data)
+        assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert _ask(page, "/api/run")[0] == 200
+
+
+def test_files_outside_the_table_do_not_exist(served):
+    _, page, _ = served
+    for path in ("/../server.py", "/%2e%2e/server.py", "/page.css/", "/site/page.js", "/api", "/api/run/x"):
+        assert _ask(page, path)[0] == 404
+
+
+def test_a_viewer_gets_everything_and_then_what_changes(served):
+    one, page, _ = served
+    news = snapshots(page)
+    assert next(news)["everything"]["head"]["size"] == 2
+    one.feed(Entry(time.time(), "line", 1, b"ohello <b>world</b>"))
+    for more in news:
+        if more.get("lines"):
+            break
+    assert more["lines"][0][2:] == [1, "stdout", "hello <b>world</b>"]
+    news.close()
+
+
+def test_a_viewer_learns_of_the_end(served):
+    one, page, _ = served
+    news = snapshots(page)
+    next(news)
+    one.feed(Entry(time.time(), "end", -1, b'{"outcome": "done", "text": ""}'))
+    one.close()
+    last = [more for more in news if "head" in more][-1]
+    assert last["head"]["state"] == "done"
+    assert _refused(page)
+
+
+def _refused(page):
+    try:
+        _ask(page, "/")
+    except OSError:
+        return True
+    return False
+
+
+def test_too_many_viewers_are_refused_and_the_others_are_served(served):
+    _, page, _ = served
+    host, port = page.url.split("/")[2].split(":")
+    request = f"GET /api/stream HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {page.token}\r\n\r\n".encode()
+    sockets, answers = [], []
+    try:
+        for _ in range(1000):
+            sock = socket.create_connection((host, int(port)), timeout=20)
+            sockets.append(sock)
+            sock.sendall(request)
+            answers.append(sock.recv(12))
+            if answers[-1].endswith(b"503"):
+                sock.close()
+        assert answers.count(b"HTTP/1.1 200") == server.MAX_VIEWERS
+        assert answers.count(b"HTTP/1.1 503") == 1000 - server.MAX_VIEWERS
+        assert _ask(page, "/api/run")[0] == 200
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def test_strangers_that_say_nothing_do_not_keep_the_viewers_out(served, monkeypatch):
+    _, page, _ = served
+    monkeypatch.setattr("hora.watch.http._READ_LIMIT_S", 0.3)
+    host, port = page.url.split("/")[2].split(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(2 * server.MAX_CONNECTIONS)]
+    try:
+        time.sleep(0.8)
+        assert _ask(page, "/api/run")[0] == 200
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_a_viewer_that_does_not_read_is_dropped_and_costs_nothing(served, monkeypatch):
+    one, page, _ = served
+    monkeypatch.setattr(server, "_MAX_BACKLOG", 2)
+    monkeypatch.setattr(server, "_TICK_S", 0.01)
+    monkeypatch.setattr("hora.watch.http._WRITE_LIMIT_S", 0.5)
+    host, port = page.url.split("/")[2].split(":")
+    request = f"GET /api/stream HTTP/1.1\r\nHost: {host}:{port}\r\nAuthorization: Bearer {page.token}\r\n\r\n".encode()
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((host, int(port)))
+        sock.sendall(request)
+        until = time.monotonic() + 30
+        dropped = False
+        while not dropped and time.monotonic() < until:
+            for _ in range(300):
+                one.feed(Entry(time.time(), "line", 0, b"o" + b"x" * 1900))
+            time.sleep(0.05)
+            dropped = time.monotonic() > until - 25 and not one._viewers
+        assert dropped
+    assert _ask(page, "/api/run")[0] == 200
+
+
+def test_a_recorded_run_has_nothing_to_stop():
+    run = Run({"id": "x", "began": 0.0})
+    sock = address.bind("127.0.0.1", 0)
+    url, hosts = address.urls_of("127.0.0.1", sock.getsockname()[1])
+    one = Server(run, Access("secret", hosts), live=False)
+    one.start([sock])
+    page = Page(url, "secret", "", 0)
+    try:
+        assert json.loads(_ask(page, "/api/run")[1])["may"] == []
+        assert _ask(page, "/api/stop", "POST", body="{}")[0] == 409
+        assert _ask(page, "/api/bundle")[0] == 404
+    finally:
+        one.close()
+
+
+def test_a_token_has_more_than_128_bits():
+    assert len({new_token() for _ in range(100)}) == 100
+    assert len(new_token()) * 6 >= 128
+
+
+def test_a_notebook_may_show_the_page_in_a_frame():
+    assert "frame-ancestors http: https:" in Access("t", frozenset(), framed=True).headers()["Content-Security-Policy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [("", ("127.0.0.1", 0)), ("8000", ("127.0.0.1", 8000)), (":8000", ("127.0.0.1", 8000)), ("0.0.0.0:1", ("0.0.0.0", 1)),
+     ("beta", ("beta", 0)), ("[::1]:80", ("::1", 80))],
+)  # fmt: skip
+def test_addresses(text, parsed):
+    assert parse_address(text) == parsed
+
+
+@pytest.mark.parametrize("text", ["a:b", "a:70000"])
+def test_an_address_that_is_none(text):
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80/", "ftp://x/#token=a", "#token=a"])
+def test_an_address_without_its_token_is_refused(url):
+    with pytest.raises(ValueError, match="whole"):
+        page_from_url(url)
+
+
+def test_only_private_streams_get_the_token(tmp_path):
+    with open(tmp_path / "log", "w") as file:
+        (tmp_path / "log").chmod(0o644)
+        assert not address.is_private(file)
+        (tmp_path / "log").chmod(0o600)
+        assert address.is_private(file)
+    assert not address.is_private(None)
+
+
+def test_this_users_programs_find_the_page(served, monkeypatch):
+    one, page, _ = served
+    sock = address.serve_address({"id": "unit"})
+    if sock is None:
+        pytest.skip("no abstract sockets here")
+    one.watch_address(sock, page)
+    try:
+        assert page.token in [found.token for found in address.find_pages()]
+        assert choose_page(None).url.startswith("http://")
+        monkeypatch.setattr(address, "_peer_uid", lambda sock: 12345)  # as if another user had asked
+        assert address.find_pages() == []
+    finally:
+        sock.close()
