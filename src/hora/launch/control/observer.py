@@ -1,0 +1,157 @@
+"""An observer of a job: told what happens, in any thread, while the job goes on; the live page is one.
+
+The job does not know its observers and never waits for them. `hora.watch` stands above this package, so it is found by
+its name when a user asks for it, and nothing here imports it. A job that nobody observes has `Nobody`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hora.launch.control.rendezvous import ErrorReport, RendezvousEvents
+from hora.launch.job import Job, LaunchEvents, Watching, WorkerExit
+from hora.world import World
+
+__all__ = ["JobEvents", "Nobody", "Observed", "Observer", "open_observer"]
+
+_PAGE = "hora.watch.live:open_dashboard"
+
+_log = logging.getLogger("hora.launch")
+
+
+class Observer(Protocol):
+    """What an observer implements. Called in any thread: implementations only take note."""
+
+    def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
+        """A world was formed: (worker, rank, host) of everybody in it."""
+
+    def joined(self, worker: int) -> None:
+        """A worker has connected."""
+
+    def told(self, worker: int, kind: str, data: bytes) -> None:
+        """A worker's telemetry: `report`, `stack`, `profile`."""
+
+    def raised(self, worker: int, headline: str) -> None:
+        """The function raised on this worker."""
+
+    def exited(self, worker: int, code: int, reason: str) -> None:
+        """A worker's process has ended."""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        """Some bytes of a worker's output; worker -1 is the launcher."""
+
+    def ended(self, outcome: str, text: str) -> None:
+        """The job is over: `done`, `failed` or `stopped`. The last call."""
+
+
+class Nobody:
+    """Observes nothing."""
+
+    def world(self, generation: int, places: list[tuple[int, int, str]]) -> None: ...
+    def joined(self, worker: int) -> None: ...
+    def told(self, worker: int, kind: str, data: bytes) -> None: ...
+    def raised(self, worker: int, headline: str) -> None: ...
+    def exited(self, worker: int, code: int, reason: str) -> None: ...
+    def output(self, worker: int, stream: str, data: bytes) -> None: ...
+    def ended(self, outcome: str, text: str) -> None: ...
+
+
+def open_observer(watching: Watching | None, facts: Mapping[str, Any], job: object) -> Observer:
+    """The observer that the user asked for. `job`: what it may do to the job (`hora.watch.live.Job`)."""
+    if watching is None:
+        return Nobody()
+    module, _, function = _PAGE.partition(":")
+    opened: Observer = getattr(importlib.import_module(module), function)(
+        facts, job, listen=watching.listen, record=watching.record, page=watching.page
+    )
+    return opened
+
+
+class JobEvents(LaunchEvents, RendezvousEvents, Protocol):
+    """Everything a job is told."""
+
+
+class Observed:
+    """Passes what a job is told on to it, and to its observer. An observer that fails is left alone from then on."""
+
+    def __init__(self, job: JobEvents) -> None:
+        self._job = job
+        self.observer: Observer = Nobody()
+
+    def _tell(self, what: str, *arguments: object) -> None:
+        try:
+            getattr(self.observer, what)(*arguments)
+        except Exception:  # whatever an observer does wrong, the training goes on
+            _log.exception("the job is not observed any more")
+            self.observer = Nobody()
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self._tell("output", worker, stream, data)
+        self._job.output(worker, stream, data)
+
+    def started(self, worker: int) -> None:
+        self._job.started(worker)
+
+    def exited(self, ended: WorkerExit) -> None:
+        self._tell("exited", ended.worker, ended.code, ended.reason)
+        self._job.exited(ended)
+
+    def joined(self, worker: int) -> None:
+        self._tell("joined", worker)
+        self._job.joined(worker)
+
+    def returned(self, worker: int, result: bytes) -> None:
+        self._job.returned(worker, result)
+
+    def raised(self, worker: int, report: ErrorReport) -> None:
+        if not report.consequence:
+            self._tell("raised", worker, report.headline)
+        self._job.raised(worker, report)
+
+    def said(self, worker: int, text: str) -> None:
+        self._tell("output", worker, "stdout", text.encode(errors="replace") + b"\n")
+        self._job.said(worker, text)
+
+    def waiting(self, worker: int, generation: int) -> None:
+        self._job.waiting(worker, generation)
+
+    def lost(self, worker: int) -> None:
+        self._job.lost(worker)
+
+    def told(self, worker: int, kind: str, data: bytes) -> None:
+        self._tell("told", worker, kind, data)
+        self._job.told(worker, kind, data)
+
+    def world(self, generation: int, worlds: Mapping[int, World]) -> None:
+        """The job has formed a world."""
+        places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
+        self._tell("world", generation, places)
+
+    def launcher_said(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._tell("output", -1, "stderr", text.encode(errors="replace") + b"\n")
+
+    def ended(self, outcome: str, text: str) -> None:
+        self._tell("ended", outcome, text)
+
+
+def facts_of(job_id: str, job: Job, *, elastic: bool) -> dict[str, Any]:
+    """What an observer is told about a job when it begins."""
+    return {
+        "id": job_id,
+        "title": job.title or _title(job.command),
+        "command": " ".join(job.command)[:500],
+        "began": time.time(),
+        "elastic": elastic,
+    }
+
+
+def _title(command: Sequence[str]) -> str:
+    """The script's name, for a command that has one."""
+    scripts = [word for word in command if word.endswith((".py", ".sh"))]
+    return os.path.basename(scripts[0] if scripts else command[0]) if command else "a function"

@@ -1,0 +1,250 @@
+"""The live page of real jobs, in a real browser: who is late, who hangs, who is lost, and what strangers get."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    *("--no-sandbox", "--headless", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--no-first-run"),
+)
+SCRIPT = Path(__file__).with_name("watched_job.py")
+START_S = 90.0  # four ranks import torch on a busy machine
+pytestmark = pytest.mark.xdist_group("watch")
+
+
+@contextmanager
+def _job(folder: Path, *flags: str, **variables: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A job with a page; gives its process and the page's whole address, printed to a file that is ours alone."""
+    printed = folder / "stderr"
+    printed.touch(mode=0o600)
+    env = {**os.environ, **{name: str(value) for name, value in variables.items()}, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hora", "run", "--dashboard", *flags, sys.executable, str(SCRIPT)]
+    with printed.open("wb") as errors, (folder / "stdout").open("wb") as output:
+        job = subprocess.Popen(command, env=env, stdout=output, stderr=errors, start_new_session=True)
+    try:
+        found = _until(lambda: re.search(rb"see it live: (\S+#token=\S+)", printed.read_bytes()), 30.0)
+        yield job, found[1].decode()
+    finally:
+        if job.poll() is None:
+            job.send_signal(signal.SIGINT)
+        try:
+            job.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+def _until(look, limit_s: float):
+    until = time.monotonic() + limit_s
+    while not (found := look()):
+        assert time.monotonic() < until, f"not within {limit_s} s"
+        time.sleep(0.1)
+    return found
+
+
+def _ask(url: str, path: str, *, method: str = "GET", body: str | None = None, **headers: str) -> tuple[int, bytes]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=20)
+    token = {"Authorization": f"Bearer {parts.fragment.removeprefix('token=')}"}
+    connection.request(method, path, body=body, headers=token | headers)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def _run(url: str) -> dict:
+    return json.loads(_ask(url, "/api/run")[1])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def tab(browser):
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.problems = []
+    page.on("pageerror", lambda error: page.problems.append(str(error)))
+    yield page
+    assert page.problems == []
+    context.close()
+
+
+def _shows(tab, selector: str, text: str, limit_s: float) -> None:
+    tab.locator(selector).filter(has_text=re.compile(text)).first.wait_for(timeout=limit_s * 1000)
+
+
+@pytest.mark.parametrize("slow", [0, 2, 3])
+def test_a_rank_that_is_a_fifth_slower_is_named_on_the_page_with_where_it_spends_its_time(tab, tmp_path, slow):
+    with _job(tmp_path, "-np", "4", SLOW=slow, STEPS=1500) as (_, url):
+        tab.goto(url)
+        _until(lambda: _run(url)["head"]["state"] == "training", START_S)
+        _shows(tab, "#alerts h2", rf"rank {slow} on \S+ is 1\.\d\d× slower than the median .* waiting for data", 60)
+        _shows(tab, "#alerts .guilty", r"watched_job\.py:\d+\s+__getitem__", 40)
+        assert "token" not in tab.url  # people show their screens
+        assert [one["rank"] for one in _run(url)["head"]["stragglers"]] == [slow]
+
+
+def test_a_hang_shows_the_line_where_the_guilty_rank_is(tab, tmp_path):
+    with _job(tmp_path, "-np", "4", HANG=1) as (_, url):
+        tab.goto(url)
+        _shows(tab, "#words", "waiting for rank 1", START_S + 30)
+        _shows(tab, "#alerts h2", "rank 1 on .* keeps the others waiting", 15)
+        _shows(tab, "#alerts .guilty", "hang_if_asked.*the guilty line", 15)
+        _shows(tab, "#stacks-note", "3 ranks here, 1 rank there", 15)
+        _shows(tab, "#pending .op", "allreduce", 15)
+
+
+def test_a_killed_rank_of_an_elastic_job_is_lost_and_the_curve_goes_on(tab, tmp_path):
+    flags = ("-np", "3", "--min-np", "2", "--max-np", "3")
+    with _job(tmp_path, *flags, ELASTIC=1, STEPS=2000) as (_, url):
+        tab.goto(url)
+        _until(lambda: _run(url)["head"]["step"] > 20, START_S)
+        victim = _pid_of_rank(2)
+        os.kill(victim, signal.SIGKILL)
+        _shows(tab, "#events li.lost", "rank 2 on .* is lost", 30)
+        _shows(tab, "#events li.world", "generation 1", 60)
+        before = _run(url)["head"]["step"]
+        _until(lambda: _run(url)["head"]["step"] > before + 10, START_S)
+        assert _run(url)["head"]["state"] == "training"
+        _shows(tab, "#words", "training", 20)
+
+
+def _pid_of_rank(rank: int) -> int:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                is_ours = str(SCRIPT).encode() in (entry / "cmdline").read_bytes().split(b"\0")
+                if is_ours and f"HOROVOD_RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError(f"no process has rank {rank}")
+
+
+def test_output_follows_and_is_text_whatever_it_says(tab, tmp_path):
+    with _job(tmp_path, "-np", "2", STEPS=1200) as (_, url):
+        tab.goto(url)
+        _shows(tab, "#log div", r"step 20 <img src=x onerror=.*<script>", START_S)
+        _shows(tab, "#log div", r"step 60 ", 30)
+        assert tab.locator("#log img, #log script").count() == 0
+        assert tab.title() == "watched_job.py · hora"
+        tab.fill("#log-filter", "step 40 ")
+        _shows(tab, "#log div", "step 40 ", 10)
+        assert tab.locator("#log div").count() == 1
+
+
+def test_a_wrong_token_another_page_and_another_name_get_nothing(tab, tmp_path):
+    with _job(tmp_path, "-np", "2", STEPS=1200) as (job, url):
+        tab.goto(url[:-1] + ("A" if url[-1] != "A" else "B"))
+        _shows(tab, "#since", "token is missing or wrong", 20)
+        assert tab.locator("#title").inner_text() == ""
+        host = urlsplit(url).netloc
+        # A page of another origin, in the same browser, with the right token.
+        tab.goto("about:blank")
+        reached = tab.evaluate(
+            """async ([url, token]) => {
+                try { await fetch(url, {headers: {Authorization: `Bearer ${token}`}}); return "reached"; }
+                catch (error) { return "refused"; }
+            }""",
+            [f"http://{host}/api/run", url.partition("token=")[2]],
+        )
+        assert reached == "refused"
+        assert _ask(url, "/api/stop", method="POST", body="{}", Origin="http://evil.example")[0] == 403
+        assert _ask(url, "/api/run", Host="evil.example")[0] == 421
+        assert job.poll() is None
+
+
+def test_the_page_stops_the_job(tab, tmp_path):
+    with _job(tmp_path, "-np", "2", STEPS=3000) as (job, url):
+        tab.goto(url)
+        _until(lambda: _run(url)["head"]["state"] == "training", START_S)
+        tab.click("#actions")
+        tab.click("#menu >> text=Stop the job")
+        tab.click("#ask-yes")
+        _shows(tab, "#words", "stopped", 30)
+        assert job.wait(30) == 143
+    assert "somebody stopped it on its page" in (tmp_path / "stderr").read_text()
+
+
+def test_a_bundle_can_be_downloaded_and_viewed(tab, tmp_path):
+    import io
+    import zipfile
+
+    from hora.watch.recording import read_run
+
+    with _job(tmp_path, "-np", "2", STEPS=1200) as (_, url):
+        _until(lambda: _run(url)["head"]["step"] > 20, START_S)
+        tab.goto(url)
+        _shows(tab, "#words", "training", 30)
+        tab.click("#actions")
+        with tab.expect_download(timeout=30_000) as download:
+            tab.click("#menu >> text=Download everything")
+        bundle = zipfile.ZipFile(io.BytesIO(Path(download.value.path()).read_bytes()))
+    assert set(bundle.namelist()) == {"run.hora", "now.json", "output.txt", "README"}
+    (tmp_path / "run.hora").write_bytes(bundle.read("run.hora"))
+    assert read_run(tmp_path / "run.hora").progress()[0] > 10
+
+
+def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
+    from hora.watch.recording import Recorder
+    from hora.watch.replay import open_recording
+    from hora.watch.simulation import Simulation, Slowness
+
+    simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)])
+    recorder = Recorder(tmp_path / "run.hora", simulation.facts)
+    for entry in simulation.entries(600.0):
+        recorder.take(entry)
+    recorder.close()
+    server, page = open_recording(tmp_path / "run.hora")
+    try:
+        tab.goto(page.full_url)
+        _shows(tab, "#alerts h2", r"rank 5 on beta is 1\.3\d× slower than the median since \d\d:\d\d", 20)
+        _shows(tab, "#link", "a recorded run", 10)
+        assert tab.locator("#c-step canvas").count() == 1
+        assert not tab.locator("#actions").is_visible()
+    finally:
+        server.close()
+
+
+def test_without_a_private_terminal_the_token_is_not_printed(tmp_path):
+    command = [sys.executable, "-m", "hora", "run", "-np", "1", "--dashboard", sys.executable, "-c", "pass"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "see it live: http://127.0.0.1:" in done.stderr
+    assert "token=" not in done.stderr + done.stdout
+
+
+def test_a_stall_report_shows_the_stack_of_the_late_rank_without_any_page(tmp_path):
+    env = {**os.environ, "HANG": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hora", "run", "-np", "2", sys.executable, str(SCRIPT)]
+    with (tmp_path / "stderr").open("wb") as errors:
+        job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+    try:
+        _until(lambda: b"# the guilty line" in (tmp_path / "stderr").read_bytes(), START_S + 30)
+        assert b"rank 1 on localhost keeps the others waiting; it is here:" in (tmp_path / "stderr").read_bytes()
+    finally:
+        job.send_signal(signal.SIGINT)
+        job.wait(30)

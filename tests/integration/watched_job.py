@@ -1,0 +1,70 @@
+"""A training for tests of the live page: every step takes 50 ms; one rank may be slow, hang, or speak HTML.
+
+Set by variables: SLOW and HANG name a rank, STEPS how long it goes, ELASTIC=1 makes it an elastic one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+import hora
+import horovod.torch as hvd
+
+STEPS = int(os.environ.get("STEPS", "400"))
+SLOW, HANG = int(os.environ.get("SLOW", "-1")), int(os.environ.get("HANG", "-1"))
+WORK_S = 0.05
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8 * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if hvd.rank() == SLOW and index % 8 == 0:
+            time.sleep(0.2 * WORK_S)  # a disk that is slower than the others' is one fifth of a step late
+        return torch.ones(64)
+
+
+def hang_if_asked(step: int) -> None:
+    if hvd.rank() == HANG and step == 40:
+        time.sleep(1000)  # the guilty line
+
+
+def train(state: hvd.elastic.TorchState | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step, batch in enumerate(torch.utils.data.DataLoader(Data(), batch_size=8)):
+        optimizer.zero_grad()
+        time.sleep(WORK_S)
+        loss = model(batch).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        hora.report(loss=loss)
+        hang_if_asked(step)
+        if step % 20 == 0 and hvd.rank() == 0:
+            print(
+                f"step {step} <img src=x onerror=document.title='taken'><script>document.title='taken'</script>",
+                flush=True,
+            )
+        if state is not None and step % 10 == 0:
+            state.commit()
+
+
+def main() -> None:
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.001), named_parameters=model.named_parameters()
+    )
+    if os.environ.get("ELASTIC"):
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
+        hvd.elastic.run(lambda state: train(state, model, optimizer))(state)
+    else:
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        train(None, model, optimizer)
+
+
+if __name__ == "__main__":
+    main()
