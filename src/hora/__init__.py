@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hora.launch.run import run
+    from hora.telemetry import report
 
-__all__ = ["run"]
+__all__ = ["report", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,6 +17,10 @@ def __getattr__(name: str) -> Any:
         from hora.launch.run import run
 
         return run
+    if name == "report":
+        from hora.telemetry import report
+
+        return report
     if name == "__version__":
         from hora.version import version
 

@@ -71,6 +71,8 @@ class EngineConfig:
     )
     transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto or gloo")
     keep_freed_memory: bool = _variable("HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1")
+    telemetry_s: float = _variable("HORA_TELEMETRY_S", 0.0, _seconds, "the seconds between two reports to the launcher")
+    nan_check: bool = _variable("HORA_NAN_CHECK", False, _boolean, "0 or 1")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:

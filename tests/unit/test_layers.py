@@ -14,18 +14,20 @@ BASE = {"errors", "world", "slurm", "config", "events", "files", "logs", "memory
 # What a room may import, besides itself and the base. A lazy import, inside a function, counts as any other.
 MAY_IMPORT: dict[str, set[str]] = {
     "net": set(),
-    "engine": {"net"},
-    "torch": {"engine"},
-    "launch": {"net"},
+    "telemetry": set(),
+    "watch": {"telemetry"},
+    "engine": {"net", "telemetry"},
+    "torch": {"engine", "telemetry"},
+    "launch": {"net", "telemetry"},
     "workers": {"launch", "net"},
     "data": set(),
     "spark": {"torch", "data", "workflow", "launch", "net"},
-    "workflow": {"torch"},
+    "workflow": {"telemetry", "torch"},
     "labs": {"torch", "workflow"},
     "horovod": {"engine", "torch", "launch"},
     "compat": {"workers", "launch"},
-    "cli": {"launch", "workers", "labs", "horovod", "net"},
-    "__init__": {"launch"},
+    "cli": {"watch", "launch", "workers", "labs", "horovod", "net"},
+    "__init__": {"launch", "telemetry"},
     "__main__": {"cli"},
 }
 # Old documented names: they import the rooms where the code went, and nothing in the house imports them.

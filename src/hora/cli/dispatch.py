@@ -34,6 +34,8 @@ COMMANDS = {
     "doctor": Command(
         "hora.cli.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
     ),
+    "top": Command("hora.cli.watch:top", "show a running job in the terminal: hora top"),
+    "view": Command("hora.cli.watch:view", "show a recorded run in the browser: hora view run.hora"),
     "workers": Command("hora.cli.workers:main", "launch, list and stop workers: hora workers launch -n 2"),
     "demo": Command("hora.cli.demo:main", "a lab from raw data to a prediction: hora demo penguins"),
 }

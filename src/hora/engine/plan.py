@@ -188,7 +188,8 @@ class Planner:
                 self._add_fusible(entry, signature, batches, open_batches)
             else:
                 part = Part(entry.key, 0, entry.signatures)
-                batches.append(Batch(KINDS[signature.kind], signature, [part], error))
+                num_bytes = sum(size for _, size in self._fusion_of(signature))
+                batches.append(Batch(KINDS[signature.kind], signature, [part], error, num_bytes=num_bytes))
         return batches
 
     def _add_fusible(

@@ -14,9 +14,11 @@ from hora import logs
 from hora.config import EngineConfig
 from hora.engine.malloc import keep_freed_memory
 from hora.engine.meeting import control_client, open_meeting
+from hora.engine.reporting import start_reporting
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
+from hora.telemetry.meters import meter
 from hora.world import World
 
 __all__ = ["control_connection", "current_runtime", "current_world", "init", "is_initialized", "restart", "shutdown"]
@@ -106,6 +108,8 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
         runtime.start(sets)
     finally:
         _starting = None
+    meter.restart_step()
+    start_reporting(place, config)
     return runtime
 
 

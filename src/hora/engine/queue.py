@@ -31,6 +31,7 @@ from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
+from hora.telemetry.meters import meter
 
 __all__ = ["ExecuteBound", "OperationQueue"]
 
@@ -135,20 +136,29 @@ class OperationQueue:
 
     def wait(self, request: Request) -> None:
         """Return when the request is done; drive the queue unless another thread does."""
-        while not request.done:
-            if self._progress.acquire(blocking=False):
-                try:
-                    self._drive(request)
-                finally:
-                    self._progress.release()
-                    self._hand_over()
-            else:
-                self.agreement.wake()
-                with self._finished:
-                    self._num_waiters += 1
-                    if not request.done and self._progress.locked():
-                        self._finished.wait(_WAITER_SLICE_S)
-                    self._num_waiters -= 1
+        since, moving_s = time.perf_counter(), meter.transport_s
+        meter.blocked = request, since, self.ranks
+        try:
+            while not request.done:
+                self._drive_or_wait(request)
+        finally:
+            meter.blocked = None
+            meter.waited(since, moving_s)
+
+    def _drive_or_wait(self, request: Request) -> None:
+        if self._progress.acquire(blocking=False):
+            try:
+                self._drive(request)
+            finally:
+                self._progress.release()
+                self._hand_over()
+            return
+        self.agreement.wake()
+        with self._finished:
+            self._num_waiters += 1
+            if not request.done and self._progress.locked():
+                self._finished.wait(_WAITER_SLICE_S)
+            self._num_waiters -= 1
 
     def transport(self, device: str = "cpu") -> Transport:
         """The transport of a device type, made when first needed."""
@@ -302,6 +312,8 @@ class OperationQueue:
         else:
             with self.recorder.batch(batch, transport.name):
                 self._run(batch, requests, transport)
+        meter.transport_s += time.monotonic() - self._executing_since
+        meter.num_bytes += batch.num_bytes
         self._executing_since = 0.0
         done = []  # a group of several dtypes is done with the last of its batches
         for part in batch.parts:
@@ -362,8 +374,10 @@ class OperationQueue:
             return
         if not report.shutdown:
             log.warning("%s", report.text)
+            meter.stalled(report.ranks)
             return
         log.error("%s", report.text)
+        meter.stalled(report.ranks)
         self.status.stalled(report.ranks, f"stalled for more than {self._stall.shutdown_s:g} s")
 
     # Threads.

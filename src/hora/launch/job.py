@@ -20,6 +20,7 @@ __all__ = [
     "LaunchEvents",
     "Launcher",
     "OutputOptions",
+    "Watching",
     "WorkerExit",
     "WorkerSpec",
 ]
@@ -43,6 +44,34 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watching:
+    """How a job is to be watched. `page`: live, at `listen` (host:port; loopback and a free port unless given).
+    `record`: into this file, for `hora view`."""
+
+    page: bool = False
+    listen: str = ""
+    record: str | None = None
+
+    @classmethod
+    def wanted(
+        cls,
+        environ: Mapping[str, str],
+        *,
+        page: bool | None = None,
+        listen: str | None = None,
+        record: str | None = None,
+    ) -> Watching | None:
+        """What was asked for, by arguments or by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD; None: nothing."""
+        asked = environ.get("HORA_DASHBOARD", "")
+        if page is None:
+            page = asked not in ("", "0") or bool(listen)
+        if not listen and asked not in ("", "0", "1"):
+            listen = asked
+        record = record or environ.get("HORA_RECORD") or None
+        return cls(page=page, listen=listen or "", record=record) if page or record else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What to run and where. Exactly one of `command` (an argv) and `function` is given.
 
@@ -61,6 +90,8 @@ class Job:
     start_timeout_s: float = 30.0
     grace_s: float = 5.0
     verbose: bool = False
+    title: str = ""
+    watching: Watching | None = None
 
     def __post_init__(self) -> None:
         if bool(self.command) == (self.function is not None):

@@ -152,6 +152,12 @@ class Options:
         launch_variable="HOROVOD_START_TIMEOUT", help="limit of all checks and of the start of the processes")
     output_filename: str | None = _option("--output-filename", kind=str, section="job", metavar="DIR",
         help="also write each rank's output to DIR/rank.<r>/stdout and stderr")
+    dashboard: bool | None = _option("--dashboard", kind=bool, section="job",
+        help="a live page of the job; its address is printed (also: HORA_DASHBOARD=1)")
+    dashboard_address: str | None = _option("--dashboard-address", kind=str, section="job", metavar="HOST:PORT",
+        help="where the live page listens (default: loopback, a free port)")
+    record: str | None = _option("--record", kind=str, section="job", metavar="FILE",
+        help="record the run for `hora view FILE`")
     config_file: str | None = _option("--config-file", kind=str, section="job", metavar="YAML",
         help="read options from this file; flags win over it")
     nics: frozenset[str] | None = _option("--network-interfaces", kind=frozenset, section="job",

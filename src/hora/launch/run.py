@@ -48,6 +48,7 @@ def run(
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
+    dashboard: bool | None = None,
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` on `num_proc` ranks and return their values in rank order.
 
@@ -82,6 +83,7 @@ def run(
         use_gloo=use_gloo,
         use_mpi=use_mpi,
         mpi_args=mpi_args,
+        dashboard=dashboard,
         nics=_interfaces(network_interface, network_interfaces),
     )
     function = pickle_call(func, args, kwargs)

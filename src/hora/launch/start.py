@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hora.launch.control.controller import run_job
 from hora.launch.host.launcher import HostLauncher
-from hora.launch.job import Job, JobResult, Launcher, OutputOptions
+from hora.launch.job import Job, JobResult, Launcher, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo, get_host_assignments, parse_host_files, parse_hosts
 from hora.net import address
@@ -145,6 +145,9 @@ def make_job(
         ),
         start_timeout_s=float(options.effective("start_timeout")),
         verbose=bool(options.verbose),
+        watching=Watching.wanted(
+            environ, page=options.dashboard, listen=options.dashboard_address, record=options.record
+        ),
     )
 
 

@@ -180,6 +180,10 @@ class ControlClient:
         """Show a line where the job was started. Does not wait."""
         self._send({"op": "said"}, text.encode(errors="replace"))
 
+    def tell(self, kind: str, data: bytes, *, worker: int) -> None:
+        """Tell the launcher how this worker does (`hora.telemetry`). Does not wait."""
+        self._send({"op": "told", "kind": kind, "worker": worker}, data)
+
     # ---- worlds that change -------------------------------------------------------------------------------
 
     def next_world(self, world: World, *, timeout_s: float) -> World | None:
@@ -304,7 +308,8 @@ class ControlClient:
 
     def _tell(self, notice: Notice) -> None:
         with self._state_lock:
-            self._notices.append(notice)
+            if notice["notice"] != "question":  # who comes later need not answer it
+                self._notices.append(notice)
             listeners = list(self._listeners)
         for listener in listeners:
             listener(notice)

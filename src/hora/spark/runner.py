@@ -16,7 +16,7 @@ import cloudpickle
 
 from hora.errors import BadCallError
 from hora.launch.environment import variables
-from hora.launch.job import JobResult, OutputOptions
+from hora.launch.job import JobResult, OutputOptions, Watching
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.spark.cluster import context_or_new, require_slots
@@ -39,11 +39,11 @@ class HorovodRunner:
     cluster. A function that uses `hvd.elastic.run` goes on when Spark loses an executor; `main.elastic = True` (or
     `False`) says whether it does, where its code does not show it.
     `driver_log_verbosity`: `"all"` shows every line the processes print, `"log_callback_only"`
-    what they send with `log_to_driver`.
+    what they send with `log_to_driver`. `dashboard=True`: a live page of the job; its address is shown.
     """
 
     # No annotations on these two: callers inspect the signatures.
-    def __init__(self, *, np, driver_log_verbosity="log_callback_only"):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+    def __init__(self, *, np, driver_log_verbosity="log_callback_only", dashboard=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         if isinstance(np, bool) or not hasattr(np, "__index__"):
             raise ValueError(f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}")
         if driver_log_verbosity not in _VERBOSITIES:
@@ -52,6 +52,7 @@ class HorovodRunner:
             )
         self.num_processor = operator.index(np)  # numpy's integers too
         self._driver_log_verbosity = driver_log_verbosity
+        self._dashboard = dashboard
 
     def run(self, main, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         """Call `main(**kwargs)` on every process and return rank 0's value (anything cloudpickle can carry)."""
@@ -59,24 +60,29 @@ class HorovodRunner:
         if self.num_processor == -1:
             return main(**kwargs)
         if self.num_processor < 0:
-            return _run_local(main, kwargs, -self.num_processor)
+            return _run_local(main, kwargs, -self.num_processor, dashboard=self._dashboard)
         if self.num_processor == 0:
             warnings.warn(
                 "np=0 is deprecated: it takes every task slot of the cluster; say np=<number of processes>",
                 DeprecationWarning,
                 stacklevel=2,
             )
-        return _run_on_spark(main, kwargs, self.num_processor, stream_output=self._driver_log_verbosity == "all")
+        stream_output = self._driver_log_verbosity == "all"
+        return _run_on_spark(main, kwargs, self.num_processor, stream_output=stream_output, dashboard=self._dashboard)
 
 
-def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int) -> Any:
+def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, dashboard: bool | None) -> Any:
     """On this machine. What the processes print goes where this process prints: a cell, a terminal."""
     environ = variables()
-    result = start(Options.filled(environ, num_proc=num_proc), environ, function=_pickled(main, kwargs))
+    result = start(
+        Options.filled(environ, num_proc=num_proc, dashboard=dashboard), environ, function=_pickled(main, kwargs)
+    )
     return _value_of_rank_0(result)
 
 
-def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool) -> Any:
+def _run_on_spark(
+    main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: int, *, stream_output: bool, dashboard: bool | None
+) -> Any:
     elastic = is_elastic(main, kwargs)
     function = pickle_call(main, kwargs=kwargs) if elastic else _pickled(main, kwargs)
     context = context_or_new()
@@ -90,6 +96,7 @@ def _run_on_spark(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc:
         stream_output=stream_output,
         start_timeout_s=start_timeout_s(),
         wait_for_slots=True,
+        watching=Watching.wanted(variables(), page=dashboard),
     )
     return _value_of_rank_0(_run_elastic(context, job) if elastic else run_on_spark(context, job))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hora.telemetry.meters import meter
 from hora.workflow import peers, randomness
 from hora.workflow.checkpoint import Checkpoints
 from hora.workflow.history import History, Tally
@@ -111,6 +112,7 @@ class _Run:
     def train(self, *, resume: bool, loggers: Sequence[Logger]) -> History:
         """All epochs that are left."""
         peers.broadcast_start(self.model, self.stepper.optimizer)
+        meter.total_steps = meter.num_steps + self.epochs * self.num_steps
         if resume:
             self._resume()
         self.progress.start(self.first_epoch, self.steps_done)
@@ -149,6 +151,7 @@ class _Run:
         _set_epoch(self.loaders.train, epoch)
         chunks, rng_at_start = self._chunks(tally)
         self.stepper.model.train()
+        meter.restart_step()  # what came before was an evaluation, or the start
         for step, chunk in enumerate(chunks, start=self.steps_done):
             self._set_learning_rate(epoch + step / self.num_steps)
             self.stepper.step(chunk, tally)
@@ -208,6 +211,7 @@ class _Run:
             "history": self.history.records,
         }
         self.checkpoints.save(state)
+        meter.commit(f"checkpoint of epoch {epoch}" + (f", step {step}" if step else ""))
 
     def _resume(self) -> None:
         """Go on from rank 0's last good checkpoint, if there is one."""

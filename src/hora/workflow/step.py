@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from hora.telemetry.meters import meter
 from hora.workflow.history import Tally
 from hora.workflow.objective import Metric, Objective, Scored, Supervised
 from hora.workflow.schedule import Schedule
@@ -94,7 +95,9 @@ class Stepper:
     def report(self, scored: Scored, tally: Tally) -> None:
         """Count a trained batch's loss and metrics."""
         with torch.no_grad():
-            tally.add([scored.loss, *self.objective.metrics(scored)], scored.weight)
+            values = [scored.loss, *self.objective.metrics(scored)]
+            tally.add(values, scored.weight)
+            meter.report(dict(zip(self.objective.names, values, strict=True)))
 
     def finish(self) -> None:
         """Change the weights."""

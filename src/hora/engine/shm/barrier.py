@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard
+from hora.telemetry.meters import meter
 
 __all__ = ["SharedMemoryBarrier"]
 
@@ -97,7 +98,13 @@ class SharedMemoryBarrier:
                 self._warning_s,
                 "\n".join(f"{rank}: [{self.name}]" for rank in missing),
             )
+            meter.stalled(missing)
             if self._shutdown_s and now - begin > self._shutdown_s:
                 self._stalled(missing, f"stalled for more than {self._shutdown_s:g} s")
 
-        counter.wait_for(number, guard=guard, limit_s=_LIMIT_S, what=self.name)
+        since, meter.blocked = begin, (self, begin, self._ranks)
+        try:
+            counter.wait_for(number, guard=guard, limit_s=_LIMIT_S, what=self.name)
+        finally:
+            meter.blocked = None
+            meter.wait_s += time.monotonic() - since

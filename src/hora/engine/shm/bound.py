@@ -17,6 +17,7 @@ on a rank that has joined and takes part in what it has not started.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,7 @@ from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, reduce_
 from hora.engine.transport.arithmetic import arithmetic_of, single_threaded
 from hora.engine.transport.base import Transport
 from hora.errors import HorovodInternalError
+from hora.telemetry.meters import meter
 
 __all__ = ["BoundReduction"]
 
@@ -148,6 +150,16 @@ class BoundReduction:
     def _reduce_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:
         views = self.places[self.turn]
         absent = barrier.wait()
+        began = time.perf_counter()
+        try:
+            return self._reduce_now(views, absent)
+        finally:
+            lasted_s = time.perf_counter() - began
+            meter.reduce_s += lasted_s
+            meter.transport_s += lasted_s
+            meter.num_bytes += views[0].nbytes
+
+    def _reduce_now(self, views: Sequence[torch.Tensor], absent: Sequence[int]) -> torch.Tensor:
         with single_threaded():
             if not self._scatters:
                 if absent:

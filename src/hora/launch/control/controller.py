@@ -63,6 +63,7 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
         output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
         stack.callback(output.close)
         controller = _Controller(job, launcher, output, elastic)
+        stack.enter_context(controller.run.observed(elastic=elastic is not None))
         stack.callback(controller.run.rendezvous.close)
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
         return controller.to_the_end()
@@ -220,7 +221,7 @@ class _Controller:
             self.run.tell(f"generation {self._generation}: {len(ranks)} workers")
         self._roster.begin(self._generation, ranks, now)
         worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
-        self.run.rendezvous.publish(self._generation, worlds)
+        self.run.publish(self._generation, worlds)
 
     def _notify(self, change: int) -> None:
         self._notified = True

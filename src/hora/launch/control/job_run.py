@@ -6,6 +6,7 @@ controller waits. What to do about it is the controller's business.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -13,9 +14,11 @@ import queue
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
+from hora.errors import JobFailedError
+from hora.launch.control.observer import Observed, facts_of, open_observer
 from hora.launch.control.output import Output
 from hora.launch.control.rendezvous import ErrorReport, Rendezvous
 from hora.launch.environment import module_command
@@ -23,12 +26,16 @@ from hora.launch.job import Job, Launcher, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.wire import new_secret
+from hora.telemetry.stacks import stack_text
 from hora.world import MeetingPoint, World
 
 __all__ = ["JobRun", "News"]
 
 _KILL_SLACK_S = 10.0
 _INTERRUPTIBLE_S = 3600.0
+_TELEMETRY_S = "1.0"
+_STACK_AGAIN_S = 30.0
+_STOPPED = 143
 
 
 class News(Protocol):
@@ -71,7 +78,12 @@ class JobRun:
         self._job, self._launcher, self._news, self._preload = job, launcher, news, preload
         self._secret = new_secret()
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self.id, events=self)
+        self._worlds: Mapping[int, World] = {}
+        self._stack_asked_at: dict[int, float] = {}
+        self._stacks_to_show: set[int] = set()
+        self._stop_reason = ""
+        self._events = Observed(self)
+        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self.id, events=self._events)
         self.meeting = MeetingPoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self.id
         )
@@ -88,14 +100,41 @@ class JobRun:
         self.rendezvous.set(PATH_KEY, json.dumps(path).encode())
         return module_command(job.executable, "hora.launch.worker")
 
+    @contextlib.contextmanager
+    def observed(self, *, elastic: bool) -> Iterator[None]:
+        """Whatever becomes of the job, its observer is told."""
+        try:
+            self._events.observer = open_observer(
+                self._job.watching, facts_of(self.id, self._job, elastic=elastic), self
+            )
+        except BaseException:  # an address that is taken, say
+            self.rendezvous.close()
+            raise
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._events.ended("stopped", "interrupted")
+            raise
+        except BaseException as error:
+            self._events.ended("stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
+            raise
+        self._events.ended("done", "")
+
+    def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
+        """Workers get their places, and the observer hears of them."""
+        self._worlds = worlds
+        self._events.world(generation, worlds)
+        self.rendezvous.publish(generation, worlds)
+
     def start(self, worlds: Iterable[tuple[Slot, World]]) -> None:
         job = self._job
+        telemetry = {"HORA_TELEMETRY_S": _TELEMETRY_S} if job.watching is not None else {}
         workers = [
             WorkerSpec(
                 worker=world.worker,
                 slot=slot,
                 argv=self._argv,
-                env={**job.env, "PYTHONUNBUFFERED": "1", **world.to_env()},
+                env={**job.env, "PYTHONUNBUFFERED": "1", **telemetry, **world.to_env()},
                 cwd=job.cwd,
                 private_files={"HORA_SECRET_FILE": self._secret},
                 grace_s=job.grace_s,
@@ -105,7 +144,7 @@ class JobRun:
         ]
         if job.verbose:
             self.tell(f"starting {len(workers)} processes: {' '.join(self._argv)}")
-        self._launcher.start(workers, self)
+        self._launcher.start(workers, self._events)
 
     def wait(self, until: float | None) -> None:
         """Take note of what happens next, and of everything that has happened by then."""
@@ -140,6 +179,7 @@ class JobRun:
     def tell(self, text: str) -> None:
         """A line of the launcher's own."""
         self.out.say(f"hora: {text}", stream="stderr")
+        self._events.launcher_said(text)
 
     # ---- events, from other threads -----------------------------------------------------------------------
 
@@ -180,6 +220,37 @@ class JobRun:
     def _on_exit(self, ended: WorkerExit) -> None:
         self.exits[ended.worker] = ended
         self._news.on_exit(ended)
+
+    def told(self, worker: int, kind: str, data: bytes) -> None:
+        """Telemetry is the observer's business. Of a stall the user hears in any case where the late ranks are."""
+        if kind == "stall":
+            ranks = json.loads(data)
+            for number, world in self._worlds.items():
+                if world.rank in ranks and time.monotonic() - self._stack_asked_at.get(number, -1e9) > _STACK_AGAIN_S:
+                    self._stack_asked_at[number] = time.monotonic()
+                    self._stacks_to_show.add(number)
+                    self.rendezvous.ask({"question": "stack"}, number)
+        elif kind == "stack" and worker in self._stacks_to_show:
+            self._stacks_to_show.discard(worker)
+            world = self._worlds[worker]
+            text = f"rank {world.rank} on {world.hostname} keeps the others waiting; it is here:\n{stack_text(data)}"
+            self.call(lambda: self.tell(text))  # a console may block; this thread may not
+
+    # ---- what an observer may do, from other threads --------------------------------------------------------
+
+    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+        self.rendezvous.ask(dict(question), worker)
+
+    def stop(self, why: str) -> None:
+        self._stop_reason = why
+        self.call(functools.partial(_raise, JobFailedError(f"the job was stopped: {why}", exit_code=_STOPPED)))
+
+    def remove(self, worker: int, why: str) -> None:
+        self.call(lambda: self._remove(worker, why))
+
+    def _remove(self, worker: int, why: str) -> None:
+        self.tell(f"ending worker {worker}: {why}")
+        self.terminate([worker], grace_s=self._job.grace_s)
 
     def _or_raise_there(self, write: Callable[[], None]) -> None:
         """An error of a stream that the caller gave us is raised where the caller is, not in this thread."""

@@ -28,6 +28,7 @@ __all__ = ["ErrorReport", "Rendezvous", "RendezvousEvents"]
 _TOLD = 16  # ranks that a message names
 # What a worker says ends up in the headers of messages to others, which have room for so much.
 _KEY_CHARACTERS, _NAME_CHARACTERS, _LINE_BYTES = 4096, 200, 64 * 1024
+_TELEMETRY_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,9 @@ class RendezvousEvents(Protocol):
 
     def lost(self, worker: int) -> None:
         """The worker's connection ended without a good-bye."""
+
+    def told(self, worker: int, kind: str, data: bytes) -> None:
+        """A worker's telemetry (`hora.telemetry`), or its answer to a question."""
 
 
 @dataclass
@@ -130,6 +134,7 @@ class Rendezvous:
         self._failed = False  # one of them went badly
         self._heard: dict[int, float] = {}  # worker -> when
         self._given_up: set[int] = set()  # workers that have no place ever again, should they turn up
+        self._reporting: dict[int, Peer] = {}  # worker -> the connection over which it tells how it does
         self._ranks: dict[Peer, tuple[int, int]] = {}  # generation and rank for which a peer spoke last
         self._server = Server(self, name="hora-rendezvous")
         self.port = self._server.listen((bind_address, 0))
@@ -157,6 +162,10 @@ class Rendezvous:
     def give_up(self, worker: int) -> None:
         """Have nothing to do with this worker any more, should it still be alive somewhere."""
         self._server.call(lambda: self._dismiss(worker))
+
+    def ask(self, question: Header, worker: int | None = None) -> None:
+        """Put a question to one worker, or to all that tell how they do; the answer comes as `told`."""
+        self._server.call(lambda: self._ask(question, worker))
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
         """Give workers (by number) their places in a new generation; a worker without one is told to leave."""
@@ -188,6 +197,7 @@ class Rendezvous:
                 self._fail_gather(key, f"rank {rank} closed its connection without a good-bye")
             elif any(one.peer is peer for one in gather.parked.values()):
                 self._fail_gather(key, f"{peer.name} closed its connection without a good-bye")
+        self._reporting = {worker: other for worker, other in self._reporting.items() if other is not peer}
         if peer.number >= 0:
             self._events.lost(peer.number)
 
@@ -280,6 +290,17 @@ class Rendezvous:
 
     def _said(self, peer: Peer, header: Header, payload: bytes) -> None:
         self._events.said(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
+
+    def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
+        worker = peer.number if peer.number >= 0 else int(header["worker"])
+        self._reporting[worker] = peer
+        if len(payload) <= _TELEMETRY_BYTES:
+            self._events.told(worker, str(header["kind"]), payload)
+
+    def _ask(self, question: Header, worker: int | None) -> None:
+        for number, peer in self._reporting.items():
+            if worker is None or number == worker:
+                peer.send({"notice": "question", **question})
 
     def _next_world(self, peer: Peer, header: Header, payload: bytes) -> None:
         generation = int(header["generation"])
@@ -403,5 +424,6 @@ _OPERATIONS: dict[str, Callable[[Rendezvous, Peer, Header, bytes], None]] = {
     "returned": Rendezvous._returned,
     "raised": Rendezvous._raised,
     "said": Rendezvous._said,
+    "told": Rendezvous._told,
     "next_world": Rendezvous._next_world,
 }

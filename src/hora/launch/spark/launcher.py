@@ -19,7 +19,8 @@ from typing import Any
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.controller import run_job
-from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.environment import variables
+from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerExit, WorkerSpec
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.placement import Placement, TaskPlace, place_tasks
 from hora.launch.spark.task import mask
@@ -54,6 +55,7 @@ class SparkJob:
     bind_gpus: bool = True
     executable: str | None = None
     verbose: bool = False
+    watching: Watching | None = None  # None: as HORA_DASHBOARD says
 
 
 def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
@@ -68,6 +70,8 @@ def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
             output=wanted.output,
             start_timeout_s=wanted.start_timeout_s,
             verbose=wanted.verbose,
+            title=wanted.group,
+            watching=wanted.watching or Watching.wanted(variables()),
         )
         return run_job(job, launcher)
 

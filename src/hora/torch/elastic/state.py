@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hora.errors import HostsUpdatedInterrupt
+from hora.telemetry.meters import meter
 from hora.torch.elastic.notification import HostUpdateResult
 
 __all__ = ["ObjectState", "State"]
@@ -47,6 +48,8 @@ class State:
     def commit(self) -> None:
         """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts."""
         self.save()
+        if self._rank() == 0:
+            meter.commit(f"commit at step {meter.num_steps}")
         self.check_host_updates()
 
     def check_host_updates(self) -> None:

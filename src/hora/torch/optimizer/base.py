@@ -11,6 +11,7 @@ States of a parameter within a step: budget N --hook--> … --hook--> 0, handed 
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,8 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, ReduceOp
+from hora.telemetry.meters import meter
+from hora.torch.optimizer.finite import check_finite
 from hora.torch.optimizer.order import BucketOrder
 from hora.torch.optimizer.parameters import unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
@@ -49,6 +52,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _should_synchronize = True
     _base_class: type
     _clipped = False  # clip_grad_norm_ has reduced already
+    _backward_seen = False
+    _backward_began = 0.0
 
     def _distribute(
         self,
@@ -77,6 +82,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.process_set = options.process_set
         self._runtime = engine.current_runtime()
         self._active = takes_part(options.process_set)
+        meter.restart_step()
         if self._active:
             self._register_hooks()
             _live.add(self)
@@ -144,11 +150,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             raise AssertionError("gradients that require a gradient themselves (create_graph=True) cannot be reduced")
         if not self._backward_seen:
             self._backward_seen = True
+            self._backward_began = time.perf_counter()
             if engine.current_runtime() is not self._runtime:
                 self._start_over()
                 self._backward_seen = True
         self._budgets[key] = budget
         if budget == 0:
+            if self._runtime.config.nan_check:
+                check_finite(parameter, self._parameter_names[parameter], self._runtime.world.rank)
             self._handed_over.add(key)
             self._arrivals.append(parameter)
             self._reducer.ready(parameter)
@@ -158,6 +167,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Reduce whatever has not been reduced yet and wait; afterwards `.grad` holds the reduced gradients."""
         self._synchronized = True
+        self._end_backward()
         if not self._active:
             return
         if engine.current_runtime() is not self._runtime:
@@ -175,6 +185,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._reset_budgets()
         self._take_in_thawed()
+
+    def _end_backward(self) -> None:
+        """What is left to do from here on is to wait."""
+        if self._backward_seen:
+            meter.backward_s += time.perf_counter() - self._backward_began
 
     def _thawed(self) -> list[torch.Tensor]:
         """Parameters that were frozen when hooks were registered and have been set to require gradients since."""
@@ -227,7 +242,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _base_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        return super().step() if closure is None else super().step(closure)
+        began, blocked_s = time.perf_counter(), meter.wait_s + meter.reduce_s
+        try:
+            return super().step() if closure is None else super().step(closure)
+        finally:
+            if closure is None:  # a closure is forward and backward too
+                meter.optimizer_s += time.perf_counter() - began - (meter.wait_s + meter.reduce_s - blocked_s)
+            meter.step_done()
 
     def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         average_loss = isinstance(self, torch.optim.LBFGS)

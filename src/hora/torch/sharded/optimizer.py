@@ -10,6 +10,7 @@ Between backward and `synchronize()` a parameter's `.grad` is None: gradients ar
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import torch
 from hora import engine
 from hora.engine.malloc import give_back_freed_memory
 from hora.engine.request import ReduceOp
+from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
 from hora.torch.optimizer.base import SliceNorm, _DistributedOptimizer, bare_copy
 from hora.torch.optimizer.bucket_plan import plan_buckets
@@ -93,6 +95,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         """Hand over what has not arrived by itself, and wait until this rank has its slices."""
         shards = self._shards
         assert shards is not None
+        self._end_backward()
         try:
             if len(self._handed_over) < len(self._hooked):
                 for parameter in self._hooked:
@@ -199,9 +202,12 @@ class ShardedOptimizer(_DistributedOptimizer):
             members = mine["params"]
             mine.update(self.param_groups[origin])  # what schedulers and users have changed
             mine["params"] = members
+        began = time.perf_counter()
         inner.step()
+        meter.optimizer_s += time.perf_counter() - began
         self._shard_state.adopt(inner)
         shards.publish()
+        meter.step_done()
 
     # --- from whole to sharded and back ---------------------------------------------------------------------------
 
