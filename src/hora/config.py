@@ -71,6 +71,13 @@ class EngineConfig:
     )
     transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto or gloo")
     keep_freed_memory: bool = _variable("HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1")
+    autotune: bool = _variable("HOROVOD_AUTOTUNE", False, _boolean, "0 or 1")
+    autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path")
+    autotune_warmup_samples: int = _variable("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", 3, _count, "a number of trials ≥ 0")
+    autotune_steps_per_sample: int = _variable("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", 10, _count, "a number of steps ≥ 0")
+    autotune_max_samples: int = _variable(
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, _count, "a number of trials ≥ 0"
+    )
     telemetry_s: float = _variable("HORA_TELEMETRY_S", 0.0, _seconds, "the seconds between two reports to the launcher")
     nan_check: bool = _variable("HORA_NAN_CHECK", False, _boolean, "0 or 1")
 

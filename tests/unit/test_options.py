@@ -319,10 +319,11 @@ def test_no_variable_flag_or_key_is_used_twice():
 
 
 def test_what_changes_nothing_is_named_with_the_reason():
-    asked = ["--autotune", "--autotune-log-file", "a", "--cycle-time-ms", "2", "--max-np", "4", "--disable-cache"]
+    noise = ["--autotune", "--autotune-gaussian-process-noise", "0.5"]
+    asked = [*noise, "--cycle-time-ms", "2", "--max-np", "4", "--disable-cache"]
     assert options(*asked, "python", environ={"HOROVOD_ELASTIC_TIMEOUT": "9"}).without_effect() == [
         "--cycle-time-ms: without effect, there is no cycle to wait for; ranks with news wake the others",
-        "--autotune, --autotune-log-file: without effect, nothing is tuned while training",
+        "--autotune-gaussian-process-noise: without effect, trials are compared directly, without a model of their noise",
         "--max-num-proc: without effect, the job is not elastic; make it so with --min-np or --host-discovery-script",
     ]
     assert options("--min-np", "1", "--max-np", "4", "--fusion-threshold-mb", "1", "python").without_effect() == []

@@ -40,6 +40,7 @@ class Runtime:
     def __init__(self, world: World, config: EngineConfig, epoch: int) -> None:
         self.world = world
         self.config = config
+        self.num_joins = 0
         self.pid = os.getpid()
         self.recorder = Recorder(world.rank)
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake_queues)
@@ -152,6 +153,7 @@ class Runtime:
 
     def join(self) -> int:
         """Take no further part until every rank has joined; returns the rank that joined last."""
+        self.num_joins += 1
         # In every set, so that its other members need not wait for what will not come.
         queues = self.process_sets.queues()
         barriers = [barrier for queue in queues for barrier in queue.barriers]

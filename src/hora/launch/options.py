@@ -19,7 +19,7 @@ __all__ = ["LOG_LEVELS", "Option", "Options", "all_options", "check"]
 
 _NO_CYCLE = "there is no cycle to wait for; ranks with news wake the others"
 _CHOSEN = "the route of a collective follows from where its ranks are"
-_NO_TUNING = "nothing is tuned while training"
+_NO_MODEL = "trials are compared directly, without a model of their noise"
 _NO_MPI = "there is no MPI"
 
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -132,7 +132,7 @@ def _worker(flag: str, *, section: str, key: str = "", kind: type = int, **rest:
 
 def _autotune(flag: str, **rest: Any) -> Any:
     key = "autotune." + flag.removeprefix("--autotune-").replace("-", "_")
-    return _worker(flag, key=key, section="autotune", export_with="autotune", idle=_NO_TUNING, **rest)
+    return _worker(flag, key=key, section="autotune", export_with="autotune", **rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +189,17 @@ class Options:
         idle=_CHOSEN)
 
     autotune: bool | None = _worker("--autotune", section="autotune", kind=bool, key="autotune.enabled",
-        idle=_NO_TUNING)
+        help="find the best size of gradient buckets during the first steps")
     autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str,
-        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV")
-    autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N")
-    autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", metavar="N")
-    autotune_bayes_opt_max_samples: int | None = _autotune("--autotune-bayes-opt-max-samples", metavar="N")
+        variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="what was tried, and the best, by rank 0")
+    autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N", default=3,
+        help="trials that do not count")
+    autotune_steps_per_sample: int | None = _autotune("--autotune-steps-per-sample", metavar="N", default=10,
+        help="steps of a trial")
+    autotune_bayes_opt_max_samples: int | None = _autotune("--autotune-bayes-opt-max-samples", metavar="N",
+        default=20, help="trials at most")
     autotune_gaussian_process_noise: float | None = _autotune("--autotune-gaussian-process-noise", kind=float,
-        high=1, metavar="X")
+        high=1, metavar="X", idle=_NO_MODEL)
 
     min_num_proc: int | None = _option("--min-np", "--min-num-proc", section="elastic", low=1, metavar="N",
         help="fewest processes to go on with (default: -np); makes the job elastic")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
 from hora.torch.compression import NoneCompressor, wire_dtype
-from hora.torch.optimizer.bucket_plan import plan_buckets
+from hora.torch.optimizer.autotune import Autotuner, TuningOptions
+from hora.torch.optimizer.bucket_plan import BUCKET_BYTES, BucketSpec, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
@@ -59,6 +61,10 @@ class BucketOrder:
         self._pause = _FIRST_PAUSE
         self._steps = 0
         self._sparse: set[torch.Tensor] = set()
+        self._order: AgreedOrder | None = None
+        self._tuner: Autotuner | None = None
+        self._step_ended = 0.0
+        self._num_joins = 0
         self.possible = (
             not grouped
             and options.num_members > 1
@@ -72,6 +78,8 @@ class BucketOrder:
         """The reducer of the next step, after a step in which gradients arrived in this order."""
         if not self.possible:
             return current
+        if isinstance(current, Buckets) and self._tuner is not None and not self._tuner.done:
+            return self._tuned(self._tuner, current)
         if isinstance(current, Buckets):
             self._steps += 1
             if not current.change_wanted or self._steps < self._pause:
@@ -84,14 +92,51 @@ class BucketOrder:
             return current
         return self._reducer_for(order, current)
 
+    def _tuned(self, tuner: Autotuner, current: Buckets) -> Reducer:
+        """The reducer with the bucket size that is to be tried next, or was found to be the best."""
+        now, before = time.perf_counter(), self._step_ended
+        self._step_ended = now
+        runtime = engine.current_runtime()
+        if runtime.num_joins != self._num_joins:  # a rank that joined has missed steps and would ask at another time
+            tuner.done = True
+        mine = tuner.step(now - before) if before and not tuner.done else None
+        if mine is None or self._order is None:
+            return current
+        size = tuner.bucket_bytes
+        tuner.take(summed(torch.tensor([1, mine], dtype=torch.int64), self._options, "optimizer.autotune"))
+        if tuner.bucket_bytes == size:
+            return current
+        # A new agreement on the same order: its label is a new one, so that no two reductions have the same name.
+        arrivals = self._order.parameters[: self._order.num_everywhere]
+        order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
+        return current if order is None else self._reducer_for(order, current)
+
+    def _start_tuning(self, specs: Sequence[BucketSpec]) -> None:
+        runtime = engine.current_runtime()
+        config = runtime.config
+        if not config.autotune or self._tuner is not None:
+            return
+        self._num_joins = runtime.num_joins
+        options = TuningOptions(
+            warmup_samples=config.autotune_warmup_samples,
+            steps_per_sample=max(config.autotune_steps_per_sample, 1),
+            max_samples=config.autotune_max_samples,
+            log_file=config.autotune_log if runtime.world.rank == 0 else "",
+        )
+        num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
+        self._tuner = Autotuner(options, num_bytes=num_bytes, num_members=self._options.num_members)
+
     def _reducer_for(self, order: AgreedOrder, current: Reducer) -> Reducer:
+        self._order = order
         specs = plan_buckets(
             order.parameters,
             self._names,
             breaks=frozenset((order.num_everywhere,)),
             wire_dtype=wire_dtype(self._options.compression),
             label=order.label,
+            bucket_bytes=BUCKET_BYTES if self._tuner is None else self._tuner.bucket_bytes,
         )
+        self._start_tuning(specs)
         if not specs or (isinstance(current, Buckets) and list(current.specs) == specs):
             return current
         others = None
