@@ -232,8 +232,8 @@ function showBars() {
 }
 
 // ---- findings -------------------------------------------------------------------------------------------------------
+const foreign = (file) => /site-packages|dist-packages|\/lib\/python3|^<frozen|\/hora\/(engine|torch|launch|workflow|watch|telemetry)/.test(file);
 function frameRows(frames, limit = 7, blame = true) {
-  const foreign = (file) => /site-packages|dist-packages|\/lib\/python3|^<frozen|\/hora\/(engine|torch|launch|workflow|watch|telemetry)/.test(file);
   const guilty = frames.findIndex((f) => !foreign(f[0]));
   const first = guilty > limit - 3 ? guilty - 2 : 0, part = frames.slice(first, first + limit);
   const box = h("div", { className: "frames" });
@@ -308,12 +308,13 @@ function showStacks() {
   const groups = new Map(), known = Object.entries(run.stacks.stacks);
   for (const [rank, s] of known) {
     if (!s.threads.length) continue;
-    const key = JSON.stringify(s.threads[0][1].map((f) => f.slice(0, 3)));
+    // Ranks that wait in the same line of the script are in the same place, wherever inside the library they are.
+    const frames = s.threads[0][1], key = JSON.stringify(frames.slice(Math.max(frames.findIndex((f) => !foreign(f[0])), 0)).map((f) => f.slice(0, 3)));
     if (!groups.has(key)) groups.set(key, { ranks: [], frames: s.threads[0][1], others: s.threads.length - 1, at: s.at });
     groups.get(key).ranks.push(Number(rank));
   }
-  text("stacks-note", known.length ? `at ${clock(Math.max(...known.map(([, s]) => s.at)))}: ` + [...groups.values()].map((g, i) => `${plural(g.ranks.length, "rank")} ${i ? "there" : "here"}`).join(", ") : "where every rank is, grouped");
   const list = [...groups.values()].sort((a, b) => b.ranks.length - a.ranks.length);
+  text("stacks-note", known.length ? `at ${clock(Math.max(...known.map(([, s]) => s.at)))}: ` + list.map((g, i) => `${plural(g.ranks.length, "rank")} ${i ? "there" : "here"}`).join(", ") : "where every rank is, grouped");
   $("stacks").replaceChildren(...(list.length ? list.map((g) => h("div", { className: "group" }, h("div", { className: "who" }, h("b", {}, plural(g.ranks.length, "rank")), h("div", { className: "chips" }, ...g.ranks.slice(0, 64).map((r) => h("span", { className: `chip${lateRanks().has(r) ? " bad" : ""}` }, String(r))))), frameRows(g.frames, 12, g.ranks.some((r) => lateRanks().has(r))))) : [h("p", { className: "none" }, run.may.includes("stacks") ? "Ask for them with “Look now”. When the job stands still they come by themselves." : "None were recorded.")]));
 }
 
