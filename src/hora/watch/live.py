@@ -27,7 +27,7 @@ from hora.watch.server import Server
 
 __all__ = ["Dashboard", "open_dashboard"]
 
-_PROFILE_S = 1.0
+_PROFILE_S = 2.0
 _ASK_AGAIN_S = 30.0
 _MAX_LINES_PER_S = 400
 _MAX_PARTIAL = 64 * 1024
@@ -169,6 +169,11 @@ class Dashboard:
                     run.note(run.now, "stall", straggler.rank, view.sentence(run, straggler))
                 self._profiled[straggler.rank] = run.now
                 self.profile(straggler.rank, _PROFILE_S)
+                # What an ordinary rank does at the same time: the difference is what makes the other one slow.
+                slow = {one.rank for one in run.stragglers}
+                ordinary = next((rank for rank in sorted(run.places) if rank not in slow), None)
+                if ordinary is not None:
+                    self.profile(ordinary, _PROFILE_S)
 
     def _bundle(self) -> bytes:
         """Everything about the run in a zip file."""

@@ -233,6 +233,7 @@ function showBars() {
 
 // ---- findings -------------------------------------------------------------------------------------------------------
 const foreign = (file) => /site-packages|dist-packages|\/lib\/python3|^<frozen|\/hora\/(engine|torch|launch|workflow|watch|telemetry)/.test(file);
+const ownKey = (frames) => JSON.stringify(frames.slice(Math.max(frames.findIndex((f) => !foreign(f[0])), 0)).map((f) => f.slice(0, 3)));
 function frameRows(frames, limit = 7, blame = true) {
   const guilty = frames.findIndex((f) => !foreign(f[0]));
   const first = guilty > limit - 3 ? guilty - 2 : 0, part = frames.slice(first, first + limit);
@@ -247,6 +248,25 @@ function frameRows(frames, limit = 7, blame = true) {
 }
 function mainFrames(rank) { const s = run.stacks.stacks[rank]; return s && s.threads.length ? s.threads[0][1] : null; }
 
+// Where a slow rank is found more often than an ordinary one at the same time.
+function difference(rank, slow) {
+  const mine = run.stacks.profiles[rank];
+  if (!mine || !mine.stacks.length) return null;
+  const shares = (profile) => {
+    const by = new Map();
+    for (const [count, frames] of profile.stacks) {
+      const key = ownKey(frames), old = by.get(key) || { share: 0, frames };
+      by.set(key, { share: old.share + count / profile.num_samples, frames: old.frames });
+    }
+    return by;
+  };
+  const other = Object.entries(run.stacks.profiles).find(([r, p]) => !slow.has(Number(r)) && Math.abs(p.at - mine.at) < 10);
+  const theirs = other ? shares(other[1]) : new Map();
+  const ranked = [...shares(mine)].map(([key, one]) => ({ ...one, usual: theirs.has(key) ? theirs.get(key).share : 0 })).sort((a, b) => b.share - b.usual - (a.share - a.usual));
+  const best = ranked[0], percent = (x) => `${Math.round(100 * x)} %`;
+  return { frames: best.frames, words: `rank ${rank} is here in ${percent(best.share)} of its time` + (other ? `, rank ${other[0]} in ${percent(best.usual)}` : "") };
+}
+
 function showAlerts() {
   const now = run.head, cards = [];
   const op = now.pending.find((one) => one.missing.length);
@@ -257,8 +277,8 @@ function showAlerts() {
     }
   }
   for (const s of now.stragglers.slice(0, 2)) {
-    const profile = run.stacks.profiles[s.rank], frames = profile && profile.stacks.length ? profile.stacks[0][1] : mainFrames(s.rank);
-    const note = profile && profile.stacks.length ? `${Math.round((100 * profile.stacks[0][0]) / profile.num_samples)} % of ${plural(profile.num_samples, "look")} found it here` : `rank ${s.rank} was here when last asked`;
+    const found = difference(s.rank, new Set(now.stragglers.map((one) => one.rank))), frames = found ? found.frames : mainFrames(s.rank);
+    const note = found ? found.words : `rank ${s.rank} was here when last asked`;
     const share = s.words ? `, ${Math.round(100 * s.excess[s.part])} % of it ${s.words}` : "";
     cards.push(alertCard("", `rank ${s.rank} on ${s.host} is ${s.slowdown.toFixed(2)}× slower than the median since ${clock(s.since, false)}${share}`, `The others wait for it for ${s.late} % of every step.`, s.excess, frames ? [note, frames] : null));
   }
@@ -309,7 +329,7 @@ function showStacks() {
   for (const [rank, s] of known) {
     if (!s.threads.length) continue;
     // Ranks that wait in the same line of the script are in the same place, wherever inside the library they are.
-    const frames = s.threads[0][1], key = JSON.stringify(frames.slice(Math.max(frames.findIndex((f) => !foreign(f[0])), 0)).map((f) => f.slice(0, 3)));
+    const frames = s.threads[0][1], key = ownKey(frames);
     if (!groups.has(key)) groups.set(key, { ranks: [], frames: s.threads[0][1], others: s.threads.length - 1, at: s.at });
     groups.get(key).ranks.push(Number(rank));
   }
