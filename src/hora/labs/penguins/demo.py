@@ -156,6 +156,7 @@ def _show(data: Penguins, runs: Mapping[str, PenguinRun], folder: Path) -> None:
         ("report", "report.html"),
     ):
         print(f"{what:<8} {(folder / file).resolve()}")
+    print("\nTo see a training live, in the browser: hora run -np 2 --dashboard python examples/penguins.py")
 
 
 def _weights_text(model: ModelFile) -> str:
