@@ -248,3 +248,41 @@ def test_a_stall_report_shows_the_stack_of_the_late_rank_without_any_page(tmp_pa
     finally:
         job.send_signal(signal.SIGINT)
         job.wait(30)
+
+
+TRAINING = """
+import os, torch, horovod.torch as hvd
+hvd.init(); torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(10)))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters())
+for step in range(60):
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 512)).pow(2).mean()
+    if step == 5 and hvd.rank() == 1 and os.environ.get("HORA_NAN_CHECK"):
+        loss = loss * float("nan")
+    loss.backward()
+    optimizer.step()
+print("sum", sum(p.double().sum().item() for p in model.parameters()), flush=True)
+"""
+
+
+def _train(**variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hora", "run", "-np", "2", sys.executable, "-c", TRAINING]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+
+
+def test_a_gradient_that_is_not_a_number_is_named_with_its_rank_and_parameter_before_it_is_reduced():
+    failed = _train(HORA_NAN_CHECK="1")
+    assert failed.returncode == 1
+    assert "the gradient of 9.bias on rank 1 has 512 NaN and 0 infinite of 512 values, in step 6" in failed.stderr
+
+
+def test_autotune_tries_sizes_stops_and_changes_no_result(tmp_path):
+    log = tmp_path / "tuning.csv"
+    trials = {"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "4", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "6"}
+    tuned = _train(HOROVOD_AUTOTUNE="1", HOROVOD_AUTOTUNE_LOG=str(log), **trials)
+    assert tuned.returncode == 0, tuned.stderr
+    assert len(log.read_text().splitlines()) == 1 + 6 + 1  # the header, the trials, the best
+    sums = {line.rpartition(" ")[2] for run in (tuned, _train()) for line in run.stdout.splitlines() if "sum" in line}
+    assert len(sums) == 1
