@@ -103,7 +103,9 @@ class BucketOrder:
         if mine is None or self._order is None:
             return current
         size = tuner.bucket_bytes
-        tuner.take(summed(torch.tensor([1, mine], dtype=torch.int64), self._options, "optimizer.autotune"))
+        tuner.take(
+            summed(torch.tensor([1, mine], dtype=torch.int64, device="cpu"), self._options, "optimizer.autotune")
+        )
         if tuner.bucket_bytes == size:
             return current
         # A new agreement on the same order: its label is a new one, so that no two reductions have the same name.
