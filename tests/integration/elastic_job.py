@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a program it has no pytest to find `waiting` for it
+
 from job_process import JobProcess
 
 from waiting import wait_until
