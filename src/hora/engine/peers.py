@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from hora.config import EngineConfig
 from hora.engine.hub import Hub, HubEvents
@@ -40,6 +40,10 @@ class _CommonSettings:
     fusion_threshold_bytes: int
     disable_group_fusion: bool
     transport: str
+    autotune: bool
+    autotune_warmup_samples: int
+    autotune_steps_per_sample: int
+    autotune_max_samples: int
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,7 @@ class Peers:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
         world = self._world
         secret = secrets.token_hex(32) if world.rank == 0 else ""
-        common = _CommonSettings(
-            self.config.fusion_threshold_bytes, self.config.disable_group_fusion, self.config.transport
-        )
+        common = _CommonSettings(*(getattr(self.config, field.name) for field in fields(_CommonSettings)))
         mine = _Introduction(
             world.rank,
             self.hub.name,
