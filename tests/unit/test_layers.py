@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -131,3 +132,22 @@ def test_old_names_only_re_export():
         for path in (SRC / package).rglob("*.py"):
             size = len(path.read_text().splitlines())
             assert size < 120, f"{path.relative_to(SRC)} has {size} lines; the code belongs into hora"
+
+
+def test_the_readmes_tree_is_whole():
+    """Every module is named in the lines of its room, and nothing else is shown there as a room."""
+    tree = (SRC.parent / "README.md").read_text().partition("\nsrc/hora/\n")[2].partition("\nsrc/horovod/")[0]
+    words: dict[str, set[str]] = {"": set()}
+    rooms: list[str] = []
+    for line in tree.splitlines():
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        if name.endswith("/") and indent < 10:
+            rooms = [*rooms[: indent // 2 - 1], name.rstrip("/")]
+        elif indent < 10:
+            rooms = []
+        words.setdefault("/".join(rooms), set()).update(re.findall(r"\w+", line))
+    folders = {path.parent.relative_to(HORA).as_posix() for path in _modules().values()} - {"."}
+    assert set(words) - {""} == folders
+    for path in _modules().values():
+        room = path.parent.relative_to(HORA).as_posix().removeprefix(".")
+        assert path.stem.startswith("__") or path.stem in words[room], f"{path.relative_to(HORA)} is not in the README"

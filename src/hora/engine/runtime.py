@@ -59,6 +59,7 @@ class Runtime:
                 self._peers = Peers(self.world, self.config, self._epoch, self._hub_events())
                 self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
+                self.config = self._peers.config
             sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
             with self._peers_may_go():
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
