@@ -292,3 +292,41 @@ class Tap:
             sock.close()
         for thread in self._threads:
             thread.join(30)
+
+
+# Each rank writes down which secret guards the ranks' hub.
+HUB_JOB = """
+import horovod, pathlib
+
+def work():
+    import horovod.torch as hvd
+    from hora import engine
+    hvd.init()
+    hvd.barrier()
+    secret = engine.current_runtime()._peers.hub._credentials.secret.hex()
+    pathlib.Path(f"rank{hvd.rank()}").write_text(secret)
+    hvd.shutdown()
+
+if __name__ == "__main__":
+    horovod.run(work, num_proc=2)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="listening on the network needs root")
+def test_who_listens_on_the_network_does_not_learn_the_secret_of_the_hub(tmp_path: Path):
+    """It is derived from the job's secret on every rank; what the ranks tell one another when they meet is in clear."""
+    (tmp_path / "job.py").write_text(HUB_JOB)
+    heard = bytearray()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
+        listener.bind(("lo", 0))
+        listener.settimeout(0.2)
+        job = JobProcess([sys.executable, "job.py"], tmp_path)
+        while job.process.poll() is None:
+            with suppress(TimeoutError):
+                heard += listener.recv(65600)
+    assert job.process.returncode == 0
+    first, second = ((tmp_path / f"rank{rank}").read_text() for rank in (0, 1))
+    assert first == second
+    assert b"hub_name" in heard  # their introductions were heard
+    assert first.encode() not in heard
+    assert bytes.fromhex(first) not in heard

@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hora.engine.store import ControlStore
 from hora.errors import HorovodInternalError
-from hora.net.client import ControlClient
+from hora.net.client import ControlClient, read_secret
+from hora.net.wire import derived_secret
 from hora.world import MeetingPoint, World
 
 __all__ = ["Meeting", "control_client", "open_meeting"]
@@ -29,6 +30,9 @@ class Meeting(Protocol):
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         """Every rank's value, in rank order. HorovodInternalError names the ranks that did not come."""
 
+    def secret_for(self, purpose: str) -> bytes | None:
+        """A secret that only the ranks of this job can derive; None where no launcher gave them one in common."""
+
     def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
         """A torch store for gloo and NCCL whose keys cannot clash with other prefixes."""
 
@@ -36,8 +40,12 @@ class Meeting(Protocol):
 class _RendezvousMeeting:
     """At the rendezvous of a Hora launcher."""
 
-    def __init__(self, client: ControlClient) -> None:
+    def __init__(self, client: ControlClient, point: MeetingPoint) -> None:
         self.client = client
+        self._point = point
+
+    def secret_for(self, purpose: str) -> bytes | None:
+        return derived_secret(read_secret(self._point.secret_file), f"{self._point.job}: {purpose}")
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         try:
@@ -55,6 +63,9 @@ class _StoreMeeting:
     def __init__(self, point: MeetingPoint, limit_s: float) -> None:
         self._point = point
         self._store = _tcp_store(point, limit_s, is_master=point.host_store)
+
+    def secret_for(self, purpose: str) -> bytes | None:
+        return None
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         keys = [f"hora/{key}/{peer}" for peer in range(size)]
@@ -90,7 +101,7 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
         # An elastic worker asks for its next place over this connection, so it speaks for that worker.
         worker = world.worker if world.elastic else -1
         client = ControlClient.connect(point, name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
-        meeting = _RendezvousMeeting(client)
+        meeting = _RendezvousMeeting(client, point)
     else:
         meeting = _StoreMeeting(point, limit_s)
     _open[point] = meeting

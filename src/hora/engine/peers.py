@@ -56,7 +56,7 @@ class _Introduction:
     pid: int
     hostname: str
     process_sets: list[list[int]]
-    secret: str
+    secret: str  # rank 0's for the hub, where the launcher gave the ranks none to derive it from
     settings: _CommonSettings
 
     def encode(self) -> bytes:
@@ -86,7 +86,8 @@ class Peers:
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
         world = self._world
-        secret = secrets.token_hex(32) if world.rank == 0 else ""
+        derived = self._meeting.secret_for(f"the hub of {self._epoch}")
+        secret = secrets.token_hex(32) if derived is None and world.rank == 0 else ""
         common = _CommonSettings(*(getattr(self.config, field.name) for field in fields(_CommonSettings)))
         mine = _Introduction(
             world.rank,
@@ -101,7 +102,7 @@ class Peers:
         self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
         self._check_agreement_on_sets()
         self.config = replace(self.config, **asdict(self._introductions[0].settings))
-        self.hub.start(bytes.fromhex(self._introductions[0].secret))
+        self.hub.start(derived or bytes.fromhex(self._introductions[0].secret))
         self.hosts = self._prove_hosts()
         with self.peers_may_go():
             self._join_hub()

@@ -40,6 +40,7 @@ __all__ = [
     "Opener",
     "Sealer",
     "ServerHandshake",
+    "derived_secret",
     "new_secret",
 ]
 
@@ -63,6 +64,11 @@ _PREFIX_BYTES = _LENGTH.size + _MAC_BYTES
 def new_secret() -> bytes:
     """A fresh random secret for one job."""
     return os.urandom(SECRET_BYTES)
+
+
+def derived_secret(secret: bytes, purpose: str) -> bytes:
+    """Another secret for another purpose, which tells nothing of the first one. Both ends derive it: it never travels."""
+    return hmac.digest(secret, b"derived secret: " + purpose.encode(), "sha256")
 
 
 @dataclass(frozen=True)
