@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -50,12 +49,18 @@ class Peer:
         with self._lock:
             if not self.open:
                 return
-            self._outbox.append((header, payload))
             if not self.drained:  # the server's thread is at it
+                self._outbox.append((header, payload))
                 return
-            with contextlib.suppress(OSError):  # the server's thread will meet it again
-                if self._push():
-                    return
+            assert self.sealer is not None
+            self._frames = self.sealer.frames(header, payload)
+            for frame in self._frames:  # one, in most cases, of which the socket takes everything at once
+                sent = self._send(frame)
+                if sent < len(frame):
+                    self._unsent, self.drained = memoryview(frame)[sent:], False
+                    break
+            else:
+                return
         self._flush(self)
 
     def send_descriptor(self, descriptor: int) -> None:
@@ -64,7 +69,7 @@ class Peer:
             socket.send_fds(self.sock, [b"F"], [descriptor])
 
     def push(self) -> bool:
-        """Send what the socket takes now; False when something is left."""
+        """Send what the socket takes now, in the server's thread; False when something is left."""
         with self._lock:
             return self._push()
 
@@ -78,8 +83,13 @@ class Peer:
             self.open = False
             self.sock.close()
 
+    def _send(self, frame: bytes) -> int:
+        try:
+            return self.sock.send(frame)
+        except OSError:  # it takes no more now; or it is broken, which the server's thread will notice
+            return 0
+
     def _push(self) -> bool:
-        self.drained = False
         while True:
             if not self._unsent:
                 frame = self._next_frame()

@@ -203,11 +203,10 @@ class Server:
     def _wait_s(self) -> float | None:
         if self._calls:
             return 0.0
-        deadlines = [timer[0] for timer in self._timers[:1]]
-        limit = self._strangers.next_deadline()
-        if limit is not None:
-            deadlines.append(limit)
-        return min(max(min(deadlines) - time.monotonic(), 0.0), _LONGEST_WAIT_S) if deadlines else None
+        deadline = self._strangers.next_deadline()
+        if self._timers and (deadline is None or self._timers[0][0] < deadline):
+            deadline = self._timers[0][0]
+        return None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT_S)
 
     def _turn(self, wait_s: float | None) -> None:
         for key, events in self._selector.select(wait_s):

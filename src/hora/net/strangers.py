@@ -54,6 +54,8 @@ class WaitingRoom:
         return None if oldest is None else oldest.since + HANDSHAKE_LIMIT_S
 
     def overdue(self, now: float) -> list[Peer]:
+        if not self._strangers:
+            return []
         return list(itertools.takewhile(lambda peer: peer.since + HANDSHAKE_LIMIT_S <= now, self._strangers))
 
     def oldest_of_the_crowd(self) -> Peer:

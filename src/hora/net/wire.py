@@ -251,7 +251,7 @@ def _opened(body: bytes) -> tuple[Header, bytes]:
     if len(body) < _LENGTH.size or length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
         raise AuthenticationError(f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}")
     try:
-        header = json.loads(body[_LENGTH.size : _LENGTH.size + length], parse_constant=_no_number)
+        header = _DECODER.decode(body[_LENGTH.size : _LENGTH.size + length].decode())
     except (ValueError, RecursionError) as error:
         raise AuthenticationError(f"a header that is no JSON was sent: {str(error)[:200]}") from None
     size = header.get("_n") if isinstance(header, dict) else None
@@ -262,3 +262,6 @@ def _opened(body: bytes) -> tuple[Header, bytes]:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)  # `json.loads` would make one for every message

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hora.launch.control.log_file import LogFile
-from hora.launch.control.output import Output
+from hora.launch.control.output import LogFile, Output
 from hora.launch.job import OutputOptions, WorkerExit
 from hora.workers.backend import GRACE_S, ORDER_VARIABLE, Backend, LocalBackend, PlannedWorker
 from hora.workers.capacity import Capacity, Refused

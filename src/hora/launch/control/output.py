@@ -18,11 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from hora.launch.control.log_file import LogFile
 from hora.launch.job import OutputOptions
 from hora.launch.tail import Tail
 
-__all__ = ["Output"]
+__all__ = ["LogFile", "Output"]
 
 MAX_LINE_BYTES = 256 * 1024  # a longer line leaves in pieces
 _LINE_END = re.compile(rb"\r\n|\n|\r")
@@ -167,6 +166,39 @@ def _open_file(path: Path) -> LogFile:
         return LogFile(path)
     except OSError as error:
         raise OSError(f"cannot write {path} (--output-filename): {error.strerror}") from None
+
+
+class LogFile:
+    """A file that is written as the output comes. A full disk costs the rest of the log, not the job.
+
+    Raises OSError if it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file: IO[bytes] | None = path.open("wb", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            _log.error("cannot write %s: %s. The rest of this output is not kept.", self.path, error.strerror)
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def discard(self) -> None:
+        """The worker was never started."""
+        self.close()
+        self.path.unlink(missing_ok=True)
 
 
 class _Console:
