@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import inspect
+import sys
 
+import cloudpickle
 import pytest
 import torch
 from hvd_session import (
@@ -17,6 +19,7 @@ from hvd_session import (
 )
 
 import horovod.torch as hvd
+from hora.torch import functions
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -260,3 +263,37 @@ def test_unpicklable_objects_fail_on_every_rank():
     with raises(kind, "does not travel"):
         hvd.allgather_object(obj)
     assert_runtime_works()
+
+
+class Exploit:
+    """Tells of being unpickled."""
+
+    def __reduce__(self):
+        return exec, ("import sys; sys.exploited = True",)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.over_gloo
+@session
+def test_what_a_stranger_puts_in_an_objects_place_is_not_unpickled():
+    """As a stranger does who has taken a rank's place in a gloo connection: the bytes arrive, the key is missing."""
+    forged = cloudpickle.dumps(Exploit())
+    real = functions.broadcast_
+
+    def tampered(tensor, root_rank, name, process_set):
+        real(tensor, root_rank, name, process_set)
+        if name.endswith(".data") and hvd.rank() == 1:
+            tensor[-len(forged) :] = torch.frombuffer(bytearray(forged), dtype=torch.uint8)
+
+    functions.broadcast_ = tampered
+    try:
+        if hvd.rank() == 1:
+            with pytest.raises(hvd.HorovodInternalError, match=r"object of rank 0 is not from it.*not been unpickled"):
+                hvd.broadcast_object(None, root_rank=0)
+        else:
+            assert hvd.broadcast_object("x" * 500, root_rank=0) == "x" * 500
+    finally:
+        functions.broadcast_ = real
+    assert not hasattr(sys, "exploited")
+    assert hvd.broadcast_object({"still": "works"}, root_rank=0) == {"still": "works"}
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))

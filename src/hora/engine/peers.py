@@ -56,7 +56,7 @@ class _Introduction:
     pid: int
     hostname: str
     process_sets: list[list[int]]
-    secret: str  # rank 0's for the hub, where the launcher gave the ranks none to derive it from
+    secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive it from
     settings: _CommonSettings
 
     def encode(self) -> bytes:
@@ -76,6 +76,7 @@ class Peers:
         self.config = config  # from `meet` on with rank 0's values where all ranks must have the same
         self._world = world
         self._epoch = epoch
+        self.secret = b""  # from `meet` on: of this world's ranks
         self._introductions: list[_Introduction] = []
         self._num_segments: dict[str, int] = {}
         self._meeting: Meeting = open_meeting(world, limit_s=config.init_timeout_s)
@@ -86,7 +87,7 @@ class Peers:
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
         world = self._world
-        derived = self._meeting.secret_for(f"the hub of {self._epoch}")
+        derived = self._meeting.secret_for(f"the world {self._epoch}")
         secret = secrets.token_hex(32) if derived is None and world.rank == 0 else ""
         common = _CommonSettings(*(getattr(self.config, field.name) for field in fields(_CommonSettings)))
         mine = _Introduction(
@@ -102,7 +103,8 @@ class Peers:
         self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
         self._check_agreement_on_sets()
         self.config = replace(self.config, **asdict(self._introductions[0].settings))
-        self.hub.start(derived or bytes.fromhex(self._introductions[0].secret))
+        self.secret = derived or bytes.fromhex(self._introductions[0].secret)
+        self.hub.start(self.secret)
         self.hosts = self._prove_hosts()
         with self.peers_may_go():
             self._join_hub()

@@ -27,6 +27,7 @@ from hora.engine.shm.segment import SharedMemory
 from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
 from hora.engine.validation import check_ranks_at_init
+from hora.net.wire import derived_secret, new_secret
 from hora.world import World
 
 __all__ = ["Runtime"]
@@ -49,6 +50,7 @@ class Runtime:
         self._handles: dict[int, tuple[OperationQueue, Request]] = {}
         self._next_handle = itertools.count()
         self._peers: Peers | None = None  # none in a world of one
+        self._alone = new_secret()  # of a world of one
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all are there, within the limit."""
@@ -72,6 +74,10 @@ class Runtime:
             raise
         if self.config.timeline and self.config.timeline.upper() != "DYNAMIC":
             self.recorder.start(self.config.timeline, mark_cycles=self.config.timeline_mark_cycles)
+
+    def secret_for(self, purpose: str) -> bytes:
+        """A secret that the ranks of this world have in common, and no other process has."""
+        return derived_secret(self._alone if self._peers is None else self._peers.secret, purpose)
 
     def _peers_may_go(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go()

@@ -1,11 +1,13 @@
 """Bringing all ranks to the same state: parameters and arbitrary objects from a root, objects from every rank.
 
-Objects travel as cloudpickle bytes, between ranks that authenticated each other when they met. The state of
-optimizers is in `optimizer.state`.
+Objects travel as cloudpickle bytes behind a MAC under a key that only the ranks of this world have: the transport may be
+open to strangers (gloo is), so nothing is unpickled before it is known to come from the rank it should come from. The state
+of optimizers is in `optimizer.state`.
 """
 
 from __future__ import annotations
 
+import hmac
 import traceback
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
@@ -14,11 +16,14 @@ from typing import Any
 import cloudpickle
 import torch
 
+from hora import engine
 from hora.errors import HorovodInternalError
 from hora.torch.basics import rank
 from hora.torch.collective import synchronize
 from hora.torch.ops import allgather_async, broadcast_, broadcast_async_
 from hora.torch.process_sets import ProcessSet, global_process_set
+
+_MAC_BYTES = 32
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
 
@@ -98,11 +103,23 @@ def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
     except Exception as error:  # whatever the object's own __reduce__ raises; raised again after the peers were told
         failure = error
         data = "".join(traceback.format_exception_only(type(error), error)).encode() or b"unknown"
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8), failure
+    mac = _mac(data, rank(), failed=failure is not None)
+    return torch.frombuffer(bytearray(mac + data), dtype=torch.uint8), failure
+
+
+def _mac(data: bytes, sender: int, *, failed: bool) -> bytes:
+    key = engine.current_runtime().secret_for("objects")
+    return hmac.digest(key, f"{sender} {failed} ".encode() + data, "sha256")
 
 
 def _unpickle(payload: torch.Tensor, failed: bool, sender: int) -> Any:
-    data = payload.numpy().tobytes()
+    received = payload.numpy().tobytes()
+    mac, data = received[:_MAC_BYTES], received[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(data, sender, failed=failed)):
+        raise HorovodInternalError(
+            f"what came as an object of rank {sender} is not from it: it was changed on the way, or a stranger sent it; "
+            "it has not been unpickled"
+        )
     if failed:
         raise HorovodInternalError(
             f"rank {sender} could not pickle its object: {data.decode(errors='replace').strip()}"
