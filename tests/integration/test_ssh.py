@@ -14,6 +14,7 @@ from ssh_server import SSHD, SshServer
 
 import horovod
 from hora.launch.host.ssh import Ssh, check_hosts
+from hora.launch.host.supervisor import MARK
 
 pytestmark = [
     pytest.mark.ssh,
@@ -187,6 +188,35 @@ def test_a_host_that_never_answers(number, tmp_path):
     assert code == (1 if number is None else 128 + number)
     assert "Traceback" not in err
     assert number is not None or "nodez: no answer within 2 s (--start-timeout)" in err
+
+
+# What a host says that has been taken over: its "supervisor" answers, and then sends this.
+NONSENSE = {
+    "a negative length": "struct.pack('>cii', b'o', 0, -9) * 2",
+    "a huge length": "struct.pack('>cii', b'o', 0, 2**31 - 1) + b'x' * 1000",
+    "no JSON": "struct.pack('>cii', b'x', 0, 3) + b'{}}'",
+    "odd keys": "struct.pack('>cii', b'x', 0, 10) + b'{\"a\":  1 }'[:10]",
+    "a list": "struct.pack('>cii', b'x', 0, 3) + b'[1]'",
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_host_that_sends_what_no_supervisor_sends(what, tmp_path):
+    fake = tmp_path / "ssh"
+    fake.write_text(
+        f"#!{sys.executable}\n"
+        "import os, struct, sys\n"
+        "if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()\n"
+        f"sys.stdout.buffer.write({MARK!r}); sys.stdout.flush()\n"
+        "if not os.read(0, 1): sys.exit()\n"  # the check of the hosts says nothing more
+        f"sys.stdout.buffer.write({NONSENSE[what]}); sys.stdout.flush()\n"
+        "while os.read(0, 65536): pass\n"
+    )
+    fake.chmod(0o755)
+    code, _, err = run_command("horovodrun", "-np", "1", "-H", "nodez:1", "true", env={"HORA_SSH": str(fake)})
+    assert code == 1
+    assert "the supervisor on host nodez ended unexpectedly" in err
+    assert "it sent what no supervisor sends" in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare (util-linux)")

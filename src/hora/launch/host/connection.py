@@ -27,6 +27,7 @@ __all__ = ["HostConnection", "SupervisorProcess", "local_supervisor_command", "w
 _TAIL_BYTES = 4096
 _PIPE_BYTES = 1024 * 1024
 _READ_BYTES = 256 * 1024
+_MAX_FRAME_BYTES = 4 * 1024 * 1024
 # After SIGKILL everything is a matter of milliseconds, even on a busy machine.
 _CLOSE_SLACK_S = 15.0
 
@@ -218,18 +219,30 @@ class HostConnection:
                     else:
                         buffer += data
                         marked = marked or _skip_mark(buffer)
-                        if marked:
-                            self._take_frames(buffer)
+                        if marked and not self._take_frames_or_hang_up(buffer):
+                            selector.unregister(key.fd)
             for key in list(selector.get_map().values()):
                 os.set_blocking(key.fd, False)
                 with contextlib.suppress(BlockingIOError):
                     self._complaints.add(os.read(key.fd, _TAIL_BYTES))
         self._over(marked)
 
+    def _take_frames_or_hang_up(self, buffer: bytearray) -> bool:
+        """A host that has been taken over may send anything: it must not hold up the launcher, nor fill its memory."""
+        try:
+            self._take_frames(buffer)
+        except (ValueError, TypeError) as error:
+            self._complaints.add(f"it sent what no supervisor sends ({error})".encode())
+            self._process.kill()
+            return False
+        return True
+
     def _take_frames(self, buffer: bytearray) -> None:
         size = supervisor.FRAME.size
         while len(buffer) >= size:
             kind, worker, length = supervisor.FRAME.unpack_from(buffer)
+            if not 0 <= length <= _MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes")
             if len(buffer) < size + length:
                 return
             body = bytes(buffer[size : size + length])
