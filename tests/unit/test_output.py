@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+import stat
 from pathlib import Path
 
 import pytest
 
-from hora.launch.control.output import MAX_LINE_BYTES, Output
+from hora.launch.control.output import MAX_LINE_BYTES, LogFile, Output
 from hora.launch.job import OutputOptions
 from hora.launch.tail import Tail
 
@@ -162,3 +163,10 @@ def test_a_tail_keeps_the_end_and_begins_with_a_line():
         tail.add(b"abc\n")
     assert (tail.text, bytes(tail)) == ("abc\nabc\n", b"c\nabc\nabc\n")
     assert len(tail._kept) <= 20
+
+
+def test_log_files_are_their_owners_alone(tmp_path):
+    log = LogFile(tmp_path / "folder" / "0" / "stdout")
+    log.write(b"loss 0.1")
+    assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
+    assert log.path.read_bytes() == b"loss 0.1"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import io
 import logging
+import os
 import re
 import sys
 import threading
@@ -171,13 +172,14 @@ def _open_file(path: Path) -> LogFile:
 class LogFile:
     """A file that is written as the output comes. A full disk costs the rest of the log, not the job.
 
-    Raises OSError if it cannot be made.
+    For its owner alone: what a training prints is not everybody's business. Raises OSError if it cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file: IO[bytes] | None = path.open("wb", buffering=0)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._file: IO[bytes] | None = os.fdopen(descriptor, "wb", buffering=0)
 
     def write(self, data: bytes) -> None:
         if self._file is None:
