@@ -408,12 +408,11 @@ def _leaks(threads: set[threading.Thread], descriptors: dict[str, str]) -> list[
     deadline = time.monotonic() + _LEAK_LIMIT_S
     while True:
         left = [thread.name for thread in threading.enumerate() if thread not in threads]
-        gc.collect()  # an error's traceback may hold what it was raised in, in a cycle
         now = _descriptors()
         more = len(now) - len(descriptors)
         if (not left and more <= 0) or time.monotonic() > deadline:
             break
-        time.sleep(0.005)
+        gc.collect()  # slow; an error's traceback may hold what it was raised in, in a cycle
     problems = [f"threads are left: {', '.join(left)}"] if left else []
     new = ", ".join(sorted(target for number, target in now.items() if descriptors.get(number) != target))
     return problems + ([f"{more} descriptors are left: {new}"] if more > 0 else [])
