@@ -86,7 +86,9 @@ def _side_stream(device: torch.device | None) -> torch.cuda.Stream:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype is torch.bool:
         tensor = tensor.view(torch.uint8)
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
+    if tensor.dim() == 1 and tensor.stride(0) == 1:
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,))  # also for one element, whose stride may be anything
 
 
 def _of(part: Part, member: int) -> Signature:

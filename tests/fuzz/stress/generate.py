@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import prod
 
 from stress.program import AT_THE_END, Death, Operation, Phase, Program
 from stress.reference import MISMATCHES, REDUCTIONS
 
 # Classes of programs that fail today, each with its defect: to be removed, and so switched on for good, when it is mended.
 KNOWN_DEFECTS = {
-    "join_prescale": "a joined rank takes the prescale away from a whole fused batch, its own data included",
     "remove_in_flight": "a set is removed while its operations are in flight: some ranks wait without end, threads leak",
     "removal_words": "the error of an operation whose set was removed says that Horovod has been shut down",
-    "inference_mode": "a tensor made in torch.inference_mode() ends the world",
-    "default_device": "torch.set_default_device ends the world",
-    "strided_singles": "a tensor of at most one element that is not laid out plainly ends the world over gloo",
     "large_halves": "the average of large float16 values overflows in the sum",
 }
 
@@ -145,15 +140,10 @@ class _Generator:
         some = self._random
         stamina = tuple(some.randint(0, 3) for _ in range(self._num_ranks))
         extras = tuple(self._operation((), (), "extra", place) for place in range(max(stamina)))
-        if "join_prescale" not in self._classes:
-            phase = replace(phase, operations=tuple(_without_prescale(o) for o in phase.operations))
-            extras = tuple(_without_prescale(operation) for operation in extras)
         return replace(phase, stamina=stamina, extras=extras)
 
-    def _layout(self, kind: str, shapes: list[tuple[int, ...]]) -> str:
-        layout = self._random.choices(("plain", "transposed", "strided"), (8, 1, 1))[0]
-        may_be_single = kind in ("allgather", "alltoall") or any(prod(shape) <= 1 for shape in shapes)
-        return "plain" if may_be_single and "strided_singles" not in self._classes else layout
+    def _layout(self) -> str:
+        return self._random.choices(("plain", "transposed", "strided"), (8, 1, 1))[0]
 
     # Operations.
 
@@ -176,7 +166,7 @@ class _Generator:
         if kind == "allreduce" and earlier is not None and earlier.process_set == number and some.random() < 0.4:
             # Like an earlier one in all that matters for being fused with it.
             shapes = some.choices(SHAPES, SHAPE_WEIGHTS)
-            layout = self._layout(kind, shapes)
+            layout = self._layout()
             operation = replace(earlier, label=self._label, thread=thread, shapes=tuple(shapes), layout=layout)
         else:
             operation = self._with_arguments(operation)
@@ -202,7 +192,7 @@ class _Generator:
             shapes=tuple(shapes),
             dtypes=tuple(self._dtype(kind) for _ in shapes),
             in_place=kind in ("allreduce", "broadcast") and some.random() < 0.5,
-            layout=self._layout(kind, shapes),
+            layout=self._layout(),
         )
         if kind in REDUCTIONS:
             return self._with_reduction(operation, len(members))
@@ -272,8 +262,7 @@ class _Generator:
             return self._refused(operation, members)
         if operation.grouped or some.random() > 0.15:
             return operation
-        modes = [mode for mode, name in MODES.items() if name in self._classes]
-        return replace(operation, mode=some.choice(modes)) if modes else operation
+        return replace(operation, mode=some.choice(MODES))
 
     def _refused(self, operation: Operation, members: tuple[int, ...]) -> Operation:
         strangers = [rank for rank in range(self._num_ranks) if rank not in members]
@@ -283,7 +272,7 @@ class _Generator:
         return replace(operation, mistake=mistake)
 
 
-MODES = {"inference": "inference_mode", "default_device": "default_device"}
+MODES = ("inference", "default_device")
 
 
 def _possible_mismatches(operation: Operation) -> list[str]:
@@ -295,7 +284,3 @@ def _possible_mismatches(operation: Operation) -> list[str]:
     if operation.grouped:
         possible.append("count")
     return [kind for kind in possible if kind in MISMATCHES]
-
-
-def _without_prescale(operation: Operation) -> Operation:
-    return replace(operation, prescale=1.0)
