@@ -134,9 +134,13 @@ def _run(source: str, name: str) -> None:
     exec(compile(source, name, "exec"), module.__dict__)
 
 
+# What led to the worker's own first line: how this module was started (`module_command`), and this module.
+_NOT_THE_USERS = ("<string>", "<frozen runpy>", runpy.__file__, __file__)
+
+
 def _show_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     """As the interpreter does it, without the frames that led to the worker's own first line."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_THE_USERS:
         trace = trace.tb_next
     traceback.print_exception(kind, error, trace)
 
