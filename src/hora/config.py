@@ -7,11 +7,12 @@ not here: `hora.launch.options` turns flags into the same variables. `on_databri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["EngineConfig", "on_databricks"]
+__all__ = ["EngineConfig", "changed_environment", "on_databricks"]
 
 
 def _boolean(text: str) -> bool:
@@ -104,3 +105,18 @@ def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this process runs in a Databricks cluster, whose file system is then mounted at /dbfs."""
     env = os.environ if environ is None else environ
     return bool(env.get("DATABRICKS_RUNTIME_VERSION"))
+
+
+@contextmanager
+def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables inside the block, for libraries that have no other way to be told; then the old ones again."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

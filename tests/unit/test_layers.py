@@ -36,7 +36,6 @@ ALIASES = {"hora.launch.workers"}
 # The one place that reads and writes the environment of each room: everything else is given values.
 OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
-    "hora.engine.transport.nccl",
     "hora.horovod.env",
     "hora.launch.environment",
     "hora.world",

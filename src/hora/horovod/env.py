@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from hora.config import changed_environment
+
 __all__ = ["env", "env_without_world", "get_env_rank_and_size"]
 
 _PAIRS = (
@@ -39,16 +41,8 @@ def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int
 def env(**kwargs: str | None) -> Iterator[None]:
     """Set environment variables inside the block and put the old values back; None values are ignored."""
     changes = {name: str(value) for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
+    with changed_environment(changes):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def env_without_world() -> dict[str, str]:

@@ -7,9 +7,6 @@ and `CudaTransport` then goes through host memory.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from hora.config import changed_environment
 from hora.engine.request import DTYPES, ReduceOp
 from hora.engine.transport.base import Guard
 from hora.engine.transport.group import Group, Pending, connect
@@ -63,7 +61,7 @@ class NcclGroup(Group):
             torch.cuda.set_device(device)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _NEVER
-            with _environment(_QUIET_WATCHDOG):
+            with changed_environment(_QUIET_WATCHDOG):
                 group: Any = dist.ProcessGroupNCCL(store, member, num_members, options)
             # NCCL connects at the first collective, which blocks: have that here, under the guard.
             group.allreduce([torch.ones(1, device=device)]).wait()
@@ -122,18 +120,3 @@ def _end(group: Any, *methods: str) -> None:
         if hasattr(group, name):
             getattr(group, name)()
             return
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """torch reads these when a group is made and has no other way; the user's own groups keep theirs."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
