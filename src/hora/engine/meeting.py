@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hora.engine.store import ControlStore
 from hora.errors import HorovodInternalError
-from hora.net.client import ControlClient, read_secret
+from hora.net.client import ControlClient
+from hora.net.secret_file import read_held_secret
 from hora.net.wire import derived_secret
 from hora.world import MeetingPoint, World
 
@@ -45,7 +46,7 @@ class _RendezvousMeeting:
         self._point = point
 
     def secret_for(self, purpose: str) -> bytes | None:
-        return derived_secret(read_secret(self._point.secret_file), f"{self._point.job}: {purpose}")
+        return derived_secret(read_held_secret(self._point.secret_file), f"{self._point.job}: {purpose}")
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         try:

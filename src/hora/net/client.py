@@ -18,10 +18,11 @@ from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
+from hora.net.secret_file import read_held_secret
 from hora.net.wire import Credentials, Header
 from hora.world import MeetingPoint, World
 
-__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "read_secret"]
+__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient"]
 
 # Under these keys a worker finds its function, and where the caller's modules are.
 FUNCTION_KEY = "hora/function"
@@ -34,18 +35,6 @@ _QUICK_S = 60.0
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
 Notice = dict[str, Any]
-
-
-def read_secret(path: str) -> bytes:
-    """The job's secret, from the descriptor that the worker's supervisor holds."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise AuthenticationError(
-            f"cannot read the job's secret from HORA_SECRET_FILE={path} ({error.strerror}): the supervisor "
-            "that holds it has ended, or this process runs as another user or in another container"
-        ) from error
 
 
 def _fitted(text: str, limit_bytes: int) -> str:
@@ -102,7 +91,7 @@ class ControlClient:
 
     @staticmethod
     def _open(meeting: MeetingPoint, timeout_s: float) -> Connection:
-        credentials = Credentials(read_secret(meeting.secret_file), meeting.job)
+        credentials = Credentials(read_held_secret(meeting.secret_file), meeting.job)
         try:
             return connect((meeting.address, meeting.port), credentials, timeout_s=timeout_s)
         except AuthenticationError as error:
