@@ -18,5 +18,5 @@ def version() -> str:
 
 
 def horovod_version() -> str:
-    """Horovod's version with Hora's as its local part: scripts that compare versions go on working."""
-    return f"{HOROVOD_BASELINE}+hora.{version().replace('+', '.')}"
+    """What `horovodrun --version` says: Horovod's version first, as scripts read it, then Hora's."""
+    return f"{HOROVOD_BASELINE} (Hora {version()})"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from hora.version import HOROVOD_BASELINE
+
 __all__ = ["run"]
+
+__version__ = HOROVOD_BASELINE  # exactly: packages compare it
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from hora.version import horovod_version
-
-        return horovod_version()
     if name == "run":
         from horovod.runner import run
 

@@ -1,17 +1,20 @@
 """`horovodrun` and `hora` as a user types them: flags that reach the workers, endings, and bad input."""
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from job_process import BIN, lines_of, run_command, running
 
 import horovod
 from horovod.runner import _HorovodArgs
+from horovod.runner.common.util import safe_shell_exec, tiny_shell_exec
 from horovod.runner.launch import _run
 
 SHOW = "import json, os, sys; print(json.dumps({n: os.environ.get(n) for n in sys.argv[1:]}))"
@@ -105,6 +108,21 @@ def test_old_entry_point_runs_a_filled_object_and_raises_runtime_error(tmp_path)
     assert "Exit code: 3" in str(caught.value)
 
 
+def test_old_entry_point_calls_a_function_on_every_rank():
+    args = _HorovodArgs()
+    args.num_proc, args.run_func = 2, lambda: int(os.environ["HOROVOD_RANK"])
+    assert _run(args) == [0, 1]
+
+
+def test_a_shell_command_under_its_old_names(tmp_path):
+    out, stop = io.StringIO(), threading.Event()
+    assert safe_shell_exec.execute("echo a; echo b; exit 3", stdout=out, index=7) == 3
+    assert out.getvalue() == "[7]<stdout>:a\n[7]<stdout>:b\n"
+    threading.Timer(0.1, stop.set).start()
+    assert safe_shell_exec.execute("sleep 600", events=[stop]) == 128 + signal.SIGTERM
+    assert tiny_shell_exec.execute("echo $A; echo err >&2; exit 2", env={"A": "1"}) == ("1\nerr\n", 2)
+
+
 def test_a_function_on_hosts_given_to_run(monkeypatch):
     monkeypatch.setenv("HORA_SSH", "false")
     hosts = horovod.run(lambda: os.environ["HOROVOD_HOSTNAME"], num_proc=2, hosts="localhost:1,127.0.0.1:1")
@@ -129,7 +147,7 @@ def test_check_build_prints_what_was_tried():
     code, out, err = run_command("horovodrun", "--check-build", env={"HOROVOD_RANK": "5", "HOROVOD_SIZE": "9"})
     assert (code, err) == (0, "")
     first, *sections = out.rstrip("\n").split("\n\n")
-    assert first == f"Horovod v{horovod.__version__}:"
+    assert first.startswith(f"Horovod v{horovod.__version__} (Hora ")
     assert [section.splitlines()[0] for section in sections] == [
         "Available Frameworks:", "Available Controllers:", "Available Tensor Operations:"
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from hora.launch.environment import module_command
 from hora.launch.host.ssh import Ssh
 from hora.launch.options import Options, all_options
 from hora.net import address
+from hora.version import horovod_version
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch
 from horovod.runner.common.util import env as old_env
@@ -44,7 +45,8 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys):
 def test_version_of_both_names(capsys):
     assert dispatch.main(["--version"]) == 0
     own = capsys.readouterr().out.split()[1]
-    assert horovod.__version__ == f"0.28.1+hora.{own}"
+    assert horovod.__version__ == "0.28.1"  # exactly: packages compare it
+    assert horovod_version() == f"0.28.1 (Hora {own})"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = horovod.nothing
 
@@ -58,7 +60,8 @@ def test_old_import_paths_lead_to_our_code():
 
 def test_horovod_args_has_every_dest():
     args = _HorovodArgs()
-    assert {name for name in all_options() if getattr(args, name) is not None} == set()
+    assert {name for name in all_options() if getattr(args, name) is not None} == {"num_proc"}
+    assert (args.num_proc, args.run_func, args.executable, args.nic, args.check_build) == (1, None, None, None, None)
     args.num_proc, args.command = 3, ["true"]
     assert Options.from_args(args, {}).num_proc == 3
 

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spark": {"torch", "data", "workflow", "launch", "net"},
     "workflow": {"telemetry", "torch"},
     "labs": {"torch", "workflow"},
-    "horovod": {"engine", "torch", "launch"},
+    "horovod": {"engine", "torch", "launch", "net"},
     "compat": {"workers", "launch"},
     "cli": {"watch", "launch", "workers", "labs", "horovod", "net"},
     "__init__": {"launch", "telemetry"},

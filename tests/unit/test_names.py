@@ -31,13 +31,13 @@ HorovodAlltoall HorovodReducescatter HorovodGroupedReducescatter
 STATE = "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
 OPS = set(HVD.split()) - {"Compression", "_check_has_gpu", *STATE.split()}
 NAMES = {
-    "horovod.torch": HVD + FRONT,
+    "horovod.torch": HVD + FRONT + " check_extension _MPI_LIB_AVAILABLE",
     "horovod.torch.mpi_ops": " ".join(OPS) + MPI_OPS,
     "horovod.torch.compression": "Compressor NoneCompressor FP16Compressor Compression",
     "horovod.torch.functions": STATE,
     "horovod.torch.optimizer": "DistributedOptimizer _DistributedOptimizer _DistributedAdasumOptimizer",
-    "horovod.torch.sync_batch_norm": "SyncBatchNorm",
-    "horovod.torch.elastic": "run run_fn reset TorchState ElasticSampler",
+    "horovod.torch.sync_batch_norm": "SyncBatchNorm _SyncBatchNorm",
+    "horovod.torch.elastic": "run run_fn reset TorchState ElasticSampler init shutdown _reset",
     "horovod.torch.elastic.state": """TorchState StateHandler ModelStateHandler OptimizerStateHandler
         SamplerStateHandler get_handler_registry set_handler_registry""",
     "horovod.torch.elastic.sampler": "ElasticSampler",
@@ -45,11 +45,21 @@ NAMES = {
     "horovod.runner.elastic.worker": "HostUpdateResult WorkerNotificationManager",
     "horovod.common.exceptions": """HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError
         get_version_mismatch_message""",
-    "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
+    "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set HorovodBasics MPI",
     "horovod.common.util": """EXTENSIONS extension_available gpu_available mpi_built gloo_built nccl_built
         ddl_built ccl_built env num_rank_is_power_2 split_list is_iterable check_extension check_installed_version
         get_average_backwards_compatibility_fun is_version_greater_equal_than _cache""",
-    "horovod.common.basics": "init shutdown rank size HorovodBasics",
+    "horovod.common.basics": "init shutdown rank size HorovodBasics MPI",
+    "horovod.runner.launch": "_run _run_elastic parse_args run_commandline check_build gloo_built is_gloo_used",
+    "horovod.runner.mpi_run": "mpi_available is_open_mpi is_spectrum_mpi is_mpich is_intel_mpi mpi_run",
+    "horovod.runner.js_run": "js_run",
+    "horovod.runner.common.util.safe_shell_exec": "execute GRACEFUL_TERMINATION_TIME_S",
+    "horovod.runner.common.util.tiny_shell_exec": "execute",
+    "horovod.runner.elastic.rendezvous": "create_rendezvous_handler GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES",
+    "horovod.spark.runner": "run run_elastic",
+    "horovod.spark.task.task_info": "get_available_devices",
+    "horovod.spark.conf": """SPARK_CONF_MAX_INT SPARK_CONF_MAX_INT_MINUS_ONE
+        SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK""",
 }
 # Positional order as old code uses it.
 PARAMETERS = {
@@ -116,6 +126,12 @@ def test_one_identity_under_all_names():
 
     assert horovod.torch.mpi_ops.allreduce is hora.torch.allreduce
     assert horovod.common.process_sets.global_process_set is hora.torch.global_process_set
+
+
+def test_an_optimizer_has_the_method_that_programs_look_for():
+    from horovod.torch.optimizer import _DistributedOptimizer
+
+    assert callable(_DistributedOptimizer._allreduce_grad_async)
 
 
 def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):

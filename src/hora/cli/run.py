@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hora.errors import JobFailedError
 from hora.launch import environment, flags
@@ -18,12 +19,20 @@ __all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run"]
 
 
 class HorovodArgs:
-    """The launch options as a plain object: every flag's dest is an attribute, None until it is set."""
+    """The launch options as a plain object: every flag's dest is an attribute, None until it is set.
+
+    `run_func`: a function without arguments to call on every rank instead of the command, by the Python `executable`.
+    """
 
     def __init__(self) -> None:
         for name in all_options():
             setattr(self, name, None)
+        self.num_proc = 1
         self.command: list[str] = []
+        self.run_func: Callable[[], Any] | None = None
+        self.executable: str | None = None
+        self.nic: str | None = None
+        self.check_build: bool | None = None
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,9 +40,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return _parse(sys.argv[1:] if argv is None else argv, prog="horovodrun")[0]
 
 
-def run(args: object) -> None:
-    """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe."""
-    _run(Options.from_args(args, environment.variables()))
+def run(args: object) -> list[Any] | None:
+    """Runs the job that `args` (from `parse_args`, or any object with such attributes) describe.
+
+    With a `run_func` every rank calls that; its values, in rank order, are returned.
+    """
+    options = Options.from_args(args, environment.variables())
+    function = getattr(args, "run_func", None)
+    if function is None:
+        _run(options)
+        return None
+    import cloudpickle
+
+    from hora.launch.pickling import pickle_call
+    from hora.launch.start import start
+
+    executable = getattr(args, "executable", None)
+    result = start(options, environment.variables(), function=pickle_call(function), executable=executable)
+    return [cloudpickle.loads(value) for value in result.results if value is not None]
 
 
 def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Options]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from hora.horovod.env import env_without_world
 from hora.launch.environment import module_command
 
-__all__ = ["check_build", "format_build", "probe_build"]
+__all__ = ["check_build", "format_build", "print_build", "probe_build"]
 
 _LIMIT_S = 120.0
 _NO_MPI = "there is no MPI in Hora; a script started by mpirun finds its rank by itself"
@@ -38,6 +38,16 @@ def check_build() -> str:
     from hora.version import horovod_version
 
     return format_build(horovod_version(), probe_build())
+
+
+def print_build(verbose: bool = False) -> None:
+    """Print it, as `horovod.runner.launch.check_build` does; why something does not work, with `verbose`."""
+    problems = probe_build()
+    from hora.version import horovod_version
+
+    print(format_build(horovod_version(), problems))
+    for name, problem in problems.items() if verbose else ():
+        print(f"{name}: {problem}")
 
 
 def format_build(version: str, problems: Mapping[str, str]) -> str:

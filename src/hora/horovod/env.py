@@ -7,12 +7,28 @@ knows more launchers and checks what it finds.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from hora.config import changed_environment
 
-__all__ = ["env", "env_without_world", "get_env_rank_and_size"]
+__all__ = [
+    "IGNORE_REGEXES",
+    "KUBEFLOW_MPI_EXEC",
+    "LOG_LEVEL_STR",
+    "LSFUtils",
+    "env",
+    "env_without_world",
+    "get_env_rank_and_size",
+    "is_exportable",
+    "is_kubeflow_mpi",
+]
+
+LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
+# Variables that belong to a shell or a place, and do not travel to other processes' hosts.
+IGNORE_REGEXES = {"BASH_FUNC_.*", "OLDPWD", ".*CUDA_VISIBLE_DEVICES"}
+KUBEFLOW_MPI_EXEC = "/etc/mpi/kubexec.sh"
 
 _PAIRS = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
@@ -43,6 +59,24 @@ def env(**kwargs: str | None) -> Iterator[None]:
     changes = {name: str(value) for name, value in kwargs.items() if value is not None}
     with changed_environment(changes):
         yield
+
+
+def is_exportable(v: str) -> bool:
+    """Whether a variable of this name may travel."""
+    return not any(re.match(pattern, v) for pattern in IGNORE_REGEXES)
+
+
+def is_kubeflow_mpi() -> bool:
+    """Whether Open MPI was told to reach its hosts by the mpi-operator's old way."""
+    return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC  # noqa: SIM112 - Open MPI's name
+
+
+class LSFUtils:
+    """Whether this is an LSF job. What else Horovod's class answers, only IBM's tools of one machine family know."""
+
+    @staticmethod
+    def using_lsf() -> bool:
+        return "LSB_JOBID" in os.environ
 
 
 def env_without_world() -> dict[str, str]:

@@ -30,6 +30,7 @@ __all__ = [
     "get_average_backwards_compatibility_fun",
     "gloo_built",
     "gpu_available",
+    "is_gloo_used",
     "is_iterable",
     "is_version_greater_equal_than",
     "mpi_built",
@@ -72,6 +73,11 @@ def mpi_built(verbose: bool = False) -> bool | None:
 def gloo_built(verbose: bool = False) -> bool | None:
     """True: gloo comes with torch. None when no extension loads."""
     return _ask_any("gloo_built", verbose)
+
+
+def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
+    """True: whatever was asked for, a job is started by Hora's own controller, which goes by that name."""
+    return True
 
 
 def nccl_built(verbose: bool = False) -> bool | None:

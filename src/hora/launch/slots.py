@@ -16,6 +16,7 @@ from pathlib import Path
 from hora.world import MeetingPoint, World
 
 __all__ = [
+    "INVALID_SLOT_INFO",
     "HostInfo",
     "Slot",
     "get_host_assignments",
@@ -67,6 +68,11 @@ class Slot:
     local_size: int
     cross_size: int
 
+    def to_response_string(self) -> str:
+        """The fields but the host, in Horovod's order, with commas between."""
+        numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
+        return ",".join(map(str, numbers))
+
     def world(
         self, meeting: MeetingPoint, *, worker: int | None = None, generation: int = 0, elastic: bool = False
     ) -> World:
@@ -85,6 +91,10 @@ class Slot:
             launcher="hora",
             meeting=meeting,
         )
+
+
+# Horovod's way to say that a host has no place in the job.
+INVALID_SLOT_INFO = Slot(hostname="", rank=-1, local_rank=-1, cross_rank=-1, size=-1, local_size=-1, cross_size=-1)
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:

@@ -25,7 +25,19 @@ from hora.launch.control.policy import (
     root_cause,
 )
 
-__all__ = ["ElasticPolicy", "End", "Limits", "Notify", "Publish", "Start", "WriteOff"]
+__all__ = [
+    "RESET_LIMIT_EXCEEDED_MESSAGE",
+    "ElasticPolicy",
+    "End",
+    "Limits",
+    "Notify",
+    "Publish",
+    "Start",
+    "WriteOff",
+]
+
+# Horovod's words, which programs look for.
+RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
 
 REMOVED, ADDED = 1, 2  # what a notice tells, as flags
 # A process whose connection ended normally ends too, at once: longer than that means that it was cut off.
@@ -209,8 +221,7 @@ class ElasticPolicy:
         if limits.reset_limit is not None and facts.num_resets >= limits.reset_limit:
             return Fail(
                 root_cause(facts.failures),
-                "Horovod was shutdown because number of resets during elastic job exceeded limit: "
-                f"{limits.reset_limit} (--reset-limit)",
+                f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limits.reset_limit)} (--reset-limit)",
             )
         newcomers = _newcomers(facts)
         chosen = [*survivors, *(w for w in newcomers if w.state is WorkerState.READY)][: limits.max_num_proc]

@@ -162,11 +162,11 @@ def mask(stage_secret: bytes, nonce: bytes, data: bytes) -> bytes:
     return bytes(a ^ b for a, b in zip(data, pad, strict=False))
 
 
-def host_hash() -> str:
+def host_hash(salt: str | None = None) -> str:
     """A name for the place whose processes can share memory: the host, its namespaces and, on YARN, the container."""
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net", "uts") if _has_namespace(kind)]
-    facts = [socket.gethostname(), *spaces, variables().get("CONTAINER_ID", "")]
-    return f"{socket.gethostname()}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}"
+    facts = [socket.gethostname(), *spaces, variables().get("CONTAINER_ID", ""), *([salt] if salt else [])]
+    return f"{socket.gethostname().split('.')[0]}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:32]}"
 
 
 def _has_namespace(kind: str) -> bool:

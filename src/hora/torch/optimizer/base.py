@@ -156,11 +156,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self._backward_seen = True
         self._budgets[key] = budget
         if budget == 0:
-            if self._runtime.config.nan_check:
-                check_finite(parameter, self._parameter_names[parameter], self._runtime.world.rank)
-            self._handed_over.add(key)
-            self._arrivals.append(parameter)
-            self._reducer.ready(parameter)
+            self._allreduce_grad_async(parameter)
+
+    def _allreduce_grad_async(self, parameter: torch.Tensor) -> None:
+        """Begin to reduce the gradient of a parameter. Horovod's name: programs look for it, and some override it."""
+        if self._runtime.config.nan_check:
+            check_finite(parameter, self._parameter_names[parameter], self._runtime.world.rank)
+        self._handed_over.add(id(parameter))
+        self._arrivals.append(parameter)
+        self._reducer.ready(parameter)
 
     # --- the steps of a user's loop ----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Host lists and the places of ranks."""
 
 from hora.launch.slots import (
+    INVALID_SLOT_INFO,
     HostInfo,
     get_host_assignments,
     parse_host_files,
@@ -10,6 +11,7 @@ from hora.launch.slots import (
 from hora.launch.slots import Slot as SlotInfo
 
 __all__ = [
+    "INVALID_SLOT_INFO",
     "HostInfo",
     "SlotInfo",
     "get_host_assignments",

@@ -1,0 +1,3 @@
+"""Keys and digests under their old name. Re-exports only."""
+
+from hora.horovod.secret import *
