@@ -111,8 +111,8 @@ def main() -> None:
     from hora.launch.host import launcher, ssh
 
     # Hosts that are cut off are noticed sooner than users would like.
-    launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 5.0
-    ssh._OPTIONS["ServerAliveInterval"] = "1"
+    launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 15.0
+    ssh._OPTIONS["ServerAliveInterval"] = "5"
     order = json.loads(sys.argv[1])
     results = horovod.run(call, args=(order["plan"],), **order["arguments"])
     print(_RESULT + json.dumps(results), flush=True)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from elastic_job import ElasticJob, assert_good_ending
 from job_process import run_command, running
+
+
+SILENCE_S = 6
+SILENCE = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(SILENCE_S)}
 
 
 def fault(rank: int, step: int, how: str, when: str = "step") -> dict[str, object]:
@@ -47,12 +52,22 @@ def test_two_of_four_die_at_once(tmp_path: Path):
 
 
 def test_a_stopped_rank_is_given_up_and_ended(tmp_path: Path):
-    environment = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    job = ElasticJob(tmp_path, {"faults": [fault(2, 4, "stop")]}, environment, num_proc=3, min_num_proc=2)
+    job = ElasticJob(tmp_path, {"faults": [fault(2, 4, "stop")]}, SILENCE, num_proc=3, min_num_proc=2)
     results = job.results()
     assert_good_ending(job, results)
     assert [result["worker"] for result in results] == [0, 1]
     assert "it does not answer" in job.text()
+
+
+def test_a_launcher_that_was_stopped_itself_blames_no_rank(tmp_path: Path):
+    job = ElasticJob(tmp_path, {"samples": 4000, "epochs": 1, "pause_s": 0.05}, SILENCE, num_proc=2, min_num_proc=1)
+    job.wait_for_step(2)
+    job.process.send_signal(signal.SIGSTOP)
+    time.sleep(SILENCE_S + 2)  # what is tested: a silence longer than ranks are allowed
+    job.process.send_signal(signal.SIGCONT)
+    job.wait_for_step(job.step() + 40)
+    (job.folder / "stop").touch()
+    assert {size for result in job.results() for size in result["sizes"]} == {2}
 
 
 def test_too_few_are_left(tmp_path: Path):

@@ -37,7 +37,10 @@ def wait_for_size(job: ElasticJob, size: int) -> None:
         progress = job.folder / "progress"
         return (progress.exists() and progress.read_text().endswith(f" {size}")) or job.process.poll() is not None
 
-    wait_until(f"the world has {size} ranks", reached)
+    try:
+        wait_until(f"the world has {size} ranks", reached)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; the job so far:\n{job.text()}") from None
     assert job.process.poll() is None, job.text()
 
 

@@ -229,8 +229,9 @@ os.wait()
 
 
 def daemon_pid(session, worker):
-    wait_until("the daemon has begun", lambda: "daemon" in session.tail(worker))
-    return int(re.search(r"daemon (\d+)", session.tail(worker))[1])
+    written = re.compile(r"daemon (\d+)")
+    wait_until("the daemon has begun", lambda: written.search(session.tail(worker)))
+    return int(written.search(session.tail(worker))[1])
 
 
 @pytest.mark.parametrize("how", ["ends", "is stopped"])

@@ -188,6 +188,9 @@ class _Controller:
         else:
             self._ping_at = 0.0
         self.run.wait(min((t for t in times if t is not None), default=None))
+        woken = time.monotonic()
+        if self._ping_at and woken > now + 2 * _PING_S:
+            self._ping_at = woken  # the launcher itself did not run: no worker's silence in that time counts
 
     # ---- actions ------------------------------------------------------------------------------------------
 
