@@ -11,7 +11,6 @@ import pytest
 from elastic_job import ElasticJob, assert_good_ending
 from job_process import run_command, running
 
-
 SILENCE_S = 6
 SILENCE = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(SILENCE_S)}
 
