@@ -3,7 +3,8 @@
     python -m hora.compat script.py [args]     runs a script that says `import cdsw` or `import cml.workers_v1`
     hora.compat.install()                      makes the names importable in this process
 
-`cdsw` and `cml` exist on Cloudera machines, so they are not shipped as packages; a real one is never replaced.
+`cdsw` and `cml` exist on Cloudera machines, so they are not shipped as packages; a real one is never replaced. The script's
+own commands find this Python first, and a stand-in for `mpirun` (`hora mpirun`) where there is none.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import importlib.util
 import os
 import runpy
 import secrets
+import shutil
 import sys
 import types
 from pathlib import Path
 
 from hora import workers
-from hora.launch.environment import set_missing, variables
+from hora.launch.environment import put_first_on_path, set_missing, variables
 from hora.workers.record import new_id
 
 __all__ = ["install"]
@@ -85,9 +87,18 @@ def main() -> None:
         print("usage: python -m hora.compat script.py [arguments of the script]", file=sys.stderr)
         raise SystemExit(2)
     install()
+    _prepare_path()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _prepare_path() -> None:
+    """What a session's image has: `python3` and `horovodrun` of this installation, and an `mpirun`."""
+    put_first_on_path(os.path.dirname(sys.executable))
+    if shutil.which("mpirun") is None:
+        put_first_on_path(str(Path(__file__).with_name("bin")))
+        set_missing({"HORA_PYTHON": sys.executable, "HORA_COMPAT_PID": str(os.getpid())})
 
 
 if __name__ == "__main__":

@@ -102,8 +102,12 @@ class World:
         """Make this process's environment tell of this world, for code that reads the variables itself."""
         os.environ.update(self.to_env())
 
-    def to_env(self) -> dict[str, str]:
-        """The variables from which `from_env` rebuilds this world in a worker (the secret itself is not among them)."""
+    def to_env(self, *, mpi_names: bool = False) -> dict[str, str]:
+        """The variables from which `from_env` rebuilds this world in a worker (the secret itself is not among them).
+
+        `mpi_names`: also those under which scripts and wrappers look for their place below Open MPI's mpirun. None by which
+        an MPI library would take itself for started by it.
+        """
         env = {
             "HOROVOD_RANK": str(self.rank),
             "HOROVOD_SIZE": str(self.size),
@@ -125,6 +129,15 @@ class World:
             env["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self.meeting.port)
             env["HORA_JOB"] = self.meeting.job
             env["HORA_SECRET_FILE"] = self.meeting.secret_file
+        if mpi_names:
+            env |= {
+                "OMPI_COMM_WORLD_RANK": str(self.rank),
+                "OMPI_COMM_WORLD_SIZE": str(self.size),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(self.local_rank),
+                "OMPI_COMM_WORLD_LOCAL_SIZE": str(self.local_size),
+                "OMPI_COMM_WORLD_NODE_RANK": str(self.local_rank),
+                "OMPI_UNIVERSE_SIZE": str(self.size),
+            }
         return env
 
 

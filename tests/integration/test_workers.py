@@ -94,7 +94,7 @@ def test_a_worker_that_already_succeeded_is_a_failure_when_running_was_wanted():
 
 def test_over_asking_is_refused_in_the_original_shape():
     with pytest.warns(UserWarning, match="1 of 1 workers were not launched: 1000 CPU cores"):
-        (refused,) = launch(1, cpu=1000)
+        (refused,) = launch(1, cpu=1000, strict=True)
     assert "id" not in refused
     assert "1000 CPU cores" in refused["message"]
     assert workers.stop_workers(refused)[0].status_code == 404
@@ -324,7 +324,7 @@ def test_on_the_command_line(tmp_path):
     try:
         assert "running" in hora("await", worker["id"], "--running").stdout
         assert worker["id"] in hora("list").stdout
-        refused = hora("launch", "--cpu", "1000", "--code", "pass", check=False)
+        refused = hora("launch", "--strict", "--cpu", "1000", "--code", "pass", check=False)
         assert refused.returncode == 1
         assert "1000 CPU cores" in refused.stdout
         together = ("-n", "2", "--cpu", str(len(os.sched_getaffinity(0)) - 1), "--all-or-nothing", "--wait", "0.1")

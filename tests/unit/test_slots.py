@@ -33,11 +33,13 @@ def test_malformed_hosts_are_refused_with_what_to_write(text):
 
 def test_hostfile_skips_blanks_and_comments_and_defaults_to_one_slot(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text("# our cluster\n\nnode1 slots=4\n  node2   slots = 2  # half\nnode3\n")
-    assert parse_host_files(str(path)) == "node1:4,node2:2,node3:1"
+    path.write_text(
+        "# our cluster\n\nnode1 slots=4\n  node2   slots = 2  # half\nnode3\nnode4:3\nnode5 slots=2 max_slots=4\n"
+    )
+    assert parse_host_files(str(path)) == "node1:4,node2:2,node3:1,node4:3,node5:2"
 
 
-@pytest.mark.parametrize("line", ["node1 slots=x", "node1 slots", "node1:4", "node 1 slots=2", "node1 slots=4 max=8"])
+@pytest.mark.parametrize("line", ["node1 slots=x", "node1 slots", "node1:x", "node 1 slots=2", "node1 slots=4 max=8"])
 def test_a_bad_hostfile_line_is_named(tmp_path, line):
     path = tmp_path / "hosts"
     path.write_text(f"node0 slots=1\n{line}\n")

@@ -41,6 +41,32 @@ def test_what_does_not_fit_is_refused_in_words(request_, words):
         MACHINE.grant("a", **request_)
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "asked", "share"),
+    [(2, 2, 2), (1, 4, 4), (2, 4, 2), (3, 2, 4 / 3), (8, 1, 1), (8, 0.5, 0.5), (9, 0.5, 0.5)],
+)
+def test_too_few_cores_are_shared(num_workers, asked, share):
+    assert MACHINE.fair_share(num_workers, asked) == pytest.approx(share)
+    capacity = MACHINE
+    for number in range(num_workers):
+        capacity = capacity.grant(str(number), cpu=share, memory_gib=1, num_gpus=0, share_cores=True)
+    used = [core for grant in capacity.grants.values() for core in grant.cores]
+    assert max(used.count(core) for core in MACHINE.cores) - min(used.count(core) for core in MACHINE.cores) <= 1
+
+
+def test_cores_that_are_in_use_are_shared_from_one_core_on():
+    full = MACHINE.grant("a", cpu=4, memory_gib=1, num_gpus=0)
+    assert full.fair_share(2, 3) == 1
+    assert full.fair_share(2, 0.25) == 0.25
+
+
+def test_memory_and_gpus_are_never_shared():
+    with pytest.raises(Refused, match="17 GiB"):
+        MACHINE.grant("a", cpu=100, memory_gib=17, num_gpus=0, share_cores=True)
+    with pytest.raises(Refused, match="3 GPUs"):
+        MACHINE.grant("a", cpu=100, memory_gib=1, num_gpus=3, share_cores=True)
+
+
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1, 2]), st.integers(0, 1), st.booleans()), max_size=20))
 def test_nothing_is_ever_given_twice(requests):
     capacity, names = MACHINE, []

@@ -31,6 +31,9 @@ class Command:
 
 COMMANDS = {
     "run": Command("hora.cli.run:main", "run a command as several processes: hora run -np 4 python train.py"),
+    "mpirun": Command(
+        "hora.cli.mpirun:main", "run a command line of mpirun without MPI: hora mpirun -np 2 -H a:1,b:1 …"
+    ),
     "doctor": Command(
         "hora.cli.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
     ),

@@ -1,7 +1,7 @@
 """The commands `horovodrun` and `hora run`: flags in, exit status out.
 
-Both run the same job; they differ in how they end. `horovodrun` fails as Horovod's does, with a traceback and
-status 1; `hora run` prints what went wrong and exits with the first failing rank's own status.
+Both run the same job and print what went wrong; they differ in how they end. `horovodrun` fails as Horovod's does, with
+status 1; `hora run` exits with the first failing rank's own status, as `hora mpirun` does (`mpirun`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hora.errors import JobFailedError
 from hora.launch import environment, flags
 from hora.launch.options import Options, all_options
 
-__all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run"]
+__all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run", "set_up_log", "status_of"]
 
 
 class HorovodArgs:
@@ -73,31 +73,33 @@ def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Optio
 def _run(options: Options) -> None:
     from hora.launch.start import start
 
-    _set_up_log(options)
+    set_up_log(options)
     start(options, environment.variables())
 
 
 def horovodrun() -> int:
-    """The console script. A failed job is an uncaught error, so that it shows a traceback and status 1."""
-    return _status("horovodrun", sys.argv[1:], traceback=True)
+    """The console script. A failed job is status 1, whatever the rank's own was."""
+    return status_of("horovodrun", lambda: _run(_parse(sys.argv[1:], prog="horovodrun")[1]), failed=1)
 
 
 def main(argv: Sequence[str]) -> int:
     """`hora run`."""
-    return _status("hora run", argv, traceback=False)
+    return status_of("hora run", lambda: _run(_parse(argv, prog="hora run")[1]))
 
 
-def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
+def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = None) -> int:
+    """The exit status of a command that runs a job, which says on standard error what went wrong.
+
+    `failed`: the status of a failed job, instead of the first failing rank's own.
+    """
     try:
-        _run(_parse(argv, prog=prog)[1])
+        run_job()
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     except JobFailedError as error:
-        if traceback:
-            raise
         print(f"{prog}: {error}", file=sys.stderr)
-        return error.exit_code or 1
+        return failed or error.exit_code or 1
     except (RuntimeError, OSError) as error:  # hosts out of reach, a start that took too long, a full disk
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
@@ -106,7 +108,7 @@ def _status(prog: str, argv: Sequence[str], *, traceback: bool) -> int:
     return 0
 
 
-def _set_up_log(options: Options) -> None:
+def set_up_log(options: Options) -> None:
     """Show the launcher's own messages, and whose they are, from the asked level on (warnings, unless asked)."""
     import logging
 

@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a variable for them; repeatable",
     )
     launch.add_argument("--all-or-nothing", action="store_true", help="start none unless all fit")
+    launch.add_argument("--strict", action="store_true", help="refuse what asks for more cores than are free")
     launch.add_argument(
         "--wait", type=float, default=0.0, metavar="SECONDS", help="with --all-or-nothing: how long to wait for room"
     )
@@ -112,6 +113,7 @@ def _launch(options: argparse.Namespace) -> int:
             name=options.name,
             all_or_nothing=options.all_or_nothing,
             wait_seconds=options.wait,
+            strict=options.strict,
             log_dir=options.log_dir,
         )
     _show(options, workers)
@@ -119,12 +121,16 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    _show(options, api.list_workers() if daemon.find(os.getcwd()) else [])
+    _show(options, api.list_workers() if _has_session() else [])
     return 0
 
 
+def _has_session() -> bool:
+    return bool(daemon.find(os.getcwd()) or daemon.find_script(os.getcwd()))
+
+
 def _require_session() -> None:
-    if daemon.find(os.getcwd()) is None:
+    if not _has_session():
         raise ValueError(f"no workers were launched in {os.getcwd()}; use `hora workers launch`")
 
 

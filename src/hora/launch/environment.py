@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["module_command", "replace_variables", "set_missing", "variables"]
+__all__ = ["module_command", "put_first_on_path", "replace_variables", "set_missing", "variables"]
 
 
 def variables() -> dict[str, str]:
@@ -28,6 +28,12 @@ def set_missing(env: Mapping[str, str]) -> None:
     """Set those of these that are not set."""
     for name, value in env.items():
         os.environ.setdefault(name, value)
+
+
+def put_first_on_path(*folders: str) -> None:
+    """Have this process, and those it starts, look for commands in these folders first."""
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join([*folders, *(entry for entry in path if entry not in folders)])
 
 
 # As `python -m`, which however looks for modules in the current directory first: in a folder that others can write to

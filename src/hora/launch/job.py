@@ -32,11 +32,12 @@ class OutputOptions:
 
     `stdout` / `stderr`: streams (text or binary) that receive the lines; None is this process's own at the
     time of the run. `console=False` shows nothing there (files and log tails still get the lines).
-    `directory`: also write `<directory>/rank.<r>/{stdout,stderr}`.
+    `directory`: also write `<directory>/rank.<r>/{stdout,stderr}`. `tag` stands before the rank in the prefix.
     """
 
     prefix: bool = True
     timestamp: bool = False
+    tag: str = ""
     console: bool = True
     directory: str | None = None
     stdout: IO[Any] | None = None
@@ -77,7 +78,8 @@ class Job:
 
     `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
     connection. `env` is what workers get besides their place in the world: local workers get exactly this,
-    remote ones get it on top of their login environment. Secrets never belong in it.
+    remote ones get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its
+    place under the names that Open MPI's mpirun gives it, for scripts that look there.
     """
 
     slots: tuple[Slot, ...]
@@ -92,6 +94,7 @@ class Job:
     verbose: bool = False
     title: str = ""
     watching: Watching | None = None
+    mpi_names: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.command) == (self.function is not None):

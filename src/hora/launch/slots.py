@@ -28,7 +28,7 @@ __all__ = [
 
 # A leading dash would make a name look like an option to ssh.
 _HOST = re.compile(r"(?!-)([\w.-]+):([0-9]+)")
-_HOSTFILE_LINE = re.compile(r"(?!-)([\w.-]+)(?:\s+slots\s*=\s*([0-9]+))?")
+_HOSTFILE_LINE = re.compile(r"(?!-)([\w.-]+)(?::([0-9]+)|\s+slots\s*=\s*([0-9]+)(?:\s+max[_-]slots\s*=\s*[0-9]+)?)?")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def parse_hosts_and_slots(hosts_string: str) -> tuple[list[str], dict[str, int]]
 
 
 def parse_host_files(filename: str | Path) -> str:
-    """Reads a hostfile: `name slots=N` a line, blank lines and # comments skipped, one slot by default."""
+    """Reads a hostfile: `name slots=N` or `name:N` a line, blank lines and # comments skipped, one slot by default."""
     try:
         text = Path(filename).read_text(encoding="utf-8")
     except OSError as error:
@@ -125,9 +125,9 @@ def parse_host_files(filename: str | Path) -> str:
         if not match:
             raise ValueError(
                 f"Invalid host input in {str(filename)!r}, line {number}: {content!r}. "
-                "Write each line as `name slots=N`."
+                "Write each line as `name slots=N` or `name:N`."
             )
-        hosts.append(f"{match[1]}:{match[2] or 1}")
+        hosts.append(f"{match[1]}:{match[2] or match[3] or 1}")
     if not hosts:
         raise ValueError(f"the hostfile {str(filename)!r} names no host; add lines such as `node1 slots=4`")
     return ",".join(hosts)

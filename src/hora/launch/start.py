@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,9 @@ def start(
     *,
     function: bytes | None = None,
     executable: str | None = None,
+    adjust: Callable[[Job], Job] = lambda job: job,
 ) -> JobResult:
-    """Run the command of `options`, or the pickled `function`, to its end.
+    """Run the command of `options`, or the pickled `function`, to its end. `adjust` has the last word on the job.
 
     ValueError for a request that cannot be met, JobFailedError when a worker fails.
     """
@@ -45,7 +46,7 @@ def start(
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
     elastic = elastic_spec(options, environ) if options.elastic else None
-    job = make_job(options, environ, elastic, function=function, executable=executable)
+    job = adjust(make_job(options, environ, elastic, function=function, executable=executable))
     launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
     if elastic is None:
         return run_job(job, launcher)

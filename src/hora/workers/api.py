@@ -4,11 +4,14 @@
 2. A session that `hora workers launch` keeps for this folder.
 3. Otherwise a session of this process's own, which ends with it. Under `hora.compat` its name is in the environment, so
    that the processes it starts speak to it too.
+4. A process that has none, in a second terminal, lists, awaits and stops the workers of the first script that has launched
+   some in the same folder.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import numbers
 import os
@@ -97,17 +100,18 @@ class RemoteSession:
 
 
 _lock = threading.Lock()
-_own: tuple[int, Session, Gateway] | None = None  # with the process it belongs to: a forked child has none
+# With the process it belongs to: a forked child has none. The second gateway is the one that a second terminal finds.
+_own: tuple[int, Session, list[Gateway]] | None = None
 
 
-def _session() -> _Sessions:
+def _session(*, launching: bool = False) -> _Sessions:
     given = _given_name()
-    if given is not None and variables().get("CDSW_MASTER_ID"):
+    if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and daemon.runs(given[0]))):
         return RemoteSession(*given)
     found = daemon.find(os.getcwd())
-    if found is not None:
-        return RemoteSession(*found)
-    return _own_session()
+    if found is None and not launching and (_own is None or _own[0] != os.getpid()):
+        found = daemon.find_script(os.getcwd())
+    return _own_session(launching=launching) if found is None else RemoteSession(*found)
 
 
 def _given_name() -> tuple[str, str] | None:
@@ -117,7 +121,7 @@ def _given_name() -> tuple[str, str] | None:
     return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
 
 
-def _own_session() -> _Sessions:
+def _own_session(*, launching: bool) -> _Sessions:
     global _own
     with _lock:
         if _own is None or _own[0] != os.getpid():
@@ -132,8 +136,13 @@ def _own_session() -> _Sessions:
             session = Session(measure(environ), environ, address=gateway.name, key=key)
             gateway.open(session)
             atexit.register(_close, os.getpid())
-            _own = (os.getpid(), session, gateway)
-        return _own[1]
+            _own = (os.getpid(), session, [gateway])
+        _, session, gateways = _own
+        if launching and len(gateways) == 1:
+            with contextlib.suppress(OSError):  # another script of this folder was the first
+                gateways.append(Gateway(*daemon.name_of(os.getcwd(), "script")))
+                gateways[-1].open(session)
+        return session
 
 
 def _close(owner: int) -> None:
@@ -141,7 +150,8 @@ def _close(owner: int) -> None:
     with _lock:
         own, _own = _own, None
     if own is not None and owner == os.getpid():
-        own[2].close()
+        for gateway in own[2]:
+            gateway.close()
         own[1].close()
 
 
@@ -161,17 +171,19 @@ def launch_workers(
     *,
     all_or_nothing: bool = False,
     wait_seconds: float = 0,
+    strict: bool = False,
     raise_on_error: bool = False,
     log_dir: str = "",
     backend: str = "auto",
 ) -> list[dict[str, Any]]:
     """Start `n` workers with `cpu` cores and `memory` GiB each; returns one dict per worker without waiting for them.
 
-    `script` wins over `code`. A launch that was refused is a dict without `id`, with `message` (and a warning; with
-    `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is started; `wait_seconds` is how long to
-    wait for room before that. `backend`: `local` processes, tasks of the active `spark` session, or `auto`: Spark where
-    this process has a session on a cluster. The accelerator and resource arguments of the original are accepted and have
-    no meaning here.
+    `script` wins over `code`. Where there are fewer cores than were asked for, the workers share them, with a warning;
+    `strict` refuses instead, as memory and GPUs that are not there always are. A launch that was refused is a dict without
+    `id`, with `message` (and a warning; with `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is
+    started; `wait_seconds` is how long to wait for room before that. `backend`: `local` processes, tasks of the active
+    `spark` session, or `auto`: Spark where this process has a session on a cluster. The accelerator and resource arguments
+    of the original are accepted and have no meaning here.
     """
     if kernel not in ("python3", "python2", "r", "scala", ""):
         raise ValueError(f"kernel must be python3, but it is {kernel!r}")
@@ -201,12 +213,16 @@ def launch_workers(
         "env": {str(key): str(value) for key, value in (env or {}).items()},
         "name": name,
         "all_or_nothing": all_or_nothing,
+        "strict": strict,
         "wait_s": float(wait_seconds),
         "log_dir": os.path.abspath(log_dir) if log_dir else "",
         "backend": backend,
     }
-    answers = _session().launch(n, request)
+    answers = _session(launching=True).launch(n, request)
     refused = [answer["message"] for answer in answers if "id" not in answer]
+    notes = [answer["message"] for answer in answers if "id" in answer and answer["message"]]
+    if notes:
+        warnings.warn(notes[0], stacklevel=2)
     if refused:
         text = f"{len(refused)} of {n} workers were not launched: {refused[0]}"
         if raise_on_error:

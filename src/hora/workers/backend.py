@@ -39,6 +39,9 @@ class Backend(Protocol):
     def settle(self, n: int) -> None:
         """Wait until it is known whether `n` more workers fit. The session's lock is not held."""
 
+    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The request as `n` workers can have it: where cores are too few, a share of them and a `note` that says so."""
+
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         """Set something aside for this worker; raises Refused."""
 
@@ -87,6 +90,17 @@ class LocalBackend:
     def settle(self, n: int) -> None:
         pass  # what this machine has is known
 
+    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        asked, there_are, free = request["cpu"], len(self._capacity.cores), self._capacity.free_cores
+        if not n * asked > free + 1e-9:
+            return request
+        share = self._capacity.fair_share(n, asked)
+        note = (
+            f"{n} workers with {asked:g} CPU cores each were asked for, but {max(free, 0):g} of {there_are} are free: "
+            f"each has {share:g}, and shares them (strict=True refuses instead)"
+        )
+        return {**request, "cpu": share, "share_cores": True, "note": note}
+
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         try:
             self._capacity = self._capacity.grant(
@@ -94,6 +108,7 @@ class LocalBackend:
                 cpu=request["cpu"],
                 memory_gib=request["memory"],
                 num_gpus=request["nvidia_gpu"],
+                share_cores=request.get("share_cores", False),
                 claim=self._claims.claim,
             )
         finally:

@@ -1,6 +1,7 @@
 """What a machine can give to workers, and what it has given. Pure: the session asks before it starts anything.
 
-Cores are counted as fractions and bound as whole ones; GPUs are never shared. What does not fit is refused in words.
+Cores are counted as fractions and bound as whole ones; GPUs are never shared. What does not fit is refused in words; cores
+can be shared instead, which `fair_share` decides before anything is granted.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class Capacity:
         cpu: float,
         memory_gib: float,
         num_gpus: int,
+        share_cores: bool = False,
         claim: Callable[[str], bool] = lambda gpu: True,
     ) -> Capacity:
         """A capacity that has given this much to `worker`; raises Refused.
 
-        `claim` says whether a GPU that is free here is free for us; it is asked only when all else fits, and only until
-        there are enough.
+        `share_cores`: the cores may be used by others too. `claim` says whether a GPU that is free here is free for us; it
+        is asked only when all else fits, and only until there are enough.
         """
         for name, value in (("cpu", cpu), ("memory", memory_gib)):
             if not value > 0 or not math.isfinite(value):
@@ -56,10 +58,9 @@ class Capacity:
         if num_gpus < 0:
             raise Refused(f"nvidia_gpu must not be negative, but it is {num_gpus}")
         used = list(self.grants.values())
-        free_cpu = len(self.cores) - sum(grant.cpu for grant in used)
         free_memory = self.memory_gib - sum(grant.memory_gib for grant in used)
         for what, wanted, free, there_is in (
-            ("CPU cores", cpu, free_cpu, len(self.cores)),
+            ("CPU cores", cpu, math.inf if share_cores else self.free_cores, len(self.cores)),
             ("GiB of memory", memory_gib, free_memory, self.memory_gib),
             ("GPUs", num_gpus, len(self._free_gpus()), len(self.gpus)),
         ):
@@ -73,6 +74,16 @@ class Capacity:
         return Capacity(
             cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants={**self.grants, worker: grant}
         )
+
+    def fair_share(self, n: int, cpu: float) -> float:
+        """How many cores each of `n` workers gets that ask for `cpu`: those, or what is free divided by `n`, and a core at
+        least, which it then shares with others."""
+        return cpu if n * cpu <= self.free_cores + 1e-9 else min(cpu, max(self.free_cores / n, 1.0))
+
+    @property
+    def free_cores(self) -> float:
+        """Those that no worker has; below zero when they are shared."""
+        return len(self.cores) - sum(grant.cpu for grant in self.grants.values())
 
     def release(self, worker: str) -> Capacity:
         """A capacity that has what `worker` had."""

@@ -16,7 +16,7 @@ import sys
 
 from hora.launch.environment import module_command
 
-__all__ = ["end", "find", "name_of", "start"]
+__all__ = ["end", "find", "find_script", "name_of", "runs", "start"]
 
 _IDLE_LIMIT_S = 3600.0
 _START_LIMIT_S = 60.0
@@ -24,22 +24,36 @@ _LEAVE_LIMIT_S = 5.0
 _END_LIMIT_S = 30.0
 
 
-def name_of(folder: str) -> tuple[str, str]:
-    """Socket name and key of the session of this user and folder. The socket itself answers to this user only."""
-    digest = hashlib.sha256(f"{os.getuid()}:{os.path.realpath(folder)}".encode()).hexdigest()
+def name_of(folder: str, whose: str = "") -> tuple[str, str]:
+    """Socket name and key of the session of this user and folder. The socket itself answers to this user only.
+
+    `whose`: empty for the daemon's, `script` for that of the first script that has launched workers there.
+    """
+    digest = hashlib.sha256(f"{os.getuid()}:{os.path.realpath(folder)}{whose and ':' + whose}".encode()).hexdigest()
     return f"hora-workers-{digest[:32]}", digest[32:]
 
 
 def find(folder: str) -> tuple[str, str] | None:
     """Name and key of the folder's session, if it runs."""
+    name, key = name_of(folder)
+    return (name, key) if runs(name) else None
+
+
+def find_script(folder: str) -> tuple[str, str] | None:
+    """Name and key of the session of a script in this folder, if one runs that has launched workers."""
+    name, key = name_of(folder, "script")
+    return (name, key) if runs(name) else None
+
+
+def runs(name: str) -> bool:
+    """Whether a process of this user serves a session by this name."""
     from hora.workers.gateway import server_pid
 
-    name, key = name_of(folder)
     try:
         server_pid(name)
     except OSError:
-        return None
-    return name, key
+        return False
+    return True
 
 
 def start(folder: str) -> tuple[str, str]:

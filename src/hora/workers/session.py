@@ -74,14 +74,16 @@ class Session:
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Start `n` workers; one dict for each, in order. What does not fit is a dict without `id`, with `message`.
 
-        With `all_or_nothing` in the request nothing starts then, and `wait_s` says for how long to wait for room first.
+        Too few cores are shared, which the `message` then says, unless the request is `strict` or wants all or nothing. With
+        `all_or_nothing` in the request nothing starts then, and `wait_s` says for how long to wait for room first.
         """
         backend = self._backend(request)
         backend.settle(n)
+        exact = request.get("strict") or request.get("all_or_nothing")
         deadline = time.monotonic() + float(request.get("wait_s", 0.0))
         with self._changed:
             while True:
-                answers, launched = self._reserve(n, request, backend)
+                answers, launched = self._reserve(n, request if exact else backend.shared(n, request), backend)
                 if len(launched) == n or not request.get("all_or_nothing"):
                     break
                 self._undo(launched, backend)
@@ -200,7 +202,7 @@ class Session:
             stopped = record.id in self._stopping
             record.status = "stopped" if stopped else "succeeded" if ended.code == 0 else "failed"
             record.exit_code, record.finished_at = ended.code, time.time()
-            record.message = ended.reason
+            record.message = ended.reason or record.message
             backend.release(record.id)
             backend.clear_up(ended.worker)
             self._changed.notify_all()
@@ -237,6 +239,7 @@ class Session:
             memory=request["memory"],
             nvidia_gpu=request["nvidia_gpu"],
             created_at=time.time(),
+            message=request.get("note", ""),
             app_port=8100 + number % 15000 * 3,
         )
         if request.get("log_dir"):

@@ -61,6 +61,9 @@ class SparkBackend:
         except ValueError:
             return  # `reserve` says it, worker by worker
 
+    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return request  # a task has the cores that Spark gives it
+
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         conf = self._context.getConf()
         cores, gpus = float(conf.get("spark.task.cpus", "1")), float(conf.get("spark.task.resource.gpu.amount", "0"))

@@ -134,7 +134,7 @@ class JobRun:
                 worker=world.worker,
                 slot=slot,
                 argv=self._argv,
-                env={**job.env, "PYTHONUNBUFFERED": "1", **telemetry, **world.to_env()},
+                env={**job.env, "PYTHONUNBUFFERED": "1", **telemetry, **world.to_env(mpi_names=job.mpi_names)},
                 cwd=job.cwd,
                 private_files={"HORA_SECRET_FILE": self._secret},
                 grace_s=job.grace_s,

@@ -107,7 +107,7 @@ class Output:
             return b""
         when = time.asctime() if self._options.timestamp else ""
         name = self._names.get(worker) or self._ranks.get(worker, worker)
-        return f"{when}[{name}]<{stream}>:".encode()
+        return f"{when}[{self._options.tag}{name}]<{stream}>:".encode()
 
     def _write(self, key: tuple[int, str], data: bytes) -> None:
         if not data:

@@ -1,0 +1,167 @@
+"""The command `hora mpirun`: an mpirun line, as it stands, started by our launcher where there is no MPI.
+
+It is not installed as `mpirun`, which would hide a real one. `python -m hora.compat` puts it on the PATH under that name for
+the script that it runs; `hora mpirun --install DIR` writes `mpirun` and `mpiexec` into a folder of yours.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import select
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hora.cli.run import set_up_log, status_of
+from hora.launch import environment
+from hora.launch.job import Job, OutputOptions
+from hora.launch.mpirun import MpiCommand, parse
+from hora.launch.options import Options
+from hora.launch.slots import place_ranks
+from hora.net import address
+
+__all__ = ["main"]
+
+_USAGE = """usage: hora mpirun -np N [-H host:slots,…] [Open MPI's options] command [args ...]
+       hora mpirun --install DIR     write mpirun and mpiexec into a folder, for scripts that call them"""
+_NAMES = ("mpirun", "mpiexec")
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if argv else 2
+    if argv[0] == "--install":
+        return status_of("hora mpirun", lambda: _install(argv[1:]))
+    return status_of("hora mpirun", lambda: _run(argv))
+
+
+def _install(folders: Sequence[str]) -> None:
+    if len(folders) != 1:
+        raise ValueError("--install takes one folder, for example --install ~/mpi-bin")
+    folder = Path(folders[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(environment.module_command(sys.executable, "hora", "mpirun"))
+    for name in _NAMES:
+        if (folder / name).exists():
+            raise ValueError(f"there is already a file {folder / name}; choose another folder")
+    for name in _NAMES:
+        (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (folder / name).chmod(0o755)
+    print(f"wrote {' and '.join(_NAMES)}; now: export PATH={shlex.quote(str(folder.resolve()))}:$PATH")
+
+
+def _run(argv: Sequence[str]) -> None:
+    from hora.launch.start import start
+
+    environ = environment.variables()
+    asked = parse(argv, environ)
+    if asked.version:
+        from hora.version import version
+
+        print(f"mpirun (Hora {version()}, which takes the command line of Open MPI)")
+        return
+    placed = asked.placed(len(os.sched_getaffinity(0)))
+    if asked.num_proc is None and not asked.hosts:
+        _say(f"no -np and no hosts: one process for each of {len(placed)} cores")
+    if asked.left_out:
+        _say(f"without effect here: {'; '.join(asked.left_out)}")
+    unset = [name for name in asked.passed_variables if name not in environ]
+    if unset:
+        _say(f"-x {' -x '.join(unset)}: not set here, so there is nothing to pass on")
+    environ |= asked.set_variables
+    if asked.ssh_options or asked.ssh_program:
+        environ.setdefault("HORA_SSH", f"{asked.ssh_program or 'ssh'} {asked.ssh_options}")
+    if asked.directory is not None:
+        os.chdir(asked.directory)
+    options = _options(asked, placed)
+    set_up_log(options)
+    _end_with_the_session(environ.get("HORA_COMPAT_PID", ""))
+    if asked.limit_s is not None:
+        _end_after(asked.limit_s)
+    start(options, environ, adjust=lambda job: _adjusted(job, asked, placed))
+
+
+def _say(text: str) -> None:
+    print(f"hora mpirun: {text}", file=sys.stderr, flush=True)
+
+
+def _options(asked: MpiCommand, placed: Sequence[str]) -> Options:
+    hosts = {name: placed.count(name) for name in placed}
+    # Processes of this machine alone talk over loopback, whatever interface the line names.
+    elsewhere = any(not address.is_local(name) for name in hosts)
+    nics = _interfaces(asked.interface) if asked.interface and elsewhere else None
+    return Options(
+        command=asked.command,
+        num_proc=len(placed),
+        hosts=",".join(f"{name}:{slots}" for name, slots in hosts.items()),
+        nics=nics,
+        output_filename=asked.output_directory,
+        verbose=asked.verbose or None,
+    )
+
+
+def _interfaces(text: str) -> frozenset[str]:
+    """The interfaces that a list of names, or of networks as 10.3.0.0/16, means."""
+    names = {name for _, name in socket.if_nameindex()}
+    found = set()
+    for item in filter(None, text.split(",")):
+        if "/" not in item:
+            found.add(item)
+            continue
+        network = ipaddress.ip_network(item, strict=False)
+        for name in names:
+            try:
+                own = address.interface_address([name])
+            except ValueError:
+                continue
+            if ipaddress.ip_address(own) in network:
+                found.add(name)
+    if not found:
+        raise ValueError(f"no network interface of this machine is in {text}; it has {', '.join(sorted(names))}")
+    return frozenset(found)
+
+
+def _adjusted(job: Job, asked: MpiCommand, placed: Sequence[str]) -> Job:
+    output = OutputOptions(
+        prefix=asked.tagged or asked.timestamped,
+        timestamp=asked.timestamped,
+        tag="1,",
+        directory=asked.output_directory,
+        stderr=sys.stdout if asked.merged else None,
+    )
+    if asked.verbose:
+        _say("ranks on hosts: " + ", ".join(f"{rank} {name}" for rank, name in enumerate(placed)))
+    return replace(job, slots=tuple(place_ranks(placed)), output=output, mpi_names=True)
+
+
+def _end_after(limit_s: float) -> None:
+    def end() -> None:
+        _say(f"the job is ended after {limit_s:g} s (--timeout)")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_with_the_session(pid: str) -> None:
+    """Inside `hora.compat` the job ends when the process that runs the script does, as a session's jobs do."""
+    if not pid.isdecimal():
+        return
+    try:
+        session = os.pidfd_open(int(pid))
+    except ProcessLookupError:
+        raise RuntimeError(f"the session (process {pid}) has ended") from None
+
+    def watch() -> None:
+        select.select([session], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="hora-session", daemon=True).start()

@@ -1,0 +1,263 @@
+"""Reads a command line of `mpirun` (Open MPI's, with what MPICH's, Intel's and HPE's add) as a job of ours. Pure.
+
+What has a meaning here is taken over: processes, hosts, variables, directory, output, the interface, ssh's options. What tunes
+MPI's own transports is dropped; everything else that is left out is named once, in `left_out`. Called by `hora mpirun`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hora.launch.slots import HostInfo, parse_host_files
+
+__all__ = ["MpiCommand", "parse"]
+
+_T = TypeVar("_T")
+
+
+def _each(names: str, value: _T) -> dict[str, _T]:
+    return dict.fromkeys(names.split(), value)
+
+
+# Every option must be known with its number of values: what follows the first word that is neither is the program.
+_NUM_VALUES = {
+    **_each("np n c H host hosts hostfile machinefile default-hostfile f", 1),
+    **_each("x bind-to map-by rank-by ppn perhost N npernode prefix path wdir wd", 1),
+    **_each("output-filename outfile-pattern errfile-pattern timeout genvlist envlist", 1),
+    **_each("env launcher bootstrap bootstrap-exec-args iface cpu-bind depth d", 1),
+    **_each("mca gmca prtemca pmixmca genv", 2),
+    **_each("allow-run-as-root tag-output l prepend-rank timestamp-output oversubscribe nooversubscribe", 0),
+    **_each("report-bindings display-map display-allocation v verbose merge-stderr-to-stdout noprefix", 0),
+    **_each("genvall envall quiet q version V", 0),
+}
+_NO_MEANING = _each(
+    "allow-run-as-root prefix path noprefix nooversubscribe genvall envall quiet q launcher bootstrap", True
+)
+_HOST = re.compile(r"(?!-)[\w.-]+(?::[0-9]+)?")
+_INTERFACES = ("btl_tcp_if_include", "oob_tcp_if_include")
+_HOSTFILES = ("orte_default_hostfile", "prte_default_hostfile")
+
+
+@dataclass(kw_only=True)
+class MpiCommand:
+    """What an `mpirun` line asks for."""
+
+    command: tuple[str, ...] = ()
+    num_proc: int | None = None
+    hosts: list[HostInfo] = field(default_factory=list)
+    per_host: int | None = None
+    by_node: bool = False  # ranks go round the hosts, instead of filling one after the other
+    oversubscribe: bool = False
+    set_variables: dict[str, str] = field(default_factory=dict)
+    passed_variables: list[str] = field(default_factory=list)
+    directory: str | None = None
+    tagged: bool = False
+    timestamped: bool = False
+    merged: bool = False
+    output_directory: str | None = None
+    verbose: bool = False
+    interface: str | None = None
+    ssh_options: str = ""
+    ssh_program: str = ""
+    limit_s: float | None = None
+    version: bool = False
+    left_out: list[str] = field(default_factory=list)
+
+    def placed(self, default_slots: int) -> list[str]:
+        """The host of every rank, in order; `default_slots`: of this machine, where no host is named."""
+        hosts = self.hosts or [HostInfo("localhost", max(default_slots, self.num_proc or 0))]
+        if self.per_host is not None:
+            hosts = [HostInfo(host.hostname, self.per_host) for host in hosts]
+        merged: dict[str, int] = {}
+        for host in hosts:
+            merged[host.hostname] = merged.get(host.hostname, 0) + host.slots
+        num_slots = sum(merged.values())
+        num_proc = self.num_proc if self.num_proc is not None else num_slots
+        if num_proc > num_slots and not self.oversubscribe:
+            raise ValueError(
+                f"-np {num_proc}, but the hosts have {num_slots} slots ({', '.join(map(str, hosts))}); name more slots, as "
+                "in -H a:4,b:4, or say --oversubscribe"
+            )
+        return _place(merged, num_proc, by_node=self.by_node)
+
+
+def _place(slots: Mapping[str, int], num_proc: int, *, by_node: bool) -> list[str]:
+    order = [name for name, count in slots.items() for _ in range(count)]
+    if by_node:
+        most = max(slots.values(), default=0)
+        order = [name for turn in range(most) for name, count in slots.items() if turn < count]
+    while order and len(order) < num_proc:  # oversubscribed: once more round
+        order += order
+    taken = order[:num_proc]
+    return taken if by_node else sorted(taken, key=list(slots).index)
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> MpiCommand:
+    """Reads the words after `mpirun`. ValueError names an option that is not known, or a value that cannot be meant."""
+    parsed = MpiCommand()
+    parameters: dict[str, str] = {}
+    words = list(argv)
+    while words and words[0].startswith("-") and len(words[0]) > 1:
+        flag, name, values = _take_option(words)
+        if name in ("mca", "gmca", "prtemca", "pmixmca"):
+            parameters[values[0]] = values[1]
+        elif name in _MEANINGS:
+            _MEANINGS[name](parsed, *values)
+        elif name not in _NO_MEANING:
+            parsed.left_out.append(" ".join([flag, *values]))
+    if ":" in words:
+        raise ValueError("several programs in one line, separated by `:`, cannot be started; start one program")
+    parsed.command = tuple(words)
+    _take_parameters(parsed, {**_from_variables(environ), **parameters})
+    return parsed
+
+
+def _take_option(words: list[str]) -> tuple[str, str, list[str]]:
+    """Takes the option in front off the words: as it is written, its name, its values."""
+    flag = words.pop(0)
+    name, found, value = flag.lstrip("-").partition("=")
+    if name not in _NUM_VALUES:
+        raise ValueError(
+            f"{flag} is no option of mpirun that is known here; leave it out, or write the program after the options"
+        )
+    wanted = _NUM_VALUES[name]
+    values = [value] if found else []
+    while len(values) < wanted and words:
+        values.append(words.pop(0))
+    if name == "env" and values and "=" not in values[0] and words:  # MPICH's: two words
+        values = [f"{values[0]}={words.pop(0)}"]
+    if len(values) != wanted:
+        raise ValueError(f"{flag} takes {wanted} value{'s' * (wanted != 1)}, but {len(values)} follow")
+    return flag.partition("=")[0], name, values
+
+
+def _from_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    prefixes = ("OMPI_MCA_", "PRTE_MCA_")
+    return {
+        name.removeprefix(prefix): value
+        for prefix in prefixes
+        for name, value in environ.items()
+        if name.startswith(prefix)
+    }
+
+
+def _take_parameters(parsed: MpiCommand, parameters: Mapping[str, str]) -> None:
+    """What -mca says. Keys that tune MPI's own transports, which are not used, are dropped."""
+    for key in _HOSTFILES:
+        if key in parameters and not parsed.hosts:
+            _hostfile(parsed, parameters[key])
+    for key in _INTERFACES:
+        parsed.interface = parsed.interface or parameters.get(key)
+    parsed.ssh_options = parameters.get("plm_rsh_args", parsed.ssh_options)
+    parsed.ssh_program = parameters.get("plm_rsh_agent", parameters.get("orte_rsh_agent", parsed.ssh_program))
+    if parameters.get("orte_abort_on_non_zero_status") == "0":
+        parsed.left_out.append("-mca orte_abort_on_non_zero_status 0 (the first failure ends the job)")
+    for key in ("btl_tcp_if_exclude", "oob_tcp_if_exclude"):
+        if key in parameters:
+            parsed.left_out.append(f"-mca {key} {parameters[key]}")
+
+
+# ---- what each option means --------------------------------------------------------------------------------------
+
+
+def _number(text: str, what: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{what} must be a whole number, at least 1, but it is {text!r}")
+    return int(text)
+
+
+def _num_proc(parsed: MpiCommand, text: str) -> None:
+    parsed.num_proc = _number(text, "-np")
+
+
+def _hosts(parsed: MpiCommand, text: str) -> None:
+    for item in text.split(","):
+        if not _HOST.fullmatch(item.strip()):
+            raise ValueError(f"-H takes hosts as a:4,b:4, but {item.strip()!r} is among them")
+        name, _, slots = item.strip().partition(":")
+        parsed.hosts.append(HostInfo(name, int(slots or 1)))
+
+
+def _hostfile(parsed: MpiCommand, path: str) -> None:
+    _hosts(parsed, parse_host_files(path))
+
+
+def _variable(parsed: MpiCommand, text: str) -> None:
+    name, found, value = text.partition("=")
+    if found:
+        parsed.set_variables[name] = value
+    else:
+        parsed.passed_variables.append(name)
+
+
+def _set_variable(parsed: MpiCommand, name: str, value: str) -> None:
+    parsed.set_variables[name] = value
+
+
+def _pass_variables(parsed: MpiCommand, names: str) -> None:
+    parsed.passed_variables += names.split(",")
+
+
+def _map_by(parsed: MpiCommand, text: str) -> None:
+    kind, *more = text.lower().split(":")
+    if kind == "ppr":
+        if len(more) < 2 or more[1] != "node":
+            parsed.left_out.append(f"-map-by {text}")
+        else:
+            parsed.per_host = _number(more[0], "-map-by ppr:N:node")
+    elif kind == "node":
+        parsed.by_node = True
+    elif kind not in ("slot", "core", "hwthread", "") or more:
+        parsed.left_out.append(f"-map-by {text}")
+
+
+def _rank_by(parsed: MpiCommand, text: str) -> None:
+    if text not in ("slot", "fill", "core", "node"):
+        raise ValueError(f"--rank-by takes slot, fill, core or node here, but it is {text!r}")
+    parsed.by_node = parsed.by_node or text == "node"
+
+
+def _per_host(parsed: MpiCommand, text: str) -> None:
+    parsed.per_host = _number(text, "the number of processes of each host")
+
+
+def _bind_to(parsed: MpiCommand, text: str) -> None:
+    if text != "none":
+        parsed.left_out.append(f"-bind-to {text}")
+
+
+def _limit(parsed: MpiCommand, text: str) -> None:
+    parsed.limit_s = float(_number(text, "--timeout"))
+
+
+def _says(name: str, value: object = True) -> Callable[..., None]:
+    """An option that sets this attribute: to its value, where it has one."""
+    return lambda parsed, *values: setattr(parsed, name, values[0] if values else value)
+
+
+_MEANINGS: dict[str, Callable[..., None]] = {
+    **_each("np n c", _num_proc),
+    **_each("H host hosts", _hosts),
+    **_each("hostfile machinefile default-hostfile f", _hostfile),
+    **_each("x env", _variable),
+    "genv": _set_variable,
+    **_each("genvlist envlist", _pass_variables),
+    "map-by": _map_by,
+    "rank-by": _rank_by,
+    **_each("ppn perhost N npernode", _per_host),
+    "bind-to": _bind_to,
+    "timeout": _limit,
+    **_each("wdir wd", _says("directory")),
+    "output-filename": _says("output_directory"),
+    "iface": _says("interface"),
+    "bootstrap-exec-args": _says("ssh_options"),
+    **_each("tag-output l prepend-rank", _says("tagged")),
+    "timestamp-output": _says("timestamped"),
+    "merge-stderr-to-stdout": _says("merged"),
+    "oversubscribe": _says("oversubscribe"),
+    **_each("report-bindings display-map display-allocation v verbose", _says("verbose")),
+    **_each("version V", _says("version")),
+}
