@@ -1,9 +1,8 @@
-"""What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | straggler | hour | autotune`
+"""What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | straggler | hour`
 
 overhead    a training step unobserved, observed, and observed with a page open, in turns; bytes a rank sends in a second
 straggler   a rank that is a fifth slower: how often it is named, and nobody else, and after how many seconds
 hour        a simulated hour of eight ranks: the recording's size, and the seconds until it can be shown
-autotune    two models with every bucket size by hand, and with HOROVOD_AUTOTUNE=1
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-MB = 2**20
-SIZES = (MB, 4 * MB, 16 * MB, 64 * MB, 2**62)
-
 
 def rank(model_name: str, num_steps: int) -> None:
     """What every rank of the measured jobs runs; rank 0 prints the median step in milliseconds."""
@@ -33,14 +29,10 @@ def rank(model_name: str, num_steps: int) -> None:
 
     import horovod.torch as hvd
 
-    if os.environ.get("BUCKET_BYTES"):
-        from hora.torch.optimizer import order
-
-        order.BUCKET_BYTES = int(os.environ["BUCKET_BYTES"])
     hvd.init()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    width, depth, batch = {"tiny": (64, 3, 16), "wide": (2048, 4, 32), "deep": (512, 48, 32)}[model_name]
+    width, depth, batch = {"tiny": (64, 3, 16), "wide": (2048, 4, 32)}[model_name]
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9), named_parameters=model.named_parameters()
@@ -100,7 +92,7 @@ def _page(printed: Path, limit_s: float = 60.0) -> str:
     raise TimeoutError(printed.read_text())
 
 
-def _one_run(model: str, steps: int, np: int, way: str, **variables: object) -> tuple[float, float]:
+def _one_run(model: str, steps: int, np: int, way: str) -> tuple[float, float]:
     """(milliseconds of a step, bytes a rank sent per second)."""
     from hora.watch.client import page_from_url, snapshots
 
@@ -108,7 +100,7 @@ def _one_run(model: str, steps: int, np: int, way: str, **variables: object) -> 
         printed, record = Path(folder, "stderr"), Path(folder, "run.hora")
         printed.touch(mode=0o600)
         flags = [] if way == "unobserved" else ["--dashboard", "--record", str(record)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **{key: str(value) for key, value in variables.items()}}
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with printed.open("w") as errors:
             job = subprocess.Popen(
                 [*_hora(*flags, np=np), "rank", model, str(steps)],
@@ -261,29 +253,9 @@ def hour() -> dict:
     return result
 
 
-def autotune(np: int, rounds: int) -> dict:
-    result = {}
-    for model, steps in (("wide", 120), ("deep", 120)):
-        times: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            for size in SIZES:
-                ms, _ = _one_run(model, steps, np, "unobserved", BUCKET_BYTES=size)
-                times.setdefault("all" if size > 2**40 else f"{size // MB} MB", []).append(ms)
-            ms, _ = _one_run(model, 660, np, "unobserved", HOROVOD_AUTOTUNE=1, HOROVOD_LOG_LEVEL="info")
-            times.setdefault("autotune", []).append(ms)
-        medians = {name: round(statistics.median(values), 3) for name, values in times.items()}
-        by_hand = {name: ms for name, ms in medians.items() if name != "autotune"}
-        result[model] = medians | {
-            "over the best by hand": round(medians["autotune"] / min(by_hand.values()), 3),
-            "over the default": round(medians["autotune"] / medians["4 MB"], 3),
-        }
-        print("autotune", model, json.dumps(result[model]), flush=True)
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "straggler", "hour", "autotune", "rank", "slow"))
+    parser.add_argument("what", choices=("overhead", "straggler", "hour", "rank", "slow"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("-np", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -301,8 +273,6 @@ def main() -> None:
             straggler(max(arguments.np, 4), arguments.tries, arguments.at_once)
         case "hour":
             hour()
-        case "autotune":
-            autotune(arguments.np, arguments.rounds)
 
 
 if __name__ == "__main__":

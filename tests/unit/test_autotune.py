@@ -1,4 +1,4 @@
-"""Autotune: every size is tried in turns, the best one wins clearly or the default stays, and all ranks decide the same."""
+"""Autotune: a race in rounds; the best setting wins clearly or the default stays, and all ranks decide the same."""
 
 from __future__ import annotations
 
@@ -6,66 +6,100 @@ import random
 
 import pytest
 
-from hora.torch.optimizer.autotune import Autotuner, TuningOptions
+from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting, TuningOptions
 
 MB = 2**20
+ALL = Setting(200 * MB, overlap=True)
+LATE = Setting(4 * MB, overlap=False)
+SETTINGS = (DEFAULT, *(Setting(size * MB, overlap=True) for size in (1, 16, 64)), ALL, LATE)
+FLAT = dict.fromkeys(SETTINGS, 100.0)
 
 
-def _tune(times_ms, *, noise=0.0, num_members=2, seed=0, **options):
-    """Tune a model of 200 MB whose step takes `times_ms[bucket size]`; the tuner, and the sizes that were tried."""
+def _tune(times_ms, *, noise=lambda: 0.0, num_members=2, **options):
+    """Tune a model of 200 MB whose step takes `times_ms[setting]`; the tuner, and the settings that were tried."""
     tuner = Autotuner(TuningOptions(**options), num_bytes=200 * MB, num_members=num_members)
-    chance, tried = random.Random(seed), []
+    tried = []
     while not tuner.done:
-        tried.append(tuner.bucket_bytes)
-        while (mine := tuner.step(times_ms[tuner.bucket_bytes] / 1e3 * (1 + chance.uniform(0, noise)))) is None:
+        tried.append(tuner.setting)
+        while (mine := tuner.step(times_ms[tuner.setting] / 1e3 * (1 + noise()))) is None:
             pass
         tuner.take([num_members, num_members * mine])
     return tuner, tried
 
 
-FLAT = {4 * MB: 100.0, MB: 100.0, 16 * MB: 100.0, 64 * MB: 100.0, 200 * MB: 100.0}
+def _moods(seed):
+    """A machine on which steps differ by 5 % by themselves, and which now and then is half as fast for a while."""
+    chance, slow_steps = random.Random(seed), 0
+
+    def noise():
+        nonlocal slow_steps
+        if slow_steps == 0 and chance.random() < 0.01:
+            slow_steps = chance.randrange(5, 40)
+        slow_steps = max(slow_steps - 1, 0)
+        return chance.uniform(0, 0.05) + (1.0 if slow_steps else 0.0)
+
+    return noise
 
 
-def test_the_best_size_is_found():
-    tuner, _ = _tune(FLAT | {16 * MB: 80.0})
-    assert tuner.bucket_bytes == 16 * MB
+@pytest.mark.parametrize("best", SETTINGS, ids=str)
+def test_the_best_setting_is_found(best):
+    assert _tune(FLAT | {best: 80.0})[0].setting == best
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_alone_does_not_move_the_default(seed):
-    assert _tune(FLAT, noise=0.05, seed=seed)[0].bucket_bytes in (4 * MB, *FLAT)
-    assert _tune(FLAT, noise=0.01, seed=seed)[0].bucket_bytes == 4 * MB
+def test_less_than_two_per_cent_is_not_worth_a_change():
+    assert _tune(FLAT | {ALL: 98.5})[0].setting == DEFAULT
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_tenth_is_found_in_noise(seed):
-    assert _tune(FLAT | {64 * MB: 90.0}, noise=0.05, seed=seed)[0].bucket_bytes == 64 * MB
+def test_on_a_moody_machine_it_finds_what_is_clearly_better_and_is_never_clearly_worse_than_the_default():
+    better, worse = FLAT | {ALL: 94.0}, dict.fromkeys(SETTINGS, 104.0) | {DEFAULT: 100.0}
+    assert sum(_tune(better, noise=_moods(seed))[0].setting == ALL for seed in range(50)) >= 45
+    assert all(_tune(worse, noise=_moods(seed))[0].setting == DEFAULT for seed in range(50))
 
 
-def test_it_warms_up_then_tries_in_turns_and_stops():
-    _, tried = _tune(FLAT, warmup_samples=2, max_samples=10)
-    assert tried == [4 * MB] * 2 + [4 * MB, MB, 16 * MB, 64 * MB, 200 * MB] * 2
+def test_noise_alone_does_not_move_the_default():
+    assert all(_tune(FLAT, noise=_moods(seed))[0].setting == DEFAULT for seed in range(50))
+
+
+def test_it_warms_up_then_races_in_rounds_back_and_forth_and_stops():
+    _, tried = _tune(FLAT | {ALL: 80.0, LATE: 90.0}, warmup_samples=2)
+    field = list(SETTINGS)
+    assert tried[:14] == [DEFAULT] * 2 + field + [DEFAULT, ALL, LATE, *SETTINGS[1:4]][::-1]
+    assert tried[14:20] == [DEFAULT, ALL, LATE, LATE, ALL, DEFAULT]
+    assert tried[20:] == [DEFAULT, ALL]
+    assert len(tried) == 2 + 20
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 50])
+def test_no_more_trials_than_allowed(most):
+    tuner, tried = _tune(FLAT, warmup_samples=0, max_samples=most)
+    assert len(tried) <= most
+    assert tuner.setting == DEFAULT
 
 
 def test_a_small_model_has_one_bucket_and_nothing_to_tune():
     tuner = Autotuner(TuningOptions(), num_bytes=MB // 2, num_members=2)
     assert tuner.done
-    assert tuner.bucket_bytes == MB // 2
+    assert tuner.setting == DEFAULT
 
 
-def test_a_rank_that_has_joined_ends_it():
-    tuner = Autotuner(TuningOptions(), num_bytes=200 * MB, num_members=3)
+def test_a_rank_that_has_joined_ends_it_with_the_default_or_what_was_clearly_better_by_then():
+    tuner = Autotuner(TuningOptions(warmup_samples=0, steps_per_sample=1), num_bytes=200 * MB, num_members=3)
+    tuner.take([3, 3000])
+    assert tuner.setting != DEFAULT
     tuner.take([2, 2000])
+    assert [tuner.step(0.1) for _ in range(9)] == [None] * 9  # no more until the others come back
+    tuner.end()
     assert tuner.done
+    assert tuner.setting == DEFAULT
 
 
 def test_the_log_has_horovods_columns_and_ends_with_the_best(tmp_path):
     log = tmp_path / "log.csv"
-    _tune(FLAT | {16 * MB: 50.0}, log_file=str(log), max_samples=5, warmup_samples=1)
+    _tune(FLAT | {LATE: 50.0}, log_file=str(log), max_samples=6, warmup_samples=1)
     header, *rows = log.read_text().splitlines()
     assert header == (
         "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,"
-        "tensor_fusion_threshold,score"
+        "tensor_fusion_threshold,score,overlap"
     )
-    assert len(rows) == 6
-    assert rows[-1] == rows[2] == "0,0,0,1,0,16,4194.3"
+    assert len(rows) == 7
+    assert rows[-1] == rows[5] == "0,0,0,1,0,4,4194.3,0"

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"telemetry"},
     "engine": {"net", "telemetry"},
     "torch": {"engine", "telemetry"},
-    "launch": {"net", "telemetry"},
+    "launch": {"net", "telemetry", "watch"},
     "workers": {"launch", "net"},
     "data": set(),
     "spark": {"torch", "data", "workflow", "launch", "net"},

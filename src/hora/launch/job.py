@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
 from hora.launch.slots import Slot
+from hora.launch.watching import Watching
 
 __all__ = [
     "Job",
@@ -20,7 +21,6 @@ __all__ = [
     "LaunchEvents",
     "Launcher",
     "OutputOptions",
-    "Watching",
     "WorkerExit",
     "WorkerSpec",
 ]
@@ -42,34 +42,6 @@ class OutputOptions:
     directory: str | None = None
     stdout: IO[Any] | None = None
     stderr: IO[Any] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watching:
-    """How a job is to be watched. `page`: live, at `listen` (host:port; loopback and a free port unless given).
-    `record`: into this file, for `hora view`."""
-
-    page: bool = False
-    listen: str = ""
-    record: str | None = None
-
-    @classmethod
-    def wanted(
-        cls,
-        environ: Mapping[str, str],
-        *,
-        page: bool | None = None,
-        listen: str | None = None,
-        record: str | None = None,
-    ) -> Watching | None:
-        """What was asked for, by arguments or by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD; None: nothing."""
-        asked = environ.get("HORA_DASHBOARD", "")
-        if page is None:
-            page = asked not in ("", "0") or bool(listen)
-        if not listen and asked not in ("", "0", "1"):
-            listen = asked
-        record = record or environ.get("HORA_RECORD") or None
-        return cls(page=page, listen=listen or "", record=record) if page or record else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,7 +189,7 @@ class Options:
         idle=_CHOSEN)
 
     autotune: bool | None = _worker("--autotune", section="autotune", kind=bool, key="autotune.enabled",
-        help="find the best size of gradient buckets during the first steps")
+        help="find the best way to reduce gradients during the first steps")
     autotune_log_file: str | None = _autotune("--autotune-log-file", kind=str,
         variable="HOROVOD_AUTOTUNE_LOG", metavar="CSV", help="what was tried, and the best, by rank 0")
     autotune_warmup_samples: int | None = _autotune("--autotune-warmup-samples", metavar="N", default=3,

@@ -14,10 +14,12 @@ from typing import IO, Any
 import cloudpickle
 
 from hora.errors import BadCallError
+from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.pickling import pickle_call
 from hora.launch.spark.launcher import SparkJob, run_on_spark
 from hora.launch.spark.variables import elastic_timeout_s, start_timeout_s
+from hora.launch.watching import Watching
 
 __all__ = ["run", "run_elastic"]
 
@@ -61,6 +63,7 @@ def run(
         bind_gpus=False,
         executable=executable,
         verbose=verbose >= 2,
+        watching=Watching.wanted(variables()),
     )
     return _values(run_on_spark(context, job))
 
@@ -112,6 +115,7 @@ def run_elastic(
         start_timeout_s=_start_timeout_s(start_timeout),
         bind_gpus=False,
         verbose=verbose >= 2,
+        watching=Watching.wanted(variables()),
     )
     result = run_elastic_on_spark(
         context,

@@ -16,13 +16,14 @@ import cloudpickle
 
 from hora.errors import BadCallError
 from hora.launch.environment import variables
-from hora.launch.job import JobResult, OutputOptions, Watching
+from hora.launch.job import JobResult, OutputOptions
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
 from hora.launch.spark.cluster import context_or_new, require_slots
 from hora.launch.spark.launcher import SparkJob, run_on_spark
 from hora.launch.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.start import start
+from hora.launch.watching import Watching
 from hora.spark.elastic_function import is_elastic
 from hora.world import World
 

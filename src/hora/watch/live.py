@@ -1,6 +1,6 @@
 """The live page of a job: observes it, keeps the run, serves the page, and passes the page's wishes on.
 
-`open_dashboard` is what the launcher calls when a user asks for a page (`hora.launch.observer` finds it by name). When a
+`open_dashboard` is called where a user's wish to watch meets the job (`hora.launch.watching`). When a
 job stands still it asks the ranks for their stacks, and when a rank is slow it asks that one where it spends its time, by
 itself, so that the answer is there when somebody looks.
 """
@@ -56,7 +56,7 @@ def open_dashboard(
 
 
 class Dashboard:
-    """An observer of a job (`hora.launch.observer.Observer`), and the page's `Controls`. Any thread may call."""
+    """An observer of a job (`hora.launch.control.observer.Observer`), and the page's `Controls`. Any thread may call."""
 
     def __init__(
         self, facts: Mapping[str, Any], job: Job, *, listen: str = "", record: str | None = None, page: bool = True

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from hora.errors import JobFailedError
-from hora.launch.control.observer import Observed, facts_of, open_observer
+from hora.launch.control.observer import Observed, facts_of
 from hora.launch.control.output import Output
 from hora.launch.control.rendezvous import ErrorReport, Rendezvous
 from hora.launch.environment import module_command
@@ -103,13 +103,12 @@ class JobRun:
     @contextlib.contextmanager
     def observed(self, *, elastic: bool) -> Iterator[None]:
         """Whatever becomes of the job, its observer is told."""
-        try:
-            self._events.observer = open_observer(
-                self._job.watching, facts_of(self.id, self._job, elastic=elastic), self
-            )
-        except BaseException:  # an address that is taken, say
-            self.rendezvous.close()
-            raise
+        if self._job.watching is not None:
+            try:
+                self._events.observer = self._job.watching.open(facts_of(self.id, self._job, elastic=elastic), self)
+            except BaseException:  # an address that is taken, say
+                self.rendezvous.close()
+                raise
         try:
             yield
         except KeyboardInterrupt:

@@ -1,12 +1,11 @@
 """An observer of a job: told what happens, in any thread, while the job goes on; the live page is one.
 
-The job does not know its observers and never waits for them. `hora.watch` stands above this package, so it is found by
-its name when a user asks for it, and nothing here imports it. A job that nobody observes has `Nobody`.
+The job does not know its observers and never waits for them: whoever makes the job says who observes it
+(`Job.watching`). A job that nobody observes has `Nobody`.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import time
@@ -14,12 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hora.launch.control.rendezvous import ErrorReport, RendezvousEvents
-from hora.launch.job import Job, LaunchEvents, Watching, WorkerExit
+from hora.launch.job import Job, LaunchEvents, WorkerExit
 from hora.world import World
 
-__all__ = ["JobEvents", "Nobody", "Observed", "Observer", "open_observer"]
-
-_PAGE = "hora.watch.live:open_dashboard"
+__all__ = ["JobEvents", "Nobody", "Observed", "Observer", "facts_of"]
 
 _log = logging.getLogger("hora.launch")
 
@@ -59,17 +56,6 @@ class Nobody:
     def exited(self, worker: int, code: int, reason: str) -> None: ...
     def output(self, worker: int, stream: str, data: bytes) -> None: ...
     def ended(self, outcome: str, text: str) -> None: ...
-
-
-def open_observer(watching: Watching | None, facts: Mapping[str, Any], job: object) -> Observer:
-    """The observer that the user asked for. `job`: what it may do to the job (`hora.watch.live.Job`)."""
-    if watching is None:
-        return Nobody()
-    module, _, function = _PAGE.partition(":")
-    opened: Observer = getattr(importlib.import_module(module), function)(
-        facts, job, listen=watching.listen, record=watching.record, page=watching.page
-    )
-    return opened
 
 
 class JobEvents(LaunchEvents, RendezvousEvents, Protocol):

@@ -18,8 +18,7 @@ from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.controller import run_job
 from hora.launch.control.elastic import ElasticSpec
 from hora.launch.control.elastic_policy import Limits
-from hora.launch.environment import variables
-from hora.launch.job import Job, JobResult, LaunchEvents, Watching, WorkerExit, WorkerSpec
+from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.slots import HostInfo, place_ranks
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.launcher import SparkJob, SparkLauncher
@@ -61,7 +60,7 @@ def run_elastic_on_spark(
             start_timeout_s=wanted.start_timeout_s,
             verbose=wanted.verbose,
             title=wanted.group,
-            watching=wanted.watching or Watching.wanted(variables()),
+            watching=wanted.watching,
         )
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(driver))
         result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)

@@ -19,12 +19,12 @@ from typing import Any
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.controller import run_job
-from hora.launch.environment import variables
-from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, Watching, WorkerExit, WorkerSpec
+from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.placement import Placement, TaskPlace, place_tasks
 from hora.launch.spark.task import mask
 from hora.launch.spark.variables import GPU_VARIABLE
+from hora.launch.watching import Watching
 from hora.net.wire import Header
 
 __all__ = ["SparkJob", "SparkLauncher", "run_on_spark"]
@@ -55,7 +55,7 @@ class SparkJob:
     bind_gpus: bool = True
     executable: str | None = None
     verbose: bool = False
-    watching: Watching | None = None  # None: as HORA_DASHBOARD says
+    watching: Watching | None = None
 
 
 def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
@@ -71,7 +71,7 @@ def run_on_spark(context: Any, wanted: SparkJob) -> JobResult:
             start_timeout_s=wanted.start_timeout_s,
             verbose=wanted.verbose,
             title=wanted.group,
-            watching=wanted.watching or Watching.wanted(variables()),
+            watching=wanted.watching,
         )
         return run_job(job, launcher)
 

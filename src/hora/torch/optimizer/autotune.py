@@ -1,12 +1,13 @@
-"""Autotune (`HOROVOD_AUTOTUNE=1`): which size of gradient buckets makes this training's steps shortest.
+"""Autotune (`HOROVOD_AUTOTUNE=1`): which way of reducing gradients makes this training's steps shortest.
 
-Small buckets start early and overlap with backward, large ones cost less per byte; all in one overlap with nothing. What
-pays depends on the model and the machine, so the first steps try: each size for some steps, in turns, because machines
-have moods. The members add up their times, so all of them see the same numbers and decide the same without another word.
-The default stays unless another size is clearly better. Pure but for the log file; `BucketOrder` asks it after each step.
+Small buckets start early and overlap with backward, large ones cost less per byte; where no core is free, it may pay to
+overlap nothing. What pays depends on the model and the machine, so the first steps try, as a race: in every round all that
+are still in it, the default always, because machines have moods. Slow ones drop out. The default stays unless another
+setting is clearly better. The members add up their times, so all of them see the same numbers and decide the same without
+another word. Pure but for the log file; `BucketOrder` asks it after each step.
 
-    warming up --steps--> trying, size by size, round by round --last round--> done
-    any --a rank has joined--> done, with what there is
+    warming up --trials--> racing, round by round --one is left, or no trial--> done
+    any --a rank has joined--> paused --all have joined--> done, with what is known by then
 """
 
 from __future__ import annotations
@@ -16,21 +17,43 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
 
-__all__ = ["Autotuner", "TuningOptions"]
+__all__ = ["DEFAULT", "Autotuner", "Setting", "TuningOptions"]
 
 _MB = 2**20
-_CANDIDATES = (BUCKET_BYTES, _MB, 16 * _MB, 64 * _MB, 2**62)
-# A size must be better than the default by this much to be chosen: less is noise, and would come out worse half the time.
-_MARGIN = 0.01
+# Of the steps of a trial these don't count: they pay for the change, and find cold memory.
+_SETTLING_STEPS = 2
+# Rounds after which the slower half drops out.
+_ROUNDS_A_HEAT = 2
+# To be chosen, a setting must be better than the default by this much: less is noise, and would come out worse half the time.
+_MARGIN = 0.02
+# Horovod's columns, and one more.
 _HEADER = (
     "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,"
-    "tensor_fusion_threshold,score"
+    "tensor_fusion_threshold,score,overlap"
 )
 
 log = logging.getLogger("hora")
+
+
+class Setting(NamedTuple):
+    """`overlap`: a bucket is reduced when it is full, while backward goes on; otherwise all are, after it."""
+
+    bucket_bytes: int
+    overlap: bool
+
+    def __str__(self) -> str:
+        return f"buckets of {self.bucket_bytes / _MB:.3g} MB{'' if self.overlap else ' after backward'}"
+
+
+DEFAULT = Setting(BUCKET_BYTES, overlap=True)
+_CHALLENGERS = (
+    *(Setting(size, overlap=True) for size in (_MB, 16 * _MB, 64 * _MB, 2**62)),
+    Setting(BUCKET_BYTES, overlap=False),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,65 +67,61 @@ class TuningOptions:
 
 
 class Autotuner:
-    """`bucket_bytes` is the size to use now; `step` says when it has changed."""
+    """`setting` is the one to use now. It changes in `take` and `end`."""
 
     def __init__(self, options: TuningOptions, *, num_bytes: int, num_members: int) -> None:
         self._options = options
         self._num_bytes = num_bytes
         self._num_members = num_members
-        # Sizes beyond the model's are all the same: one bucket.
-        sizes = dict.fromkeys(min(size, max(num_bytes, 1)) for size in _CANDIDATES)
-        self._sizes = list(sizes)
-        num_rounds = max(options.max_samples // len(self._sizes), 1)
-        warm_up = [self._sizes[0]] * options.warmup_samples
-        self._trials = warm_up + [size for _ in range(num_rounds) for size in self._sizes]
-        self._num_warm_up = len(warm_up)
-        self._trial = 0
         self._times: list[float] = []  # of this trial
-        self._results: dict[int, list[float]] = {}
-        self.bucket_bytes = self._trials[0]
-        self.done = len(self._sizes) == 1
+        self._race = _Race(_different_settings(num_bytes), options.max_samples)
+        self._num_warm_up = options.warmup_samples
+        self.setting = self._race.default
+        self.done = self._race.next() is None
+        self._paused = False
         self._write(_HEADER, first=True)
 
     def step(self, lasted_s: float) -> int | None:
         """A step has ended. The microseconds to add up with the other members' when the trial is over, else None."""
-        self._times.append(lasted_s)
-        if len(self._times) <= self._options.steps_per_sample:  # the first one paid for the change
+        if self._paused:
             return None
-        return round(statistics.median(self._times[1:]) * 1e6)
+        self._times.append(lasted_s)
+        if len(self._times) < _SETTLING_STEPS + self._options.steps_per_sample:
+            return None
+        times, self._times = self._times[_SETTLING_STEPS:], []
+        return round(statistics.median(times) * 1e6)
 
     def take(self, totals: Sequence[int]) -> None:
-        """(members that took part, sum of their microseconds): what all know now. Changes `bucket_bytes`, or is done."""
+        """(members that took part, sum of their microseconds): what all know now."""
         num_members, total_us = totals
-        self._times = []
-        if num_members < self._num_members:
-            log.info("autotune ends: a rank has joined")
-            self.done = True
+        if num_members < self._num_members:  # the others learn of it when they come back; then all go on together
+            self._paused = True
             return
         step_us = max(total_us / num_members, 1.0)
-        if self._trial >= self._num_warm_up:
-            self._results.setdefault(self.bucket_bytes, []).append(step_us)
-            self._log(self.bucket_bytes, step_us)
-        self._trial += 1
-        if self._trial < len(self._trials):
-            self.bucket_bytes = self._trials[self._trial]
-            return
+        if self._num_warm_up > 0:
+            self._num_warm_up -= 1
+        else:
+            self._log(self.setting, step_us)
+            self._race.take(self.setting, step_us)
+        upcoming = self._race.next() if self._num_warm_up == 0 else self._race.default
+        if upcoming is None:
+            self.end()
+        else:
+            self.setting = upcoming
+
+    def end(self) -> None:
+        """Decide, with what is known."""
         self.done = True
-        self.bucket_bytes = self._best()
-        step_us = statistics.median(self._results[self.bucket_bytes])
-        self._log(self.bucket_bytes, step_us)
-        log.info("autotune: the best bucket size is %s; a step takes %.3f ms", _words(self.bucket_bytes), step_us / 1e3)
+        self.setting = self._race.winner()
+        step_us = self._race.step_us(self.setting)
+        if step_us:
+            self._log(self.setting, step_us)
+            log.info("autotune: the best are %s; a step takes %.3f ms", self.setting, step_us / 1e3)
 
-    def _best(self) -> int:
-        medians = {size: statistics.median(times) for size, times in self._results.items()}
-        default = self._sizes[0]
-        best = min(medians, key=lambda size: medians[size])
-        return best if medians[best] < (1 - _MARGIN) * medians[default] else default
-
-    def _log(self, size: int, step_us: float) -> None:
+    def _log(self, setting: Setting, step_us: float) -> None:
         score = self._num_bytes / step_us
-        log.info("autotune: buckets of %s, %.3f ms a step, %.1f bytes/us", _words(size), step_us / 1e3, score)
-        self._write(f"0,0,0,1,0,{size / _MB:g},{score:g}")
+        log.info("autotune: %s, %.3f ms a step, %.1f bytes/us", setting, step_us / 1e3, score)
+        self._write(f"0,0,0,1,0,{setting.bucket_bytes / _MB:g},{score:g},{setting.overlap:d}")
 
     def _write(self, line: str, *, first: bool = False) -> None:
         if self._options.log_file:
@@ -110,5 +129,67 @@ class Autotuner:
                 file.write(line + "\n")
 
 
-def _words(size: int) -> str:
-    return f"{size / _MB:.3g} MB"
+def _different_settings(num_bytes: int) -> list[Setting]:
+    """The default first. Sizes beyond the model's are all the same: one bucket, which is reduced after backward anyway."""
+    settings: dict[Setting, Setting] = {}
+    for setting in (DEFAULT, *_CHALLENGERS):
+        size = min(setting.bucket_bytes, num_bytes)
+        same = Setting(size, setting.overlap or size == num_bytes)
+        settings.setdefault(same, DEFAULT if setting == DEFAULT else same)
+    return list(settings.values())
+
+
+class _Race:
+    """Who runs next, and who wins. A challenger is compared with the default in the rounds in which it took part."""
+
+    def __init__(self, settings: Sequence[Setting], num_trials: int) -> None:
+        self.default, *self._challengers = settings
+        self._trials_left = num_trials
+        self._round: list[Setting] = []  # still to run in this one
+        self._now: dict[Setting, float] = {}  # the times of this round
+        self._rounds: list[dict[Setting, float]] = []
+        self._begin()
+
+    def next(self) -> Setting | None:
+        """Who runs now; None: it is over."""
+        return self._round[0] if self._round else None
+
+    def take(self, setting: Setting, step_us: float) -> None:
+        assert setting == self._round[0], "out of turn"
+        self._now[self._round.pop(0)] = step_us
+        self._trials_left -= 1
+        if not self._round:
+            self._rounds.append(self._now)
+            self._now = {}
+            self._begin()
+
+    def _begin(self) -> None:
+        """The next round, of those that are still in, in the other direction than the last one."""
+        self._challengers.sort(key=self._best_time)
+        if self._trials_left < 2 or not self._challengers:
+            return
+        if self._rounds and len(self._rounds) % _ROUNDS_A_HEAT == 0:
+            del self._challengers[max(len(self._challengers) // 2, 1) :]
+        del self._challengers[self._trials_left - 1 :]
+        forth = [self.default, *self._challengers]
+        self._round = forth if len(self._rounds) % 2 == 0 else forth[::-1]
+
+    def _times(self, setting: Setting, beside: Setting | None = None) -> list[float]:
+        """Its times, in the rounds in which `beside` ran too."""
+        return [times[setting] for times in self._rounds if setting in times and (beside or setting) in times]
+
+    def _best_time(self, setting: Setting) -> float:
+        return min(self._times(setting), default=0.0)
+
+    def winner(self) -> Setting:
+        best = min(self._challengers, key=self._best_time, default=self.default)
+        its, the_defaults = self._times(best), self._times(self.default, beside=best)
+        # A machine's moods only ever make a step longer: at its best, and in the better half of the rounds.
+        clearly = its and all(
+            typical(its) <= (1 - _MARGIN) * typical(the_defaults) for typical in (min, statistics.median_low)
+        )
+        return best if clearly else self.default
+
+    def step_us(self, setting: Setting) -> float:
+        """How long a step usually took; 0.0: it has not run."""
+        return statistics.median_low(self._times(setting) or [0.0])

@@ -5,7 +5,7 @@ one starts its reduction, and `.grad` becomes a view of the bucket, so that noth
 memory the buckets lie in it and are reduced in place. The last bucket is reduced by `finish`, in the thread that then waits
 for it. Which gradient goes where was agreed on by `order`; the optimizer calls `ready` and `finish`.
 
-States of a bucket: filling --last gradient--> started --finish--> filling.
+States of a bucket: filling --last gradient--> full, and started if it may overlap --finish--> filling.
 """
 
 from __future__ import annotations
@@ -228,12 +228,21 @@ def _shared_bucket(
 
 
 class Buckets:
-    """Reduces dense gradients in buckets, and what does not fit in (`others`) one by one."""
+    """Reduces dense gradients in buckets, and what does not fit in (`others`) one by one.
+
+    `overlap`: during backward, each bucket when it is full; otherwise all are reduced by `finish`.
+    """
 
     def __init__(
-        self, specs: Sequence[BucketSpec], buckets: Sequence[Bucket], others: PerParameterReducer | None
+        self,
+        specs: Sequence[BucketSpec],
+        buckets: Sequence[Bucket],
+        others: PerParameterReducer | None,
+        *,
+        overlap: bool = True,
     ) -> None:
         self.specs = tuple(specs)
+        self.overlap = overlap
         self.change_wanted = False  # some rank has seen another order
         self._others = others
         self._where: dict[int, tuple[Bucket, int, int, bool]] = {}  # by the parameter's id
@@ -246,7 +255,7 @@ class Buckets:
         self._told = [0.0] * len(self._last.places)
         bound = [bucket.bound for bucket in buckets if bucket.bound is not None]
         self._finalizer = weakref.finalize(self, release_all, bound)
-        self._started: list[Bucket] = []
+        self._full: list[Bucket] = []  # but for the last one
         self._in_order = True
         self._next = 0
 
@@ -265,8 +274,9 @@ class Buckets:
             self._next += 1
             if bucket is not self._last:
                 bucket.complete()
-                bucket.reduction.start(background=True)
-                self._started.append(bucket)
+                if self.overlap:
+                    bucket.reduction.start(background=True)
+                self._full.append(bucket)
 
     def note_missing(self) -> None:
         """Some gradient did not arrive by itself: its bucket could not be reduced during backward."""
@@ -275,11 +285,14 @@ class Buckets:
     def finish(self) -> None:
         self._tell(0.0 if self._in_order else 1.0)
         self._in_order, self._next = True, 0
+        if not self.overlap:
+            for bucket in self._full:
+                bucket.reduction.start(background=False)
         last = self._last
         last.complete()
         if last.bound is None or last.bound.barrier is None:
             last.reduction.start(background=False)
-        buckets, self._started = [*self._started, last], []
+        buckets, self._full = [*self._full, last], []
         first_error: Exception | None = None
         for bucket in buckets:
             bucket.num_ready = 0

@@ -19,8 +19,8 @@ from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
 from hora.torch.compression import NoneCompressor, wire_dtype
-from hora.torch.optimizer.autotune import Autotuner, TuningOptions
-from hora.torch.optimizer.bucket_plan import BUCKET_BYTES, BucketSpec, plan_buckets
+from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting, TuningOptions
+from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
@@ -63,6 +63,7 @@ class BucketOrder:
         self._sparse: set[torch.Tensor] = set()
         self._order: AgreedOrder | None = None
         self._tuner: Autotuner | None = None
+        self._setting = DEFAULT
         self._step_ended = 0.0
         self._num_joins = 0
         self.possible = (
@@ -78,8 +79,9 @@ class BucketOrder:
         """The reducer of the next step, after a step in which gradients arrived in this order."""
         if not self.possible:
             return current
-        if isinstance(current, Buckets) and self._tuner is not None and not self._tuner.done:
-            return self._tuned(self._tuner, current)
+        tuner = self._tuner
+        if isinstance(current, Buckets) and tuner is not None and not (tuner.done and self._is_tuned(tuner)):
+            return self._tuned(tuner, current)
         if isinstance(current, Buckets):
             self._steps += 1
             if not current.change_wanted or self._steps < self._pause:
@@ -92,23 +94,24 @@ class BucketOrder:
             return current
         return self._reducer_for(order, current)
 
+    def _is_tuned(self, tuner: Autotuner) -> bool:
+        return tuner.setting == self._setting
+
     def _tuned(self, tuner: Autotuner, current: Buckets) -> Reducer:
-        """The reducer with the bucket size that is to be tried next, or was found to be the best."""
+        """The reducer with the setting that is to be tried next, or was found to be the best."""
         now, before = time.perf_counter(), self._step_ended
         self._step_ended = now
-        runtime = engine.current_runtime()
-        if runtime.num_joins != self._num_joins:  # a rank that joined has missed steps and would ask at another time
-            tuner.done = True
+        if not tuner.done and engine.current_runtime().num_joins != self._num_joins:
+            tuner.end()  # a rank that joined has missed steps and would go on at another time than the others
         mine = tuner.step(now - before) if before and not tuner.done else None
-        if mine is None or self._order is None:
+        if mine is not None:
+            tuner.take(
+                summed(torch.tensor([1, mine], dtype=torch.int64, device="cpu"), self._options, "optimizer.autotune")
+            )
+        if self._is_tuned(tuner) or self._order is None:
             return current
-        size = tuner.bucket_bytes
-        tuner.take(
-            summed(torch.tensor([1, mine], dtype=torch.int64, device="cpu"), self._options, "optimizer.autotune")
-        )
-        if tuner.bucket_bytes == size:
-            return current
-        # A new agreement on the same order: its label is a new one, so that no two reductions have the same name.
+        # A new agreement on the same order: its label is a new one, so that no two reductions have the same name. Where it
+        # fails, a rank has joined once more, and the others try again.
         arrivals = self._order.parameters[: self._order.num_everywhere]
         order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
         return current if order is None else self._reducer_for(order, current)
@@ -130,23 +133,29 @@ class BucketOrder:
 
     def _reducer_for(self, order: AgreedOrder, current: Reducer) -> Reducer:
         self._order = order
+        setting = self._setting = DEFAULT if self._tuner is None else self._tuner.setting
         specs = plan_buckets(
             order.parameters,
             self._names,
             breaks=frozenset((order.num_everywhere,)),
             wire_dtype=wire_dtype(self._options.compression),
             label=order.label,
-            bucket_bytes=BUCKET_BYTES if self._tuner is None else self._tuner.bucket_bytes,
+            bucket_bytes=setting.bucket_bytes,
         )
         self._start_tuning(specs)
-        if not specs or (isinstance(current, Buckets) and list(current.specs) == specs):
+        if not specs or (isinstance(current, Buckets) and _is_same(current, specs, setting)):
             return current
         others = None
         if order.sparse:
             others = PerParameterReducer(self._options, self._names, order.sparse, sparse=order.sparse)
         if isinstance(current, Buckets):
             current.release()
-        return Buckets(specs, make_buckets(engine.current_runtime(), self._options, specs), others)
+        buckets = make_buckets(engine.current_runtime(), self._options, specs)
+        return Buckets(specs, buckets, others, overlap=setting.overlap)
+
+
+def _is_same(current: Buckets, specs: list[BucketSpec], setting: Setting) -> bool:
+    return list(current.specs) == specs and current.overlap == setting.overlap
 
 
 def agree_on_order(

@@ -1,0 +1,130 @@
+"""Autotune against a sweep by hand, on two models: `python -m benchmarks.autotune [-np 2] [--rounds 9]`
+
+In one job: the same model is trained by several optimizers in turns, one with `HOROVOD_AUTOTUNE=1` that has ended its
+trials before, the others each with a setting of its own. Only times of the same round are compared: the medians of their
+ratios say how far the tuned one is from the best by hand, and from the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+MB = 2**20
+SHAPES = {"wide": (2048, 4, 32), "deep": (512, 48, 32)}  # width, layers, batch
+
+
+@contextlib.contextmanager
+def by_hand(size: int, overlap: bool) -> Iterator[None]:
+    """Optimizers that agree on their buckets meanwhile get this setting, and are not tuned."""
+    from hora.torch.optimizer import order
+    from hora.torch.optimizer.autotune import Setting
+
+    before = order.DEFAULT, order.BucketOrder._start_tuning
+    order.DEFAULT, order.BucketOrder._start_tuning = Setting(size, overlap), lambda self, specs: None
+    try:
+        yield
+    finally:
+        order.DEFAULT, order.BucketOrder._start_tuning = before
+
+
+def training(width: int, depth: int, batch: int) -> tuple[Callable[[], float], object]:
+    """A step of a new model, which returns how long it took in milliseconds, and its optimizer."""
+    import torch
+
+    import horovod.torch as hvd
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    inputs = torch.randn(batch, width)
+
+    def step() -> float:
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+        return 1e3 * (time.perf_counter() - began)
+
+    return step, optimizer
+
+
+def rank(model: str, rounds: int, steps: int) -> None:
+    """What every rank runs; rank 0 prints the results."""
+    import torch
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    torch.set_num_threads(1)
+    tuned, optimizer = training(*SHAPES[model])
+    contenders = {"autotune": tuned}
+    while (tuner := optimizer._bucket_order._tuner) is None or not tuner.done:
+        tuned()
+    for size in (MB, 4 * MB, 16 * MB, 64 * MB, 2**62):
+        for overlap in (True, False) if size < 2**40 else (True,):
+            name = ("all" if size > 2**40 else f"{size // MB} MB") + ("" if overlap else " after backward")
+            contenders[name], _ = training(*SHAPES[model])
+            with by_hand(size, overlap):
+                contenders[name](), contenders[name]()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        names = list(contenders) if turn % 2 == 0 else list(contenders)[::-1]
+        for name in names:
+            hvd.barrier()
+            took = [contenders[name]() for _ in range(steps)]
+            times[name].append(statistics.median(took[2:]))
+    if hvd.rank() == 0:
+        print("RESULT " + json.dumps({"chosen": str(tuner.setting), "times": times}), flush=True)
+
+
+def measure(model: str, np: int, rounds: int, steps: int) -> dict:
+    command = [sys.executable, "-m", "hora", "run", "-np", str(np), sys.executable, "-m", "benchmarks.autotune", "rank"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HOROVOD_AUTOTUNE": "1"}
+    options = ["--model", model, "--rounds", str(rounds), "--steps", str(steps)]
+    done = subprocess.run([*command, *options], env=env, stdout=subprocess.PIPE, text=True, check=True)
+    line = next(line for line in done.stdout.splitlines() if "RESULT " in line)
+    found = json.loads(line.partition("RESULT ")[2])
+    times = found["times"]
+    mine = times.pop("autotune")
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    best = min(medians, key=lambda name: medians[name])
+
+    def over(name: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(mine, times[name], strict=True)), 3)
+
+    return {
+        "chosen": found["chosen"],
+        "ms": {name: round(ms, 2) for name, ms in (medians | {"autotune": statistics.median(mine)}).items()},
+        "best by hand": best,
+        "over the best by hand": over(best),
+        "over the default": over("4 MB"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("rank",), help=argparse.SUPPRESS)
+    parser.add_argument("-np", type=int, default=2)
+    parser.add_argument("--model", choices=SHAPES, help="only this one")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10, help="of a contender in a round")
+    options = parser.parse_args()
+    if options.what == "rank":
+        rank(options.model, options.rounds, options.steps)
+        return
+    for model in [options.model] if options.model else SHAPES:
+        print(model, json.dumps(measure(model, options.np, options.rounds, options.steps)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""How a job is to be watched: from what the user asked for to the observer that the controller is given.
+
+The one place of this room that knows `hora.watch`; it is imported when somebody wants to watch, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hora.watch import live
+
+__all__ = ["Watching"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`."""
+
+    page: bool = False
+    listen: str = ""
+    record: str | None = None
+
+    @classmethod
+    def wanted(
+        cls,
+        environ: Mapping[str, str],
+        *,
+        page: bool | None = None,
+        listen: str | None = None,
+        record: str | None = None,
+    ) -> Watching | None:
+        """What was asked for, by arguments or by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD; None: nothing."""
+        asked = environ.get("HORA_DASHBOARD", "")
+        if page is None:
+            page = asked not in ("", "0") or bool(listen)
+        if not listen and asked not in ("", "0", "1"):
+            listen = asked
+        record = record or environ.get("HORA_RECORD") or None
+        return cls(page=page, listen=listen or "", record=record) if page or record else None
+
+    def open(self, facts: Mapping[str, Any], job: live.Job) -> live.Dashboard:
+        """Begin to observe a job. `facts`: what it is; `job`: what may be done to it. OSError: the address is taken."""
+        from hora.watch.live import open_dashboard
+
+        return open_dashboard(facts, job, listen=self.listen, record=self.record, page=self.page)
