@@ -1,18 +1,20 @@
 """The engine's settings: the one place where `HOROVOD_*` run-time variables become values.
 
 Read at `hvd.init()`, not at import, because scripts set these variables in `os.environ` first. Launcher settings are
-not here: `hora.launch.options` turns flags into the same variables. `on_databricks` says where a process runs.
+not here: `hora.launch.options` turns flags into the same variables. `on_databricks` says where a process runs,
+`accept_risk` whether something unsafe may be done there.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["EngineConfig", "changed_environment", "on_databricks"]
+__all__ = ["EngineConfig", "accept_risk", "changed_environment", "on_databricks"]
 
 
 def _boolean(text: str) -> bool:
@@ -105,6 +107,19 @@ def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this process runs in a Databricks cluster, whose file system is then mounted at /dbfs."""
     env = os.environ if environ is None else environ
     return bool(env.get("DATABRICKS_RUNTIME_VERSION"))
+
+
+def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bool = True) -> None:
+    """Warn that something is not protected. With HORA_STRICT=1 it is not done: ValueError. `warn`: not if only one of
+    many processes needs to."""
+    env = os.environ if environ is None else environ
+    strict = env.get("HORA_STRICT", "")
+    if strict not in ("", "0", "1"):
+        raise ValueError(f"HORA_STRICT must be 0 or 1, but it is {strict!r}")
+    if strict == "1":
+        raise ValueError(f"refused because of HORA_STRICT=1: {text}")
+    if warn:
+        logging.getLogger("hora").warning("%s; HORA_STRICT=1 refuses this", text)
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class MeetingPoint:
     """Where the ranks of a world find one another.
 
     `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the secret is read from `secret_file`),
-    `tcp` (a torch TCPStore at `address`, hosted by the launcher or by rank 0) or `none` (a world of one).
+    `tcp` (hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user gave a
+    `secret_file`) or `none` (a world of one).
     """
 
     kind: str = "none"
@@ -45,7 +46,7 @@ class MeetingPoint:
     port: int = 0
     secret_file: str = ""
     job: str = ""
-    host_store: bool = False
+    host_store: bool = False  # rank 0 opens the meeting place
 
     @property
     def endpoint(self) -> str:
@@ -169,16 +170,16 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
 def _from_horovod(env: Mapping[str, str]) -> World:
     rank, size = _integer(env, "HOROVOD_RANK"), _integer(env, "HOROVOD_SIZE")
     meeting = MeetingPoint()
-    if env.get("HORA_SECRET_FILE"):
+    if env.get("HORA_SECRET_FILE") and "HORA_JOB" in env:
         meeting = MeetingPoint(
             kind="hora",
             address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
             port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
             secret_file=env["HORA_SECRET_FILE"],
-            job=env.get("HORA_JOB", ""),
+            job=env["HORA_JOB"],
         )
     elif size > 1:
-        meeting = _tcp_meeting(env, rank, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
+        meeting = _tcp_meeting(env, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
     return World(
         rank=rank,
         size=size,
@@ -221,7 +222,7 @@ def _from_foreign(
         cross_size=cross_size,
         hostname=socket.gethostname(),
         launcher=launcher,
-        meeting=_tcp_meeting(env, rank, launcher, one_host=local_size >= size) if size > 1 else MeetingPoint(),
+        meeting=_tcp_meeting(env, launcher, one_host=local_size >= size) if size > 1 else MeetingPoint(),
     )
 
 
@@ -246,7 +247,7 @@ def _slurm_place(env: Mapping[str, str], rank: int, size: int) -> tuple[int, int
     return local_rank, counts[node], sum(index < node for index in with_such_a_rank), len(with_such_a_rank)
 
 
-def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str, *, one_host: bool) -> MeetingPoint:
+def _tcp_meeting(env: Mapping[str, str], launcher: str, *, one_host: bool) -> MeetingPoint:
     address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if address and port:
         # torchrun's agent already runs a store there; other launchers expect rank 0 to open it.
@@ -255,8 +256,10 @@ def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str, *, one_host: 
             kind="tcp",
             address=address,
             port=_integer(env, "MASTER_PORT"),
-            job=env.get("TORCHELASTIC_RUN_ID", launcher),
-            host_store=rank == 0 and not agent_store,
+            secret_file=env.get("HORA_SECRET_FILE", ""),
+            # torchrun's store outlives the ranks that it restarts, and with it what they wrote there.
+            job=f"{env.get('TORCHELASTIC_RUN_ID', launcher)}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            host_store=not agent_store,
         )
     job = (
         env.get("SLURM_JOB_ID")
@@ -275,4 +278,7 @@ def _tcp_meeting(env: Mapping[str, str], rank: int, launcher: str, *, one_host: 
             "MASTER_PORT to a host and a free port of rank 0, or start the job with horovodrun"
         )
     port_number = 20000 + sum((i + 1) * b for i, b in enumerate(str(job).encode())) % 20000
-    return MeetingPoint(kind="tcp", address=address, port=port_number, job=str(job), host_store=rank == 0)
+    secret_file = env.get("HORA_SECRET_FILE", "")
+    return MeetingPoint(
+        kind="tcp", address=address, port=port_number, secret_file=secret_file, job=str(job), host_store=True
+    )

@@ -95,11 +95,11 @@ class JobProcess(_MarkedProcess):
     def wait(self, limit_s: float = LIMIT_S) -> int:
         return self.process.wait(limit_s)
 
-    def wait_for_text(self, text: str) -> None:
+    def wait_for_text(self, text: str, limit_s: float = LIMIT_S) -> None:
         def arrived() -> bool:
             return text in self.text() or self.process.poll() is not None
 
-        wait_until(f"{text!r} is printed", arrived)
+        wait_until(f"{text!r} is printed", arrived, limit_s)
         assert text in self.text(), self.text()
 
     def supervisors(self) -> list[psutil.Process]:

@@ -1,18 +1,27 @@
-"""Attacks on every port that a job on Spark listens on. Nothing is executed and the job goes on."""
+"""Attacks on every port that a job on Spark listens on. Nothing is executed and the job goes on.
+
+And what strangers can learn: from Spark's own block manager, and on the wire.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import hashlib
 import os
 import pickle
 import socket
 import struct
+import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
+from job_process import JobProcess
 
+import other_user
 from hora.errors import AuthenticationError
 from hora.net.connection import connect
 from hora.net.wire import ClientHandshake, Credentials, new_secret
@@ -76,7 +85,7 @@ def attack(port, trap):
             crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
 
 
-def test_strangers_at_the_drivers_ports_are_turned_away_and_the_job_goes_on(spark, tmp_path):
+def test_strangers_at_the_drivers_ports_are_turned_away_and_the_job_goes_on(spark, tmp_path, caplog):
     trap, go = tmp_path / "executed", tmp_path / "go"
     before = listening()
 
@@ -111,3 +120,132 @@ def test_strangers_at_the_drivers_ports_are_turned_away_and_the_job_goes_on(spar
         job.join(100)
     assert results == [[0, 1]]
     assert not trap.exists()
+    # The cluster of the tests has no authentication of its own, and this is said.
+    assert caplog.text.count("Set spark.authenticate=true") == 1
+
+
+def test_a_cluster_without_authentication_is_refused_if_the_user_is_strict(spark, monkeypatch):
+    monkeypatch.setenv("HORA_STRICT", "1")
+    with pytest.raises(ValueError, match=r"HORA_STRICT=1.*Set spark\.authenticate=true"):
+        HorovodRunner(np=1).run(os.getpid)
+
+
+# A job in local mode, without torch. It writes down the stage's secret, and waits to be attacked.
+LOCAL_JOB = """
+import pathlib, sys
+from pyspark.sql import SparkSession
+import hora.launch.spark.driver as driver
+from hora.launch.spark.launcher import SparkJob, run_on_spark
+import cloudpickle
+
+def secret(new=driver.new_secret):
+    made = new()
+    pathlib.Path("secret").write_bytes(made)
+    return made
+
+def work(flag):
+    import hashlib, os, pathlib, time
+    print("working", os.environ["HOROVOD_RANK"], flush=True)
+    while not pathlib.Path(flag).exists():
+        time.sleep(0.05)
+    return hashlib.sha256(os.environ["TOKEN"].encode()).hexdigest()
+
+if __name__ == "__main__":
+    driver.new_secret = secret
+    spark = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.broadcast.compress", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .getOrCreate()
+    )
+    wanted = SparkJob(
+        function=cloudpickle.dumps((work, (sys.argv[1],), {})), num_proc=2, group="job", env={"TOKEN": sys.argv[2]}
+    )
+    print("RESULT", run_on_spark(spark.sparkContext, wanted).results, flush=True)
+    spark.stop()
+"""
+
+# A stranger, with nothing but the standard library: asks Spark's block manager for its broadcast variables.
+THIEF = """
+def text(words):
+    return struct.pack(">i", len(words)) + words.encode()
+
+def exactly(sock, size):
+    if not 0 <= size < 2**26:
+        raise EOFError  # no answer of a block manager
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+def ask(sock, kind, rest):
+    sock.sendall(struct.pack(">qb", 9 + len(rest), kind) + rest)
+    return exactly(sock, struct.unpack(">q", exactly(sock, 8))[0] - 8)
+
+for port in map(int, sys.argv[1:]):
+    for number in range(4):
+        with contextlib.suppress(OSError, EOFError, struct.error):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+                body = bytes(1) + text("app") + text("driver") + struct.pack(">i", 1) + text(f"broadcast_{number}_piece0")
+                answer = ask(sock, 3, struct.pack(">qi", 1, len(body)) + body)
+                if answer[0] == 4:
+                    stream, _ = struct.unpack(">qi", answer[14:26])
+                    answer = ask(sock, 0, struct.pack(">qi", stream, 0))
+                    if answer[0] == 1:
+                        print(base64.b64encode(answer[13:]).decode())
+"""
+
+
+@contextlib.contextmanager
+def heard_on_loopback():
+    """All that passes there."""
+    heard, over = bytearray(), threading.Event()
+
+    def listen():
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                heard.extend(listener.recv(70_000))
+
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
+        listener.bind(("lo", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 2**20)
+        listener.settimeout(0.2)
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield heard
+        finally:
+            over.set()
+            thread.join(30)
+
+
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_in_local_mode_neither_spark_nor_the_wire_tells_the_stages_secret_or_the_environment(tmp_path):
+    (tmp_path / "job.py").write_text(LOCAL_JOB)
+    flag, token = tmp_path / "finish", "a-password-of-the-user"
+    with heard_on_loopback() as heard:
+        job = JobProcess([sys.executable, "job.py", str(flag), token], tmp_path, PYSPARK_PYTHON=sys.executable)
+        job.wait_for_text("working 0", 150)
+        job.wait_for_text("working 1")
+        ports = {
+            connection.laddr.port
+            for process in job.processes()
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        blocks = [base64.b64decode(line) for line in other_user.run(THIEF, *map(str, ports)).split()]
+        flag.touch()
+        assert job.wait(150) == 0, job.text()
+    assert job.text().count(hashlib.sha256(token.encode()).hexdigest()) == 2
+    secret = Path(tmp_path / "secret").read_bytes()
+    assert any(b"SparkTask" in block for block in blocks), "Spark does show its tasks to anybody"
+    assert not any(secret in block for block in blocks)
+    assert b'"kind":"start"' in heard, "the orders to the tasks were heard"
+    assert secret not in heard
+    assert token.encode() not in heard
+    assert "spark.authenticate" not in job.text()

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -67,8 +68,17 @@ def hosts():
         yield made
 
 
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory):
+    """A file for the ranks of both hosts, as on a shared file system."""
+    path = tmp_path_factory.mktemp("shared") / "secret"
+    path.write_text(token_hex(32))
+    path.chmod(0o600)
+    return str(path)
+
+
 def run_ranks(
-    hosts: list[Host], mode: str, *, lost: tuple[int, ...] = (), then: Callable[[], None] = lambda: None
+    hosts: list[Host], secret: str, mode: str, *, lost: tuple[int, ...] = (), then: Callable[[], None] = lambda: None
 ) -> list[dict]:
     """Four ranks, two on each host, meeting at the first host's end of the cable; `then` comes when all run."""
     context = multiprocessing.get_context("forkserver")
@@ -88,6 +98,8 @@ def run_ranks(
             "HOROVOD_DYNAMIC_PROCESS_SETS": 1,
             "MASTER_ADDR": ADDRESSES[0],
             "MASTER_PORT": 29400,
+            "HORA_SECRET_FILE": secret,
+            "HORA_STRICT": 1,
         }
         here, there = context.Pipe(duplex=False)
         env = {name: str(value) for name, value in place.items()}
@@ -116,8 +128,8 @@ def _answer(rank: int, answer: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def seen(hosts):
-    return run_ranks(hosts, "operations")
+def seen(hosts, secret):
+    return run_ranks(hosts, secret, "operations")
 
 
 def test_every_operation_goes_through_memory_inside_and_gloo_between(seen):
@@ -147,16 +159,16 @@ def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
             assert not memory[here] & memory[there]
 
 
-def test_a_killed_rank_is_named_on_both_hosts(hosts):
-    seen = run_ranks(hosts, "killed", lost=(3,))
+def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
+    seen = run_ranks(hosts, secret, "killed", lost=(3,))
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
 
 
-def test_a_cut_cable_is_noticed_on_both_sides(hosts):
+def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):
     first = hosts[0]
     try:
-        seen = run_ranks(hosts, "cut", then=lambda: first.run("ip", "link", "set", "cable", "down"))
+        seen = run_ranks(hosts, secret, "cut", then=lambda: first.run("ip", "link", "set", "cable", "down"))
     finally:
         first.run("ip", "link", "set", "cable", "up")
     for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):

@@ -6,18 +6,23 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
 LIMIT_S = 60
 
 
-def start_by_hand(script: str, size: int) -> list[subprocess.Popen]:
-    """The script as `size` ranks with nothing but environment variables, as a foreign launcher would start it."""
+def start_by_hand(script: str, size: int, secret: Path) -> list[subprocess.Popen]:
+    """The script as `size` ranks with nothing but variables and a secret, as a foreign launcher would start it."""
+    secret.write_text(token_hex(32))
+    secret.chmod(0o600)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    place["HORA_SECRET_FILE"] = str(secret)
     return [
         subprocess.Popen(
             [sys.executable, "-W", "error", "-c", script],
@@ -64,12 +69,13 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_process_that_never_calls_shutdown(size):
-    assert finish(start_by_hand(NEVER_SHUTS_DOWN, size)) == [(0, f"done {rank}\n", "") for rank in range(size)]
+def test_a_process_that_never_calls_shutdown(size, tmp_path):
+    ranks = start_by_hand(NEVER_SHUTS_DOWN, size, tmp_path / "secret")
+    assert finish(ranks) == [(0, f"done {rank}\n", "") for rank in range(size)]
 
 
-def test_a_rank_that_ends_early_stops_the_others():
-    (code, output, errors), (early, _, _) = finish(start_by_hand(ENDS_BY_ITSELF, 2))
+def test_a_rank_that_ends_early_stops_the_others(tmp_path):
+    (code, output, errors), (early, _, _) = finish(start_by_hand(ENDS_BY_ITSELF, 2, tmp_path / "secret"))
     assert early == 3
     assert (code, errors) == (0, "")
     assert "stopped: Horovod has been shut down by rank 1" in output

@@ -42,7 +42,9 @@ def test_torchrun():
     world = World.from_env(TORCHRUN)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 1, 2)
     assert (world.cross_rank, world.cross_size) == (1, 2)
-    assert world.meeting == MeetingPoint(kind="tcp", address="10.0.0.1", port=29500, job="abc", host_store=False)
+    assert world.meeting == MeetingPoint(kind="tcp", address="10.0.0.1", port=29500, job="abc/0", host_store=False)
+    again = World.from_env(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert again.meeting.job == "abc/2"  # what an earlier attempt has left in the agent's store is not its own
 
 
 def test_open_mpi_on_one_host():
@@ -56,8 +58,17 @@ def test_open_mpi_on_one_host():
     ours = World.from_env(env)
     other = World.from_env(env | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert (ours.rank, ours.size, ours.local_rank) == (1, 2, 1)
-    assert ours.meeting.endpoint == other.meeting.endpoint
-    assert (ours.meeting.host_store, other.meeting.host_store) == (False, True)
+    assert ours.meeting == other.meeting
+    assert ours.meeting.host_store
+
+
+def test_a_users_secret_file_is_for_every_foreign_launcher():
+    place = {"HORA_SECRET_FILE": "/home/me/secret", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    for rank, size in (("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("HOROVOD_RANK", "HOROVOD_SIZE")):
+        meeting = World.from_env(place | {rank: "0", size: "2"}).meeting
+        assert (meeting.kind, meeting.secret_file) == ("tcp", "/home/me/secret")
+    slurm_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    assert World.from_env(slurm_step | {"HORA_SECRET_FILE": "f"}).meeting.secret_file == "f"
 
 
 def test_pmi():

@@ -1,28 +1,39 @@
 """The meeting: where the ranks of a world exchange the first words, before they are connected to one another.
 
-It takes place at the `MeetingPoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous, or a torch
-TCPStore under torchrun and other launchers. `open_meeting` connects once per process; a runtime that is initialised again
-uses the same connection. Nothing that comes through it is unpickled. Called by `peers` and `process`.
+It takes place at the `MeetingPoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous; under
+torchrun and other launchers a table of rank 0's, authenticated too, if the user gave the ranks a secret, and else a torch
+TCPStore, where anybody may speak. `open_meeting` connects once per process; a runtime that is initialised again uses the
+same connection. Nothing that comes through it is unpickled. Called by `peers` and `process`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from hora.config import accept_risk
 from hora.engine.store import ControlStore
-from hora.errors import HorovodInternalError
+from hora.errors import AuthenticationError, HorovodInternalError
+from hora.net import sockets
+from hora.net.address import listening_address
 from hora.net.client import ControlClient
-from hora.net.secret_file import read_held_secret
-from hora.net.wire import derived_secret
+from hora.net.secret_file import read_held_secret, read_secret_file
+from hora.net.table import Table
+from hora.net.wire import Credentials, derived_secret
 from hora.world import MeetingPoint, World
 
 __all__ = ["Meeting", "control_client", "open_meeting"]
+
+_PAUSE_S = 0.1
 
 
 class Meeting(Protocol):
@@ -38,15 +49,15 @@ class Meeting(Protocol):
         """A torch store for gloo and NCCL whose keys cannot clash with other prefixes."""
 
 
-class _RendezvousMeeting:
-    """At the rendezvous of a Hora launcher."""
+class _TableMeeting:
+    """At the rendezvous of a Hora launcher, or at a table of rank 0's. `secret` is the job's."""
 
-    def __init__(self, client: ControlClient, point: MeetingPoint) -> None:
+    def __init__(self, client: ControlClient, secret: Callable[[], bytes]) -> None:
         self.client = client
-        self._point = point
+        self._secret = secret
 
     def secret_for(self, purpose: str) -> bytes | None:
-        return derived_secret(read_held_secret(self._point.secret_file), f"{self._point.job}: {purpose}")
+        return derived_secret(self._secret(), purpose)
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         try:
@@ -61,15 +72,16 @@ class _RendezvousMeeting:
 class _StoreMeeting:
     """At a torch TCPStore."""
 
-    def __init__(self, point: MeetingPoint, limit_s: float) -> None:
-        self._point = point
-        self._store = _tcp_store(point, limit_s, is_master=point.host_store)
+    def __init__(self, world: World, limit_s: float) -> None:
+        self._point = point = world.meeting
+        listener = _listener(world) if point.host_store and world.rank == 0 else None
+        self._store = _own_keys(point, _tcp_store(point, limit_s, listener))
 
     def secret_for(self, purpose: str) -> bytes | None:
         return None
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
-        keys = [f"hora/{key}/{peer}" for peer in range(size)]
+        keys = [f"{key}/{peer}" for peer in range(size)]
         self._store.set(keys[rank], value)  # type: ignore[arg-type] # torch takes bytes too
         deadline = time.monotonic() + limit_s
         try:
@@ -86,7 +98,7 @@ class _StoreMeeting:
     def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
         # A connection of its own: a TCPStore lets one thread at a time use it, also while that one waits for a key.
         # Two process sets that connect at the same time would wait for one another.
-        return PrefixStore(prefix, _tcp_store(self._point, limit_s, is_master=False))
+        return PrefixStore(prefix, _own_keys(self._point, _tcp_store(self._point, limit_s)))
 
 
 _open: dict[MeetingPoint, Meeting] = {}
@@ -102,27 +114,109 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
         # An elastic worker asks for its next place over this connection, so it speaks for that worker.
         worker = world.worker if world.elastic else -1
         client = ControlClient.connect(point, name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
-        meeting = _RendezvousMeeting(client, point)
+        meeting = _TableMeeting(client, lambda: derived_secret(read_held_secret(point.secret_file), point.job))
+    elif point.secret_file:
+        meeting = _meet_at_rank_0(world, limit_s)
     else:
-        meeting = _StoreMeeting(point, limit_s)
+        accept_risk(
+            f"the ranks meet without a secret at {point.endpoint}: whoever reaches it, another user of this machine for "
+            "one, can end this job or give it wrong values. Set HORA_SECRET_FILE to a file that all ranks can read and "
+            "nobody else (umask 077; openssl rand -hex 32 > FILE), or start the job with horovodrun",
+            warn=world.rank == 0,
+        )
+        meeting = _StoreMeeting(world, limit_s)
     _open[point] = meeting
     return meeting
 
 
 def control_client(world: World) -> ControlClient | None:
     """The control connection of this world, if a Hora launcher runs it and it is open."""
-    meeting = _open.get(world.meeting)
-    return meeting.client if isinstance(meeting, _RendezvousMeeting) else None
+    meeting = _open.get(world.meeting) if world.meeting.kind == "hora" else None
+    return meeting.client if isinstance(meeting, _TableMeeting) else None
 
 
-def _tcp_store(point: MeetingPoint, limit_s: float, *, is_master: bool) -> Store:
+_tables: list[Table] = []  # rank 0's, to the end of its process
+
+
+def _meet_at_rank_0(world: World, limit_s: float) -> _TableMeeting:
+    """A meeting at a table that rank 0 opens: at the place that the launcher named, or beside torchrun's store there."""
+    point, deadline = world.meeting, time.monotonic() + limit_s
+    secret = read_secret_file(point.secret_file)
+    credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
+    if world.rank == 0:
+        with _listening(world) as where:
+            _tables.append(Table(where, credentials, name="hora-meeting"))
+        _tables[-1].set("salt", secrets.token_bytes(32))
+    if not point.host_store:
+        # The port is no secret, and who writes another one there has us talk to a stranger without a proof, in vain.
+        store = _own_keys(point, _tcp_store(point, limit_s))
+        if world.rank == 0:
+            store.set("table", str(_tables[-1].port))
+        point = replace(point, port=_number(store.get("table")))
+    client = _connect(point, credentials, name=f"rank {world.rank}", deadline=deadline)
+    # The user may use one file for many jobs: what is derived from it is for this one.
+    salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
+    return _TableMeeting(client, lambda: derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+
+
+def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:
+    """Connect to rank 0's table, as soon as it is there."""
+    while True:
+        left_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            return ControlClient.connect(point, name=name, timeout_s=left_s, credentials=credentials)
+        except (AuthenticationError, TimeoutError) as error:
+            raise HorovodInternalError(
+                f"cannot meet rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}; "
+                "do all ranks have the same HORA_SECRET_FILE?"
+            ) from error
+        except ConnectionError as error:
+            if left_s <= _PAUSE_S:
+                raise HorovodInternalError(
+                    f"cannot reach rank 0 at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
+                ) from error
+            threading.Event().wait(_PAUSE_S)
+
+
+def _number(text: bytes) -> int:
+    if not text.isdigit() or not 0 < int(text[:6]) < 2**16:
+        raise HorovodInternalError(f"the port of rank 0's meeting place is not a number, but {text[:20]!r}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def _listening(world: World) -> Iterator[tuple[str, int]]:
+    """Where rank 0 is to listen, inside the block."""
+    point = world.meeting
+    address = listening_address(point.address, one_host=world.local_size >= world.size)
+    where = address, point.port if point.host_store else 0
+    try:
+        yield where
+    except OSError as error:
+        raise HorovodInternalError(
+            f"rank 0 cannot listen at {where[0]}:{where[1]} ({error.strerror}): set MASTER_PORT to a free port"
+        ) from error
+
+
+def _listener(world: World) -> int:
+    """A listening socket for a TCPStore, which by itself would listen at every address of this machine."""
+    with _listening(world) as where:
+        return sockets.listen(where).detach()
+
+
+def _own_keys(point: MeetingPoint, store: Store) -> Store:
+    return PrefixStore(f"hora/{point.job}", store)
+
+
+def _tcp_store(point: MeetingPoint, limit_s: float, listener: int | None = None) -> Store:
     try:
         return TCPStore(
             point.address,
             point.port,
-            is_master=is_master,
+            is_master=listener is not None,
             wait_for_workers=False,
             timeout=timedelta(seconds=limit_s),
+            master_listen_fd=listener,
         )
     except (RuntimeError, dist.DistError) as error:
         raise HorovodInternalError(

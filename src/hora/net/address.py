@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Collection
 
-__all__ = ["interface_address", "is_local", "resolve", "source_address"]
+__all__ = ["interface_address", "is_local", "listening_address", "resolve", "source_address"]
 
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # a UDP connect needs some port number; nothing is ever sent to it
@@ -38,6 +38,19 @@ def _is_own(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def listening_address(hostname: str, *, one_host: bool) -> str:
+    """Where to listen, so that all who were told this name for us reach us, and nobody else more than can be helped.
+
+    That is one address, but where the name does not tell which: it is that of a service in front of us, or it means
+    loopback here and something else elsewhere. `one_host`: all of them are on this machine.
+    """
+    addresses = resolve(hostname)
+    own = [address for address in addresses if _is_own(address)]
+    if own and (one_host or not own[0].startswith("127.")):
+        return own[0]
+    return "0.0.0.0" if addresses else "::"
 
 
 def source_address(address: str) -> str:

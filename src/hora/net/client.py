@@ -71,15 +71,24 @@ class ControlClient:
         self._reader.start()
 
     @classmethod
-    def connect(cls, meeting: MeetingPoint, *, name: str, timeout_s: float, worker: int = -1) -> ControlClient:
+    def connect(
+        cls,
+        meeting: MeetingPoint,
+        *,
+        name: str,
+        timeout_s: float,
+        worker: int = -1,
+        credentials: Credentials | None = None,
+    ) -> ControlClient:
         """Connect to the rendezvous of this meeting.
 
         `name` appears in messages. `worker`: this connection speaks for that worker; if it ends without
-        `close`, the worker counts as lost.
+        `close`, the worker counts as lost. `credentials`: other than what the launcher gave us.
         """
+        proof = credentials or Credentials(read_held_secret(meeting.secret_file), meeting.job)
         deadline, left_s = time.monotonic() + timeout_s, timeout_s
         while True:
-            client = cls(cls._open(meeting, left_s), meeting, name)
+            client = cls(cls._open(meeting, proof, left_s), meeting, name)
             try:
                 client._ask({"op": "hello", "name": name, "worker": worker}, limit_s=left_s)
                 return client
@@ -90,8 +99,7 @@ class ControlClient:
                     raise
 
     @staticmethod
-    def _open(meeting: MeetingPoint, timeout_s: float) -> Connection:
-        credentials = Credentials(read_held_secret(meeting.secret_file), meeting.job)
+    def _open(meeting: MeetingPoint, credentials: Credentials, timeout_s: float) -> Connection:
         try:
             return connect((meeting.address, meeting.port), credentials, timeout_s=timeout_s)
         except AuthenticationError as error:

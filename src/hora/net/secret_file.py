@@ -1,4 +1,4 @@
-"""A job's secret in a file: the one that a supervisor holds in memory, or one that the user has made.
+"""A job's secret in a file: one that a process of ours holds in memory, or one that the user has made.
 
     umask 077; openssl rand -hex 32 > ~/job.secret        HORA_SECRET_FILE=~/job.secret
 
@@ -14,21 +14,33 @@ import stat
 
 from hora.errors import AuthenticationError
 
-__all__ = ["read_held_secret", "read_secret_file"]
+__all__ = ["HeldSecret", "read_held_secret", "read_secret_file"]
 
 _MIN_BYTES, _MAX_BYTES = 32, 64 * 1024
 _ADVICE = "make one with: umask 077; openssl rand -hex 32 > FILE"
 
 
+class HeldSecret:
+    """A secret in this process's memory, which processes of the same user read at `path`. It ends with `close`."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
+        os.write(self._descriptor, secret)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 def read_held_secret(path: str) -> bytes:
-    """The job's secret, from the descriptor that the worker's supervisor holds."""
+    """The job's secret, from the memory of the process that holds it: a worker's supervisor as a rule."""
     try:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
         raise AuthenticationError(
-            f"cannot read the job's secret from HORA_SECRET_FILE={path} ({error.strerror}): the supervisor "
-            "that holds it has ended, or this process runs as another user or in another container"
+            f"cannot read the job's secret from {path} ({error.strerror}): the process "
+            "that holds it has ended, or this one runs as another user or in another container"
         ) from error
 
 

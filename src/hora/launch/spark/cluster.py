@@ -13,7 +13,10 @@ import threading
 import time
 from typing import Any
 
+from hora.config import accept_risk
+
 __all__ = [
+    "check_protection",
     "active_context",
     "allocates_dynamically",
     "context_or_new",
@@ -72,6 +75,21 @@ def _refuse_connect(session: Any = None) -> None:
 def is_local(context: Any) -> bool:
     """Whether this machine is the whole cluster, and the executor is the driver's own process."""
     return str(context.master).startswith("local")
+
+
+def check_protection(context: Any) -> None:
+    """Say that a cluster gives its tasks' secrets to anybody, where it does; ValueError under HORA_STRICT=1.
+
+    Spark's block manager serves what a task is made of, a stage's secret with it, to whoever asks, unless its own
+    authentication is on. Where executors are local the secret goes another way.
+    """
+    if is_local(context) or context.getConf().get("spark.authenticate", "false").lower() == "true":
+        return
+    accept_risk(
+        f"the Spark cluster at {context.master} does not authenticate its own traffic: whoever reaches its network can "
+        "read this job's secret there, with it the environment that its processes are given, and run code in them and "
+        "in this driver. Set spark.authenticate=true (and spark.network.crypto.enabled=true against listeners)"
+    )
 
 
 def count_slots(context: Any) -> int:

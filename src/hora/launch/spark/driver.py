@@ -1,6 +1,7 @@
 """The driver's side of a stage: has Spark run it, waits for its tasks, and speaks with them.
 
 It listens for the stage's tasks (`task`), which prove that they hold the stage's secret before a byte of theirs is read.
+Where they run on this machine they read it from this process's memory; elsewhere it travels with Spark's task.
 What they shall run is known to the launchers alone.
 """
 
@@ -12,10 +13,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hora.launch.spark.cluster import driver_addresses, is_local
+from hora.launch.spark.cluster import check_protection, driver_addresses, is_local
 from hora.launch.spark.placement import TaskPlace
 from hora.launch.spark.stage import SparkStage
 from hora.launch.spark.task import SparkTask
+from hora.net.secret_file import HeldSecret
 from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, Header, new_secret
 
@@ -35,6 +37,7 @@ class StageDriver:
     def __init__(
         self, context: Any, num_tasks: int, *, group: str, stream_output: bool = True, barrier: bool = True
     ) -> None:
+        check_protection(context)
         self._num_tasks = num_tasks
         self._arrived = threading.Condition()
         self._places: dict[int, TaskPlace] = {}
@@ -46,15 +49,19 @@ class StageDriver:
         self.secret = new_secret()
         job = f"spark-{secrets.token_hex(8)}"
         self._server = Server(self, name="hora-spark-tasks")
-        port = self._server.listen((self.bind_address, 0))
         with contextlib.ExitStack() as undo:
             undo.callback(self._server.close)
+            port = self._server.listen((self.bind_address, 0))
+            held = HeldSecret(self.secret) if is_local(context) else None
+            if held is not None:
+                undo.callback(held.close)
             self._server.start(Credentials(self.secret, job))
             task = SparkTask(
                 address=self.address,
                 port=port,
                 job=job,
-                secret=self.secret,
+                secret=b"" if held else self.secret,
+                secret_file=held.path if held else "",
                 stream_output=stream_output,
                 # In local mode the executor's log is the driver's own terminal, which has its say already.
                 keep_output=not is_local(context),
@@ -62,16 +69,14 @@ class StageDriver:
             self.stage = SparkStage(context, num_tasks, task, group=group, barrier=barrier)
             # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
             self.stage.start()
-            undo.pop_all()
+            self._closing = undo.pop_all()
 
     def __enter__(self) -> StageDriver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with self._closing:
             self.release()
-        finally:
-            self._server.close()
 
     def meet(self, num_tasks: int, go_on: Callable[[], bool]) -> list[TaskPlace] | None:
         """Wait until this many tasks have arrived; the places of all that have.

@@ -159,7 +159,6 @@ class SparkLauncher:
     def _order(self, worker: WorkerSpec, placement: Placement) -> tuple[Header, bytes]:
         """The message that makes a task start the worker's process."""
         nonce = secrets.token_bytes(32)
-        private = json.dumps({name: data.hex() for name, data in worker.private_files.items()}).encode()
         env = dict(worker.env)
         env[GPU_VARIABLE] = ",".join(placement.own_gpus)
         if placement.visible_gpus and self._bind_gpus:
@@ -173,9 +172,10 @@ class SparkLauncher:
             "grace_s": worker.grace_s,
             "preload": worker.preload,
             "nonce": nonce.hex(),
-            "private_files": mask(self._driver.secret, nonce, private).hex(),
         }
-        return header, json.dumps(env).encode()
+        files = {name: data.hex() for name, data in worker.private_files.items()}
+        private = json.dumps({"env": env, "files": files}).encode()
+        return header, mask(self._driver.secret, nonce, private)
 
     def _message(self, task: int, header: Header, payload: bytes) -> None:
         assert self._events is not None

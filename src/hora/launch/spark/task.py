@@ -27,6 +27,7 @@ from hora.launch.slots import Slot
 from hora.launch.spark.warm import fork_supervisor, prepare
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
+from hora.net.secret_file import read_held_secret
 from hora.net.wire import Credentials, Header
 
 __all__ = ["SparkTask", "host_hash", "mask"]
@@ -39,6 +40,7 @@ _TAIL_BYTES = 64 * 1024
 class SparkTask:
     """A task's whole knowledge, carried in the closure that Spark ships: where the driver listens, and the secret.
 
+    `secret_file`: where to read the secret instead, if the driver is on this machine: Spark shows its closures around.
     `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
     failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
     """
@@ -47,12 +49,14 @@ class SparkTask:
     port: int
     job: str
     secret: bytes = field(repr=False)
+    secret_file: str
     stream_output: bool
     keep_output: bool
 
     def __call__(self, task: int) -> None:
+        secret = read_held_secret(self.secret_file) if self.secret_file else self.secret
         try:
-            credentials = Credentials(self.secret, self.job)
+            credentials = Credentials(secret, self.job)
             connection = connect((self.address, self.port), credentials, timeout_s=_CONNECT_LIMIT_S)
         except OSError as error:
             raise RuntimeError(
@@ -61,7 +65,7 @@ class SparkTask:
                 "set spark.driver.host to an address of the driver that executors can reach"
             ) from error
         try:
-            _TaskAgent(connection, self).serve(task)
+            _TaskAgent(connection, self, secret).serve(task)
         finally:
             connection.close()
 
@@ -69,8 +73,8 @@ class SparkTask:
 class _TaskAgent:
     """Obeys the driver until it says leave or is gone. Implements LaunchEvents for its launcher."""
 
-    def __init__(self, connection: Connection, task: SparkTask) -> None:
-        self._connection, self._task = connection, task
+    def __init__(self, connection: Connection, task: SparkTask, secret: bytes) -> None:
+        self._connection, self._task, self._secret = connection, task, secret
         self._launcher: HostLauncher | None = None
         self._sending = threading.Lock()
         self._tails: dict[str, Tail] = {}
@@ -102,8 +106,7 @@ class _TaskAgent:
         self._launcher.start([worker], self)
 
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
-        masked = bytes.fromhex(header["private_files"])
-        private = json.loads(mask(self._task.secret, bytes.fromhex(header["nonce"]), masked))
+        private = json.loads(mask(self._secret, bytes.fromhex(header["nonce"]), payload))
         executable = header["executable"]
         inherited = variables()
         if not executable:
@@ -114,8 +117,8 @@ class _TaskAgent:
             worker=header["worker"],
             slot=Slot(**header["slot"]),
             argv=(executable or sys.executable, *header["arguments"]),
-            env=inherited | json.loads(payload),
-            private_files={name: bytes.fromhex(data) for name, data in private.items()},
+            env=inherited | private["env"],
+            private_files={name: bytes.fromhex(data) for name, data in private["files"].items()},
             grace_s=header["grace_s"],
             preload=None if header["preload"] is None else tuple(header["preload"]),
         )
@@ -150,16 +153,16 @@ class _TaskAgent:
 
 
 def mask(stage_secret: bytes, nonce: bytes, data: bytes) -> bytes:
-    """A worker's private files, hidden from listeners on the network; applied twice they are themselves again.
+    """A worker's environment and private files, hidden from listeners; applied twice they are themselves again.
 
-    The connection authenticates what it carries but does not encrypt it. The stage's secret came inside
-    Spark's task.
+    The connection authenticates what it carries but does not encrypt it. The nonce is new for every message.
     """
     pad = b"".join(
         hmac.digest(stage_secret, b"worker secret" + nonce + block.to_bytes(4, "big"), "sha256")
         for block in range(-(-len(data) // 32))
     )
-    return bytes(a ^ b for a, b in zip(data, pad, strict=False))
+    masked = int.from_bytes(data, "big") ^ int.from_bytes(pad[: len(data)], "big")
+    return masked.to_bytes(len(data), "big")
 
 
 def host_hash(salt: str | None = None) -> str:

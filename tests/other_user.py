@@ -1,0 +1,47 @@
+"""Another user of this machine, for tests of what such a one can do: no groups, no rights, an id that is nobody's.
+
+Its program runs after imports, with the identity of root until then: the interpreter may lie in root's own folder.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+UID = 54321
+
+_BECOME = f"""
+import base64, contextlib, json, os, resource, select, socket, struct, sys, time
+"a".encode("idna")  # loaded now: names of hosts need it
+os.setgroups([])
+os.setgid({UID})
+os.setuid({UID})
+os.chdir("/")
+"""
+
+possible = os.geteuid() == 0
+WHY_NOT = "needs root, to become another user"
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    """The program, which may use the modules imported above, as that user."""
+    assert possible
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _BECOME + program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(program: str, *arguments: str, limit_s: float = 100.0) -> str:
+    """What the program printed; it must succeed."""
+    process = start(program, *arguments)
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    return said

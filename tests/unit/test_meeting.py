@@ -1,0 +1,118 @@
+"""Where the ranks of a foreign launcher meet: at one address, with a secret if the user gave one, or with a warning."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hora.engine import meeting
+from hora.errors import HorovodInternalError
+from hora.world import MeetingPoint, World
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def a_file(folder: Path, name: str) -> str:
+    path = folder / name
+    path.write_text(name * 32)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def world(port: int, tmp_path: Path) -> World:
+    point = MeetingPoint(kind="tcp", address="localhost", port=port, job="job", host_store=True)
+    return World(size=2, local_size=2, launcher="openmpi", meeting=replace(point, secret_file=a_file(tmp_path, "mine")))
+
+
+def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[meeting._TableMeeting]:
+    """Both ranks meet, the second one first."""
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [replace(second, rank=1, local_rank=1), first]
+        waiting = [pool.submit(meeting._meet_at_rank_0, rank, limit_s) for rank in ranks]
+        return [found.result() for found in reversed(waiting)]
+
+
+@pytest.fixture(autouse=True)
+def _no_table_is_left():
+    yield
+    while meeting._tables:
+        meeting._tables.pop().close()
+
+
+def listening(port: int) -> set[str]:
+    return {
+        c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port
+    }
+
+
+def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World, port: int):
+    both = meet(world, world)
+    assert listening(port) == {"127.0.0.1"}
+    with ThreadPoolExecutor(2) as pool:
+        said = [
+            pool.submit(one.allgather, "key", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
+            for rank, one in enumerate(both)
+        ]
+        assert [found.result() for found in said] == [[b"0", b"1"]] * 2
+    first, second = (one.secret_for("the hub") for one in both)
+    assert first == second != both[0].secret_for("objects")
+    meeting._tables.pop().close()
+    again = meet(world, world)
+    assert again[0].secret_for("the hub") != first, "one file, another job"
+
+
+def test_a_rank_with_another_secret_is_told_so(world: World, tmp_path: Path):
+    other = replace(world, meeting=replace(world.meeting, secret_file=a_file(tmp_path, "other")))
+    with pytest.raises(HorovodInternalError, match="same HORA_SECRET_FILE"):
+        meet(world, other)
+
+
+def test_rank_0_that_never_comes_is_named_with_the_variables(world: World):
+    with pytest.raises(HorovodInternalError, match=r"cannot reach rank 0 at localhost:\d+ \(MASTER_ADDR, MASTER_PORT"):
+        meeting._meet_at_rank_0(replace(world, rank=1, local_rank=1), 0.3)
+
+
+def test_without_a_secret_rank_0_warns_once_and_listens_at_the_meeting_address_only(
+    world: World, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(meeting, "_open", {})
+    monkeypatch.setattr(logging.getLogger("hora"), "propagate", True)
+    open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
+    place = meeting.open_meeting(open_one, limit_s=LIMIT_S)
+    assert listening(port) == {"127.0.0.1"}
+    assert meeting.open_meeting(open_one, limit_s=LIMIT_S) is place
+    assert place.secret_for("anything") is None
+    assert caplog.text.count("Set HORA_SECRET_FILE") == 1
+    monkeypatch.setattr(meeting, "_open", {})
+    meeting.open_meeting(replace(open_one, rank=1, local_rank=1), limit_s=LIMIT_S)
+    assert caplog.text.count("Set HORA_SECRET_FILE") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_strict_user_is_refused_a_meeting_without_a_secret(world: World, rank: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HORA_STRICT", "1")
+    open_one = replace(world, rank=rank, local_rank=rank, meeting=replace(world.meeting, secret_file=""))
+    with pytest.raises(ValueError, match=r"HORA_STRICT=1.*HORA_SECRET_FILE"):
+        meeting.open_meeting(open_one, limit_s=LIMIT_S)
+
+
+def test_a_port_that_is_taken_is_said(world: World, port: int):
+    open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
+            meeting._StoreMeeting(open_one, 1.0)
+        with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
+            meeting._meet_at_rank_0(world, 1.0)
