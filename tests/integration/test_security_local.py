@@ -71,6 +71,9 @@ if __name__ == "__main__":
 """
 
 
+FEW_DESCRIPTORS = 300  # of each of the job's processes, unless it asks for more
+
+
 class Victim:
     """A running job and its ports."""
 
@@ -78,7 +81,8 @@ class Victim:
         (work / "job.py").write_text(job)
         self.flag = work / "finish"
         self.trap = work / "executed"
-        self.job = JobProcess([sys.executable, "job.py", str(self.flag)], work, **environment)
+        few = ["sh", "-c", f'ulimit -S -n {FEW_DESCRIPTORS}; exec "$@"', "sh"]
+        self.job = JobProcess([*few, sys.executable, "job.py", str(self.flag)], work, **environment)
         self.job.wait_for_text("meeting 0")
         self.job.wait_for_text("meeting 1")
         self.ports = sorted({c.laddr.port for c in self.listening()})
@@ -114,8 +118,11 @@ def victim(tmp_path: Path) -> Iterator[Victim]:
 
 def reaction(port: int, data: bytes, *, limit_s: float = 30.0) -> bytes:
     """Say something to the port and return all that it answers before it hangs up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
-        sock.settimeout(limit_s)
+    try:
+        sock = socket.create_connection(("127.0.0.1", port), timeout=limit_s)
+    except TimeoutError:  # it takes no connection any more
+        return b""
+    with sock:
         try:
             sock.sendall(data)
             sock.shutdown(socket.SHUT_WR)
@@ -180,14 +187,21 @@ def test_garbage_half_messages_huge_lengths_and_pickles(victim: Victim):
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_job_with_the_engine_survives_the_same(tmp_path: Path, transport: str):
+    """And a crowd that says nothing, larger than the number of descriptors with which the ranks were started."""
     victim = Victim(tmp_path, ENGINE_JOB, HORA_TRANSPORT=transport)
     try:
         assert {c.laddr.ip for c in victim.listening()} == {"127.0.0.1"}
         _, said = attacks(victim.trap)
         for port in victim.ports:
             for attack in said:
-                reaction(port, attack, limit_s=0.05)  # gloo may say nothing and keep the line
-        victim.finish()
+                reaction(port, attack, limit_s=0.05)  # gloo says nothing to strangers
+        with ExitStack() as crowd:
+            for port in victim.ports:
+                for _ in range(FEW_DESCRIPTORS + 100):
+                    silent = crowd.enter_context(socket.socket())
+                    silent.setblocking(False)
+                    silent.connect_ex(("127.0.0.1", port))
+            victim.finish()
     finally:
         victim.job.process.kill()
 

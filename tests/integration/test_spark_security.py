@@ -187,17 +187,20 @@ def ask(sock, kind, rest):
     sock.sendall(struct.pack(">qb", 9 + len(rest), kind) + rest)
     return exactly(sock, struct.unpack(">q", exactly(sock, 8))[0] - 8)
 
+def fetch(port, name):
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+        body = bytes(1) + text("app") + text("driver") + struct.pack(">i", 1) + text(name)
+        answer = ask(sock, 3, struct.pack(">qi", 1, len(body)) + body)
+        if answer[0] == 4:
+            stream, _ = struct.unpack(">qi", answer[14:26])
+            answer = ask(sock, 0, struct.pack(">qi", stream, 0))
+            if answer[0] == 1:
+                print(base64.b64encode(answer[13:]).decode())
+
 for port in map(int, sys.argv[1:]):
-    for number in range(4):
-        with contextlib.suppress(OSError, EOFError, struct.error):
-            with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
-                body = bytes(1) + text("app") + text("driver") + struct.pack(">i", 1) + text(f"broadcast_{number}_piece0")
-                answer = ask(sock, 3, struct.pack(">qi", 1, len(body)) + body)
-                if answer[0] == 4:
-                    stream, _ = struct.unpack(">qi", answer[14:26])
-                    answer = ask(sock, 0, struct.pack(">qi", stream, 0))
-                    if answer[0] == 1:
-                        print(base64.b64encode(answer[13:]).decode())
+    with contextlib.suppress(OSError, EOFError, struct.error):  # not the block manager's
+        for number in range(4):
+            fetch(port, f"broadcast_{number}_piece0")
 """
 
 

@@ -4,14 +4,21 @@ gloo offers no way to end a wait, but a wait ends by itself when the connection 
 out its sockets, so they are recognised by port: a group's connections are those accepted at its own
 listener and those that lead to a peer's listener, whose ports the members tell one another through the
 store.
+
+gloo's listener takes every connection and never lets go of one that says nothing; when no descriptor is left, gloo ends
+the process. So a process that uses gloo may have many descriptors, and once a group is complete the kernel drops
+whatever else comes to its listener.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import resource
 import socket
 import stat
+import struct
 import threading
 import time
 import weakref
@@ -31,6 +38,10 @@ __all__ = ["GlooGroup"]
 
 # Only how long gloo's own threads may outlive a discarded group; ours is the limit that counts.
 _BACKEND_MARGIN_S = 30.0
+# Enough for a crowd of strangers while a group connects. Not all that the system allows: programs exist that look at each.
+_MANY_DESCRIPTORS = 65_536
+_SO_ATTACH_FILTER = 26
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a program for the kernel's packet filter: return 0, which is nothing
 
 
 class GlooGroup(Group):
@@ -43,6 +54,7 @@ class GlooGroup(Group):
     ) -> None:
         super().__init__(guard=guard, limit_s=limit_s)
         backend: Any = dist.ProcessGroupGloo
+        _allow_many_descriptors()
         with _listening() as own_ports:
             device = backend.create_device(hostname=address)
         options = backend._Options()
@@ -52,7 +64,9 @@ class GlooGroup(Group):
 
         def make() -> tuple[Any, _Connections]:
             group = backend(store, member, num_members, options)
-            return group, _Connections.find(store, member, num_members, own_ports)
+            connections = _Connections.find(store, member, num_members, own_ports)
+            connections.shut_the_door()
+            return group, connections
 
         what = f"{num_members} members to connect over gloo at {address}"
         self._process_group, self._connections = connect(make, what=what, guard=guard, limit_s=limit_s)
@@ -83,6 +97,13 @@ class GlooGroup(Group):
             self._guard()
             if time.monotonic() > deadline:
                 raise HorovodInternalError(f"waited {self._limit_s:g} s for the peers' part in {what} over gloo")
+
+
+def _allow_many_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MANY_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _drop(holder: list[Any]) -> None:
@@ -133,6 +154,16 @@ class _Connections:
         connections = cls(found)
         _live.add(connections)
         return connections
+
+    def shut_the_door(self) -> None:
+        """Have the kernel drop all that comes to the listener from now on: every member has connected."""
+        program = ctypes.create_string_buffer(_DROP)
+        for descriptor, (_, peer) in self.descriptors.items():
+            # A kernel may know no such filters; then the number of descriptors is all that protects us.
+            with _borrowed(descriptor) as sock, contextlib.suppress(OSError):
+                if sock is not None and peer is None:
+                    filter = struct.pack("HL", 1, ctypes.addressof(program))
+                    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter)
 
     def shut_down(self) -> None:
         """Break the connections. Not the listener: gloo ends the process when that fails."""
