@@ -19,6 +19,7 @@ from typing import Any
 __all__ = ["Timeline"]
 
 _END = b"\n]\n"
+_CLOSE_LIMIT_S = 1.0
 
 _log = logging.getLogger("hora.events")
 
@@ -98,8 +99,12 @@ class Timeline:
                 self._write([{"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"}])
 
     def close(self) -> None:
-        with self._lock:
+        if not self._lock.acquire(timeout=_CLOSE_LIMIT_S):
+            return  # this thread is writing, in the lines that a signal has interrupted; the file is valid as it is
+        try:
             self._file.close()
+        finally:
+            self._lock.release()
 
     def _now(self) -> int:
         return int((time.perf_counter() - self._started) * 1e6)

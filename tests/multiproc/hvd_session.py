@@ -93,7 +93,7 @@ def assert_same_everywhere(tensors, process_set=hvd.global_process_set) -> None:
 def raises(kind: type[BaseException], *words: str):
     """The block must raise `kind` with all these words in its message."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     missing = [word for word in words if word.lower() not in str(caught.value).lower()]
     assert not missing, f"{missing} not in: {caught.value}"
 

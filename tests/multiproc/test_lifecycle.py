@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 
 import psutil
@@ -12,6 +13,7 @@ import torch
 from hvd_session import assert_equal, assert_runtime_works, raises, session
 
 import horovod.torch as hvd
+from hora.engine import current_runtime
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 LIMIT_S = 60
@@ -41,6 +43,48 @@ def test_300_cycles_leave_nothing_behind():
     assert after[:3] == before[:3], (before, after)
     # 250 leaked staging areas, or even control pages, would be far more than this.
     assert after[3] - before[3] < 10 * 2**20, (before, after)
+
+
+@pytest.mark.parametrize("where", ["submit", "drive"])
+@pytest.mark.ranks(1, 2)
+def test_a_signal_handler_may_shut_down_whatever_it_interrupts(where):
+    hvd.init()
+    agreement = current_runtime().process_sets.queue(0).agreement
+    _shut_down_in(agreement, {"submit": "announce", "drive": "poll"}[where])
+
+
+@pytest.mark.ranks(2, env={"HORA_TRANSPORT": "gloo"})
+def test_a_signal_handler_may_shut_down_in_the_middle_of_a_message():
+    hvd.init()
+    link = next(iter(current_runtime()._hub._links.values()))
+    _shut_down_in(link.sealer, "frames")
+
+
+def _shut_down_in(owner, method):
+    """A preemption's signal comes to the last rank inside `method`, and its handler shuts down."""
+    assert_runtime_works()
+    last = hvd.size() - 1
+    if hvd.rank() == last:
+        original = getattr(owner, method)
+
+        def interrupted(*arguments):
+            setattr(owner, method, original)
+            signal.raise_signal(signal.SIGUSR2)
+            return original(*arguments)
+
+        setattr(owner, method, interrupted)
+    before = signal.signal(signal.SIGUSR2, lambda *_: hvd.shutdown())
+    try:
+        with raises(hvd.HorovodInternalError, f"shut down by rank {last}"):
+            hvd.allreduce(torch.ones(3))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        hvd.shutdown()
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert_runtime_works()
+    hvd.barrier()
+    hvd.shutdown()
 
 
 @session

@@ -10,6 +10,7 @@ import torch
 from hvd_session import assert_runtime_works, even_and_odd, raises, session, world_size
 
 import horovod.torch as hvd
+from hora.engine import current_runtime
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 several = pytest.mark.ranks(2, 3, 4)
@@ -158,6 +159,46 @@ def test_dynamic_sets():
         assert hvd.remove_process_set(single) is True
     assert_runtime_works()
     end()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.over_gloo
+def test_removal_with_operations_in_flight():
+    """What the members have agreed on is executed, although rank 1 looks for it only when it removes the set."""
+    hvd.init(process_sets="dynamic")
+    for cycle in range(2):
+        some = hvd.add_process_set([0, 1])
+        agreed = orphan = None
+        if some.included():
+            if hvd.rank() == 1:
+                _look_for_rounds_in_the_removal_only(some.process_set_id)
+            agreed = hvd.allreduce_async(torch.full((100_000,), 1.0 + hvd.rank()), op=hvd.Sum, process_set=some)
+            if hvd.rank() == 0:
+                orphan = hvd.allreduce_async(torch.ones(3), name="orphan", process_set=some)
+        assert hvd.remove_process_set(some) is True
+        if agreed is not None:
+            assert set(hvd.synchronize(agreed).tolist()) == {3.0}
+        if orphan is not None:
+            with raises(hvd.HorovodInternalError, "process set 1 with the ranks [0, 1] has been removed") as caught:
+                hvd.synchronize(orphan)
+            assert "shut down" not in str(caught.value)
+        assert "hora-set-1" not in [thread.name for thread in threading.enumerate()], cycle
+    assert_runtime_works()
+    end()
+
+
+def _look_for_rounds_in_the_removal_only(number):
+    sets = current_runtime().process_sets
+    world, agreement = sets.queue(0), sets.queue(number).agreement
+    change_sets, poll, removing = world._change_sets, agreement.poll, threading.Event()
+
+    def change(batch):
+        removing.set()
+        world._change_sets = change_sets
+        return change_sets(batch)
+
+    world._change_sets = change
+    agreement.poll = lambda planner: poll(planner) if removing.is_set() else None
 
 
 @several

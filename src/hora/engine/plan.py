@@ -172,7 +172,9 @@ class Planner:
         if entry.ready:
             return
         if entry.num_announced == self._num_members or (
-            self._joined and all(member in self._joined for member in entry.missing())
+            self._joined
+            and all(member in self._joined for member in entry.missing())
+            and entry.any_signature().kind != Kind.RETIRE  # which also those that have joined announce
         ):
             entry.ready = True
             self._ready.append(entry)
@@ -222,7 +224,7 @@ class Planner:
         return known[1]
 
     def _error(self, entry: Pending, signature: Signature, uniform: bool) -> str | None:
-        if self._joined and signature.kind != Kind.ALLREDUCE:
+        if self._joined and signature.kind not in (Kind.ALLREDUCE, Kind.RETIRE):
             joined = ", ".join(str(self.ranks[member]) for member in sorted(self._joined))
             name = KINDS[signature.kind].name
             return f"{name} is not supported with Join: rank(s) {joined} have joined already ({_names(entry)})"

@@ -136,25 +136,31 @@ class ProcessSets:
             assert self.peers is not None
             number, num_bytes = values
             return self.peers.share_or_none(f"{self._label(number)}/memory", self.ranks(number), num_bytes)
-        (number,) = values
-        self._sets.pop(number, None)
-        queue = self._queues.pop(number, None)
-        if queue is not None:
-            queue.close()
+        self._remove(*values)
         return None
+
+    def _remove(self, number: int) -> None:
+        if number not in self._sets:
+            return  # two threads have asked for it
+        if number in self._queues:
+            ranks = list(self._sets[number])
+            self._queues[number].retire(f"the process set {number} with the ranks {ranks} has been removed")
+        with self._rounds_lock:
+            del self._sets[number], self._serials[number]
+            self._queues.pop(number, None)
 
     def register(self, ranks: tuple[int, ...]) -> int:
         """Add a set under the lowest free number (collective)."""
         number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
-        self._num_registered += 1  # on every rank, whether a member or not
-        self._serials[number] = self._num_registered
+        serial = self._serials[number] = self._num_registered + 1  # on every rank, whether a member or not
         queue = self._make_queue(number, ranks) if self._world.rank in ranks else None
         with self._rounds_lock:  # the hub's thread must neither drop a round now nor deliver one before the early ones
+            self._num_registered = serial
             if queue is not None:
                 self._queues[number] = queue
             self._sets[number] = ranks
-            for announcements in self._early_rounds.pop(number, []):
-                self._deliver(number, announcements)
+            for announcements in self._early_rounds.pop(serial, []):
+                self._deliver(serial, announcements)
         return number
 
     def _label(self, number: int) -> str:
@@ -163,17 +169,18 @@ class ProcessSets:
 
     # What the hub reports, on its thread.
 
-    def deliver(self, number: int, announcements: list[tuple[int, bytes]]) -> None:
-        """A round of announcements, of a set with members on several hosts."""
+    def deliver(self, serial: int, announcements: list[tuple[int, bytes]]) -> None:
+        """A round of announcements, of a set with members on several hosts. Late ones of a removed set are for no set."""
         with self._rounds_lock:
-            self._deliver(number, announcements)
+            self._deliver(serial, announcements)
 
-    def _deliver(self, number: int, announcements: list[tuple[int, bytes]]) -> None:
-        queue = self._queues.get(number)
-        if queue is not None and isinstance(queue.agreement, HubAgreement):
-            queue.agreement.deliver(announcements)
-        elif number not in self._sets:
-            self._early_rounds.setdefault(number, []).append(announcements)
+    def _deliver(self, serial: int, announcements: list[tuple[int, bytes]]) -> None:
+        if serial > self._num_registered:
+            self._early_rounds.setdefault(serial, []).append(announcements)
+            return
+        for number, queue in self._queues.items():
+            if self._serials[number] == serial and isinstance(queue.agreement, HubAgreement):
+                queue.agreement.deliver(announcements)
 
     def inspect(self) -> None:
         """Look for stalls."""
@@ -238,7 +245,7 @@ class ProcessSets:
             num_bytes = SharedMemoryAgreement.num_bytes(len(ranks))
             segment = peers.share(f"{self._label(number)}/control", ranks, num_bytes)
             return SharedMemoryAgreement(segment, member, len(ranks), cache_capacity=capacity)
-        send = functools.partial(peers.hub.announce, number, member)
+        send = functools.partial(peers.hub.announce, self._serials[number], member)
         return HubAgreement(send, len(ranks), cache_capacity=capacity)
 
     def _make_transport(self, number: int, ranks: tuple[int, ...], device: str) -> Transport:

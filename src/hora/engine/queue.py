@@ -6,12 +6,14 @@ saves two changes of thread; requests that no thread waits for yet are driven by
 when there are none.
 
     submit -> in flight, announced -> (agreement, plan) -> batch -> transport -> request done -> waiters woken
+
+A signal may come at any line here, and its handler may call `hvd.shutdown()`: nothing on that way (`drain`, `close`) waits
+without a limit for a lock that the interrupted thread may hold.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -20,10 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from hora.engine.agree.agreement import Agreement
+from hora.engine.background import BackgroundThread
 from hora.engine.execute import deliver, execute, execute_on_device, write_back
 from hora.engine.plan import Batch, Part, Planner
 from hora.engine.recorder import Recorder
-from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, full_names
+from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, full_names
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector
@@ -38,6 +41,8 @@ __all__ = ["ExecuteBound", "OperationQueue"]
 log = logging.getLogger("hora")
 
 _WAITER_SLICE_S = 0.5
+_DRAIN_LIMIT_S = 1.0
+_CLOSE_LIMIT_S = 5.0
 
 # Executes a bound reduction that all members have agreed on; the request is None if this rank has joined.
 ExecuteBound = Callable[[Part, Request | None, Transport], None]
@@ -81,28 +86,31 @@ class OperationQueue:
         self._make_transport = make_transport
         self._change_sets = change_sets
         self._on_idle = on_idle
-        self._core = core
         self._transports: dict[str, Transport] = {}
         self._in_flight: dict[Key, Request] = {}
         self._unnamed: dict[str, int] = {}
         self._lock = threading.Lock()  # submission: in-flight table, numbering, announcements
         self._progress = threading.Lock()  # held by the driver
+        self._driver = 0  # the thread that holds it
         self._finished = threading.Condition()  # for threads that wait while another one drives
         self._num_waiters = 0
-        self._work = threading.Condition()  # for the background thread
-        self._parked = False
         self._stopping = False
+        self._closed = False
+        self._farewell = ""  # why the set ends, when its end has been announced
+        self._retired = ""  # the same, when all members have agreed on it
         self._executing_since = 0.0
         self._executing = ""
         self._num_warnings = 0  # about the batch that runs now
-        self._background: threading.Thread | None = None
+        self._background = BackgroundThread(
+            f"hora-set-{process_set_id}", core, has_work=lambda: bool(self._in_flight), work=self._drive_in_background
+        )
         self._records = ranks[member] == 0  # rank 0 writes the timeline
 
     def submit(self, request: Request, *, background: bool) -> None:
         """Put a request in flight. `background`: the background thread has to drive it, because the caller goes on."""
         signature = request.signature
         with self._lock:
-            self.status.check_open()
+            self.check_open()
             instance = self._unnamed.get(signature.operation, 0) if signature.name is None else 0
             key = signature.key(instance)
             if key in self._in_flight:
@@ -115,14 +123,23 @@ class OperationQueue:
             self._in_flight[key] = request
             try:
                 self.agreement.announce(signature, instance)
+                if self._stopping:  # a signal's handler has shut down while this was under way
+                    raise self._error()
             except BaseException:  # no member will ever hear of it
-                del self._in_flight[key]
+                self._in_flight.pop(key, None)
+                self.check_open()
                 raise
             if signature.name is None:
                 self._unnamed[signature.operation] = (instance + 1) % NUM_INSTANCES
         if background:
             self.agreement.wake()
-            self._wake_background()
+            self._background.wake()
+
+    def check_open(self) -> None:
+        """Raise when nothing new may begin."""
+        if self._retired:
+            raise HorovodInternalError(self._retired)
+        self.status.check_open()
 
     def result(self, request: Request) -> list[torch.Tensor]:
         """Wait for a request of this queue; its outputs, or its error."""
@@ -150,7 +167,7 @@ class OperationQueue:
             try:
                 self._drive(request)
             finally:
-                self._progress.release()
+                self._stop_driving()
                 self._hand_over()
             return
         self.agreement.wake()
@@ -186,7 +203,8 @@ class OperationQueue:
         if not self._lock.acquire(blocking=False):
             return  # something is being submitted
         try:  # nothing new is submitted meanwhile, so nothing can become ready
-            batches = self._poll() if not self._in_flight and self.status.is_open else None
+            idle = not self._in_flight and not self._stopping and self.status.is_open
+            batches = self._poll() if idle else None
         finally:
             self._lock.release()
         assert not batches, batches
@@ -205,30 +223,48 @@ class OperationQueue:
 
     def drain(self) -> None:
         """Execute what was agreed before this rank began to leave; what was not agreed fails."""
-        if self._in_flight and self._progress.acquire(timeout=1.0):
+        if not self._in_flight or not self._lock.acquire(timeout=_DRAIN_LIMIT_S):
+            return  # a submission was interrupted by the signal that this rank leaves for
+        self._lock.release()
+        if self._may_drive(_DRAIN_LIMIT_S):
             try:
                 self._drive(None)
             finally:
                 self._progress.release()
 
+    def retire(self, why: str) -> None:
+        """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""
+        self._farewell = why
+        last = Request(Signature(int(Kind.RETIRE), "remove_process_set", None))
+        self.submit(last, background=False)
+        self.result(last)
+        self.close()
+
     def close(self) -> None:
         """Fail what is in flight, end the background thread, release the transports."""
-        with self._work:
-            self._stopping = True
-            self._work.notify_all()
-        self.agreement.wake()
-        if self._background is not None and self._background is not threading.current_thread():
-            self._background.join(5.0)
-        self._fail(self.status.error())
-        if self._progress.acquire(timeout=5.0):
-            try:
-                for transport in self._transports.values():
-                    transport.close()
-                self._transports.clear()
-                self.bound.clear()
-                self.agreement.close()
-            finally:
-                self._progress.release()
+        self._stopping = True
+        self._background.stop(self.agreement.wake)
+        self._fail(self._error())
+        if self._may_drive(_CLOSE_LIMIT_S):
+            self._stop_driving()
+
+    def _may_drive(self, limit_s: float) -> bool:
+        """Become the driver. Not while this very thread is, in the lines that a signal has interrupted."""
+        return self._driver != threading.get_ident() and self._progress.acquire(timeout=limit_s)
+
+    def _stop_driving(self) -> None:
+        """Let another thread be the driver. The last one puts away what the queue holds."""
+        if self._stopping and not self._closed:
+            self._closed = True
+            for transport in self._transports.values():
+                transport.close()
+            self._transports.clear()
+            self.bound.clear()
+            self.agreement.close()
+        self._progress.release()
+
+    def _error(self) -> HorovodInternalError:
+        return HorovodInternalError(self._retired or self.status.reason)
 
     @property
     def num_in_flight(self) -> int:
@@ -241,13 +277,18 @@ class OperationQueue:
             with torch.inference_mode(False):
                 self._drive(until)
             return
+        self._driver = threading.get_ident()
         try:
             while self._in_flight and not (until is not None and until.done) and not self._stopping:
                 if not self._step_or_break():
                     self._check_stall()
                     self.agreement.wait()
+            if self._stopping:
+                self._fail(self._error())
         except HorovodInternalError as error:
             self._fail(error)
+        finally:
+            self._driver = 0
 
     def _step_or_break(self) -> bool:
         """One round. What this rank has agreed to and cannot do breaks the world: the others wait for it."""
@@ -280,6 +321,8 @@ class OperationQueue:
             self.recorder.timeline.cycle()
         for batch in batches:
             self._execute(batch)
+            if self._retired:
+                break  # also on the other members
         return True
 
     def _poll(self) -> list[Batch] | None:
@@ -301,6 +344,11 @@ class OperationQueue:
             for request in requests.values():
                 request.answer = answer
             self._finish(requests.values(), None)
+        elif batch.kind is Kind.RETIRE:
+            self._finish(requests.values(), None)
+            with self._lock:  # nothing is submitted from now on
+                self._retired = self._farewell
+            self._fail(self._error())
         else:
             self._execute_collective(batch, requests)
 
@@ -360,9 +408,7 @@ class OperationQueue:
 
     def _fail(self, error: HorovodInternalError) -> None:
         """Give every request in flight this error. Any thread."""
-        with self._lock:
-            requests = list(self._in_flight.values())
-        self._finish(requests, error)
+        self._finish(self._in_flight.copy().values(), error)
         with self._finished:
             self._finished.notify_all()
 
@@ -387,32 +433,11 @@ class OperationQueue:
             with self._finished:
                 self._finished.notify_all()
         if self._in_flight:
-            self._wake_background()
+            self._background.wake()
 
-    def _wake_background(self) -> None:
-        if self._background is None:
-            with self._work:
-                if self._background is None and not self._stopping:
-                    name = f"hora-set-{self.process_set_id}"
-                    self._background = threading.Thread(target=self._run_background, name=name, daemon=True)
-                    self._background.start()
-        elif self._parked:
-            with self._work:
-                self._work.notify_all()
-
-    def _run_background(self) -> None:
-        if self._core is not None:
-            os.sched_setaffinity(0, {self._core})  # of this thread only
-        while True:
-            with self._work:
-                self._parked = True
-                # Idleness, not a wait for another rank: every submission and `close` notify.
-                self._work.wait_for(lambda: self._in_flight or self._stopping)
-                self._parked = False
-            if self._stopping:
-                return
-            with self._progress:
-                self._drive(None)
-            if self._num_waiters:
-                with self._finished:
-                    self._finished.notify_all()
+    def _drive_in_background(self) -> None:
+        with self._progress:
+            self._drive(None)
+        if self._num_waiters:
+            with self._finished:
+                self._finished.notify_all()

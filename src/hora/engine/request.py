@@ -45,6 +45,7 @@ class Kind(IntEnum):
     ADD_PROCESS_SET = 7
     REMOVE_PROCESS_SET = 8
     SHARED_MEMORY = 9
+    RETIRE = 10  # the last one of a process set
 
 
 KINDS = tuple(Kind)  # by number: indexing is several times faster than calling the enum

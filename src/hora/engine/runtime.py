@@ -207,7 +207,7 @@ class Runtime:
             ranks=queue.ranks,
             name=name,
             # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
-            guard=self.status.check_open,
+            guard=queue.check_open,
             warning_s=limits.warning_s,
             shutdown_s=limits.shutdown_s,
             stalled=self.status.stalled,

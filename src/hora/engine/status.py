@@ -27,7 +27,7 @@ class WorldStatus:
         self._rank = rank
         self._tell = tell
         self._wake = wake
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may shut down in the middle of it
         self._fault = ""
         self._closing = ""
         self._closing_since = 0.0

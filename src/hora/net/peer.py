@@ -46,22 +46,19 @@ class Peer:
 
     def send(self, header: Header, payload: bytes = b"") -> None:
         """Send a message as fast as the peer reads, without waiting for it. Dropped if the peer is gone."""
-        with self._lock:
-            if not self.open:
-                return
-            if not self.drained:  # the server's thread is at it
-                self._outbox.append((header, payload))
-                return
-            assert self.sealer is not None
-            self._frames = self.sealer.frames(header, payload)
-            for frame in self._frames:  # one, in most cases, of which the socket takes everything at once
-                sent = self._send(frame)
-                if sent < len(frame):
-                    self._unsent, self.drained = memoryview(frame)[sent:], False
-                    break
-            else:
-                return
-        self._flush(self)
+        self._outbox.append((header, payload))
+        # Whoever holds the lock looks into the outbox again afterwards. It may be this very thread: a signal's handler that
+        # says goodbye must not wait for the lines that it has interrupted.
+        while self._outbox and self._lock.acquire(blocking=False):
+            try:
+                if not self.open or not self.drained:  # else the server's thread is at it
+                    return
+                self.drained = self._send_all()
+                left = not self.drained
+            finally:
+                self._lock.release()
+            if left:
+                self._flush(self)
 
     def send_descriptor(self, descriptor: int) -> None:
         """Hand a file descriptor to the process at the other end of a local socket. OSError if it is gone."""
@@ -70,8 +67,11 @@ class Peer:
 
     def push(self) -> bool:
         """Send what the socket takes now, in the server's thread; False when something is left."""
-        with self._lock:
-            return self._push()
+        while True:
+            with self._lock:
+                done = self.drained = self._push()
+            if not done or not self._outbox:
+                return done
 
     def close(self) -> None:
         """End the connection, soon."""
@@ -83,18 +83,17 @@ class Peer:
             self.open = False
             self.sock.close()
 
-    def _send(self, frame: bytes) -> int:
+    def _send_all(self) -> bool:
         try:
-            return self.sock.send(frame)
-        except OSError:  # it takes no more now; or it is broken, which the server's thread will notice
-            return 0
+            return self._push()
+        except OSError:  # it is broken, which the server's thread will notice
+            return False
 
     def _push(self) -> bool:
         while True:
             if not self._unsent:
                 frame = self._next_frame()
                 if frame is None:
-                    self.drained = True
                     return True
                 self._unsent = memoryview(frame)
             try:

@@ -14,8 +14,6 @@ from stress.reference import MISMATCHES, REDUCTIONS
 
 # Classes of programs that fail today, each with its defect: to be removed, and so switched on for good, when it is mended.
 KNOWN_DEFECTS = {
-    "remove_in_flight": "a set is removed while its operations are in flight: some ranks wait without end, threads leak",
-    "removal_words": "the error of an operation whose set was removed says that Horovod has been shut down",
     "large_halves": "the average of large float16 values overflows in the sum",
 }
 
@@ -95,12 +93,10 @@ class _Generator:
         removes: tuple[int, ...] = ()
         if end in ("remove", "orphan"):
             removes = (some.choice(self._live),)
-            waits_first = waits_first or "remove_in_flight" not in self._classes
         operations = tuple(self._operation(older, removes, end, place) for place in range(num_operations))
         if removes and not waits_first and some.random() < 0.5:
             operations = (*operations, self._last_before_removal(removes[0]))
-        any_words = bool(removes) and not waits_first and "removal_words" not in self._classes
-        phase = Phase(adds=adds, operations=operations, removes=removes, waits_first=waits_first, any_words=any_words)
+        phase = Phase(adds=adds, operations=operations, removes=removes, waits_first=waits_first)
         if end == "orphan" and removes and not waits_first:
             phase = replace(phase, operations=tuple(self._orphaned(o, removes) for o in operations))
         for number in removes:

@@ -237,21 +237,12 @@ class Player:
             phase, operation, handle, tensors = waiting
             self.where = f"waiting for #{label} {function_name(operation)}"
             result, outcome = self._attempt(lambda h=handle, o=operation: self._synchronized(o, h))
-            outcome = self._of_removed_set(phase, operation, outcome)
             try:
                 self._note(operation, outcome or self._value(phase, operation, tensors, result))
             except _WorldEndedError as end:
                 ended = end
         if ended is not None:
             raise ended
-
-    def _of_removed_set(self, phase: Phase, operation: Operation, outcome: Outcome | None) -> Outcome | None:
-        """An error may say that all has ended where only the set has: what comes next will show."""
-        if outcome is None or outcome.status != "ended" or operation.process_set not in phase.removes:
-            return outcome
-        if self._program.death is not None:
-            return outcome
-        return Outcome("removed" if phase.any_words else "error", outcome.detail)
 
     def _synchronized(self, operation: Operation, handle: int) -> Any:
         while operation.polls and not hvd.poll(handle):

@@ -61,7 +61,6 @@ class Phase:
     extras: tuple[Operation, ...] = ()
     removes: tuple[int, ...] = ()
     waits_first: bool = True  # for all handles, before the join or the removals
-    any_words: bool = False  # the error of an operation whose set is removed may speak of a shutdown
 
 
 @dataclass(frozen=True, kw_only=True)
