@@ -4,7 +4,6 @@
     python tests/fuzz/engine.py --seed 17 --ranks 3                one program; shrunk, if it fails
     python tests/fuzz/engine.py --seed 17 --ranks 3 --victim 1     rank 1 dies on the way
     python tests/fuzz/engine.py --show --seed 17 --ranks 3         only print it
-    python tests/fuzz/engine.py --with join_prescale               also what is known to fail (see `generate.py`), or `all`
     python tests/fuzz/engine.py --replay '{"num_ranks":2,…}'       a program as it was printed
 
 The exit code is 1 when a program failed.
@@ -23,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "multiproc")]
 
 from rank_pool import Pools  # noqa: E402
-from stress.generate import KNOWN_DEFECTS, generate  # noqa: E402
+from stress.generate import generate  # noqa: E402
 from stress.judge import Record, category, judge  # noqa: E402
 from stress.program import Program, listing  # noqa: E402
 from stress.shrink import shrink  # noqa: E402
@@ -59,14 +58,13 @@ def _programs(options: argparse.Namespace) -> Iterator[tuple[str, Program]]:
     if options.replay is not None:
         yield "the replay", Program.from_text(options.replay)
         return
-    classes = frozenset(KNOWN_DEFECTS if "all" in options.classes else options.classes)
     seeds = range(options.start, options.start + options.programs) if options.seed is None else [options.seed]
     for seed in seeds:
         num_ranks = options.ranks or 2 + seed % 3
         victim = options.victim
         if victim is None and seed % DEATH_EVERY == DEATH_EVERY - 1:
             victim = seed // DEATH_EVERY % num_ranks
-        program = generate(seed, num_ranks, num_operations=options.operations, classes=classes, victim=victim)
+        program = generate(seed, num_ranks, num_operations=options.operations, victim=victim)
         yield f"seed {seed} on {num_ranks} ranks", program
 
 
@@ -122,7 +120,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="the size of the world; 2 to 4 in turn without it")
     parser.add_argument("--victim", type=int, help="a rank that dies; every 25th program has one without it")
     parser.add_argument("--operations", type=int, default=20, help="of a program, about")
-    parser.add_argument("--with", dest="classes", nargs="+", default=[], choices=["all", *KNOWN_DEFECTS])
     parser.add_argument("--replay", help="a program as text")
     parser.add_argument("--repeat", type=int, default=1, help="play each program so often: races need luck")
     parser.add_argument("--show", action="store_true", help="print the programs, play none")

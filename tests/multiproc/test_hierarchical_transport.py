@@ -82,6 +82,19 @@ def test_sums_go_through_each_host_first(place):
     assert torch.equal(tensor, (parts[0] + parts[2]) + (parts[1] + parts[3]))
 
 
+@pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.ranks(4)
+def test_the_average_of_half_precision_neither_overflows_nor_vanishes(place, hosts):
+    with made(place, hosts) as transport:
+        for dtype, number in ((torch.float16, 40000.0), (torch.float16, 2.0**-24), (torch.bfloat16, 1e38)):
+            tensor = torch.full((10_001,), number, dtype=dtype)
+            part = torch.empty(11, dtype=dtype)
+            transport.reducescatter([tensor[:44]], [part], [[11] * 4], Reduce(ReduceOp.AVERAGE))
+            transport.allreduce([tensor], [tensor], Reduce(ReduceOp.AVERAGE))
+            expected = torch.tensor(number, dtype=dtype).item()
+            assert set(tensor.tolist()) | set(part.tolist()) == {expected}
+
+
 @pytest.mark.ranks(4, lost=(3,))
 def test_a_killed_member_is_an_error_on_every_other_one(place):
     """Only those who talk to the lost member notice by themselves; they tell the rest, as the engine does."""

@@ -175,6 +175,24 @@ def test_scaling():
         assert hvd.allreduce(torch.tensor(contribution)).item() == math.trunc(first / n)
 
 
+@pytest.mark.over_gloo
+@session
+def test_half_precision_neither_overflows_nor_vanishes_on_the_way():
+    n = hvd.size()
+    for count in (5, 70_001):  # at once, and in pieces
+        for number in (40000.0, 2.0**-24):  # the smallest number that float16 has
+            tensor = torch.full((count,), number, dtype=torch.float16)
+            shard = hvd.reducescatter(tensor, op=hvd.Average)
+            results = [hvd.allreduce(tensor), *hvd.grouped_allreduce([tensor, tensor[:3]]), shard]
+            results.append(hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=1 / n))
+            assert {value for result in results for value in result.tolist()} <= {number}
+        tensor = torch.full((count,), 1.0 if hvd.rank() == 0 else 2.0**-8, dtype=torch.bfloat16)
+        exact = torch.tensor(1 + (n - 1) * 2.0**-8).bfloat16().item()
+        result = hvd.allreduce(tensor, op=hvd.Sum)
+        assert set(result.tolist()) == {exact}
+        assert_same_everywhere([result])
+
+
 @session
 def test_average_flag_is_deprecated():
     n, tensor = hvd.size(), torch.ones(2)

@@ -44,6 +44,27 @@ def sharded(optimizer, **options):
 
 @pytest.mark.ranks(2, 4)
 @session
+def test_gradients_of_half_precision_neither_overflow_nor_vanish():
+    for count, shards in (
+        (7, False),
+        (300_000, False),
+        (300_000, True),
+    ):  # a direct reduction, a sliced one, a scattered one
+        for number in (40000.0, 2.0**-24):
+            parameter = nn.Parameter(torch.zeros(count, dtype=torch.float16))
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), sharded=shards)
+            for _ in range(3):  # in buckets from the second or third step on
+                optimizer.zero_grad()
+                (parameter * number).sum().backward()
+                optimizer.step()
+                assert set(parameter.tolist()) == {-number}
+                hvd.barrier()  # before another rank changes what this one may share with it
+                parameter.detach().zero_()
+                hvd.barrier()
+
+
+@pytest.mark.ranks(2, 4)
+@session
 def test_every_elementwise_optimizer_equals_its_unsharded_self():
     from hora.torch.sharded.optimizer import ELEMENTWISE
 

@@ -14,6 +14,7 @@ from hora.engine.request import Reduce, ReduceOp
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (*INTEGERS, *FLOATS, torch.bool)
 
 
@@ -33,16 +34,17 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def combined(parts: list[torch.Tensor], op: int) -> torch.Tensor:
-    """In member order, each step rounded to the dtype."""
-    total = parts[0]
-    for part in parts[1:]:
+    """In member order, each step rounded to the dtype, but half precision only at the end."""
+    wide = [part.float() if part.dtype in HALVES else part for part in parts]
+    total = wide[0]
+    for part in wide[1:]:
         if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
             total = total + part
         elif op == ReduceOp.PRODUCT:
             total = total * part
         else:
             total = torch.minimum(total, part) if op == ReduceOp.MIN else torch.maximum(total, part)
-    return total
+    return total.to(parts[0].dtype)
 
 
 def truncated(values: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -135,7 +137,8 @@ class Checker:
         outputs = [torch.empty(each[self.member], dtype=dtype, device=self.device) for each in counts]
         self.transport.reducescatter(sources, outputs, counts, Reduce(op, prescale=prescale))
         for i, each in enumerate(counts):
-            whole = combined([t * prescale for t in self.inputs(i, sum(each), dtype)], ReduceOp.SUM)
+            wide = torch.promote_types(dtype, torch.float32) if dtype in HALVES else dtype
+            whole = combined([t.to(wide) * prescale for t in self.inputs(i, sum(each), dtype)], ReduceOp.SUM)
             start = sum(each[: self.member])
             expected = whole[start : start + each[self.member]]
             if op == ReduceOp.AVERAGE:

@@ -34,30 +34,48 @@ def reduced(parts, op, prescale=1.0, postscale=1.0, out=None):
         prepared.append(torch.empty_like(part))
         arithmetic.prepare(part, prepared[-1])
     out = torch.empty_like(parts[0]) if out is None else prepared[out]
-    arithmetic.combine(prepared, out, torch.empty_like(parts[0]))
-    arithmetic.finish_(out)
+    arithmetic.reduce(prepared, out, torch.empty_like(parts[0]))
     return out
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("num_members", [1, 2, 3, 5])
-def test_members_are_combined_in_order_and_each_step_is_rounded(dtype, op, num_members):
+def test_members_are_combined_in_order_and_half_precision_is_rounded_once(dtype, op, num_members):
     parts = [values(101, dtype, seed) for seed in range(num_members)]
-    expected = parts[0]
-    for part in parts[1:]:
+    wide = [part.float() for part in parts] if dtype in HALVES else parts
+    expected = wide[0]
+    for part in wide[1:]:
         if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            expected = (expected.float() + part.float()).to(dtype) if dtype in HALVES else expected + part
+            expected = expected + part
         elif op == ReduceOp.PRODUCT:
-            expected = (expected.float() * part.float()).to(dtype) if dtype in HALVES else expected * part
+            expected = expected * part
         else:
             expected = torch.where((part < expected) == (op == ReduceOp.MIN), part, expected)
     if op == ReduceOp.AVERAGE and not dtype.is_floating_point:
         expected = torch.from_numpy(np.trunc(expected.double().numpy() / num_members)).to(dtype)
     elif op == ReduceOp.AVERAGE:
-        wide = expected.float() if dtype in HALVES else expected
-        expected = torch.from_numpy(wide.numpy() / wide.numpy().dtype.type(num_members)).to(dtype)
-    assert torch.equal(reduced(parts, op), expected)
+        expected = torch.from_numpy(expected.numpy() / expected.numpy().dtype.type(num_members))
+    assert torch.equal(reduced(parts, op), expected.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "prescale", "numbers", "expected"),
+    [
+        (torch.float16, ReduceOp.AVERAGE, 1.0, [40000.0, 40000.0], 40000.0),
+        (torch.float16, ReduceOp.SUM, 0.5, [40000.0, 40000.0], 40000.0),
+        (torch.float16, ReduceOp.SUM, 1.0, [60000.0, 60000.0, -60000.0], 60000.0),
+        (torch.float16, ReduceOp.PRODUCT, 1.0, [256.0, 256.0, 0.5], 32768.0),
+        (torch.float16, ReduceOp.AVERAGE, 1.0, [2.0**-24] * 2, 2.0**-24),  # its smallest number
+        (torch.float16, ReduceOp.AVERAGE, 1.0, [2.0**-24, 2.0**-24, 2.0**-24, 0.0], 2.0**-24),
+        (torch.float16, ReduceOp.SUM, 0.25, [2.0**-24] * 4, 2.0**-24),
+        (torch.bfloat16, ReduceOp.SUM, 1.0, [1.0] + [2.0**-8] * 7, 1.03125),
+        (torch.bfloat16, ReduceOp.SUM, 0.3, [1.0, 1.0, 1.0], 0.8984375),
+    ],
+)
+def test_half_precision_neither_overflows_nor_vanishes_on_the_way(dtype, op, prescale, numbers, expected):
+    parts = [torch.full((40_000,), number, dtype=dtype) for number in numbers]
+    assert set(reduced(parts, op, prescale).tolist()) == {expected}
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4])
@@ -97,8 +115,8 @@ def test_floats_are_scaled_in_their_own_precision(dtype):
     scaled = (part.to(wide) * factor).to(dtype)
     assert torch.equal(reduced([part], ReduceOp.SUM, 0.1), scaled)
     assert torch.equal(reduced([part], ReduceOp.SUM, 1.0, 0.1), scaled)
-    doubled = (scaled.to(wide) + scaled.to(wide)).to(dtype)
-    post = (doubled.to(wide) * torch.tensor(0.7 / 2, dtype=wide)).to(dtype)
+    once = part.to(wide) * factor
+    post = ((once + once) * torch.tensor(0.7 / 2, dtype=wide)).to(dtype)
     assert torch.equal(reduced([part, part], ReduceOp.AVERAGE, 0.1, 0.7), post)
 
 

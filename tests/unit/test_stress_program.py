@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import pytest
 import torch
-from stress.generate import KNOWN_DEFECTS, generate
+from stress.generate import generate
 from stress.judge import Outcome, Record, judge
 from stress.program import AT_THE_END, Death, Operation, Phase, Program, listing, segments
 from stress.reference import check, expectation, expected, inputs, last_to_join, participants
 from stress.shrink import candidates, is_valid, shrink
 
-EVERYTHING = frozenset(KNOWN_DEFECTS)
 SOME = [(seed, 2 + seed % 3) for seed in range(60)]
 
 
@@ -38,11 +36,10 @@ def good_records(program: Program) -> dict[int, Record]:
 # Programs.
 
 
-@pytest.mark.parametrize("classes", [frozenset(), EVERYTHING])
-def test_a_program_is_a_function_of_its_seed_and_survives_as_text(classes):
+def test_a_program_is_a_function_of_its_seed_and_survives_as_text():
     for seed, num_ranks in SOME:
-        program = generate(seed, num_ranks, classes=classes, victim=seed % 2)
-        assert program == generate(seed, num_ranks, classes=classes, victim=seed % 2)
+        program = generate(seed, num_ranks, victim=seed % 2)
+        assert program == generate(seed, num_ranks, victim=seed % 2)
         assert Program.from_text(program.to_text()) == program
         assert is_valid(program)
         assert str(num_ranks) in listing(program)
@@ -50,7 +47,7 @@ def test_a_program_is_a_function_of_its_seed_and_survives_as_text(classes):
 
 
 def test_programs_have_everything_in_them():
-    programs = [generate(seed, 2 + seed % 3, classes=EVERYTHING) for seed in range(300)]
+    programs = [generate(seed, 2 + seed % 3) for seed in range(300)]
     operations = [operation for program in programs for _, operation in program.operations()]
     phases = [phase for program in programs for phase in program.phases]
     kinds = {operation.kind for operation in operations}
@@ -71,6 +68,7 @@ def test_programs_have_everything_in_them():
     ):
         values = {bool(getattr(operation, name)) for operation in operations}
         assert values == {True, False}, name
+    assert {operation.values for operation in operations} == {"whole", "real", "large"}
     assert any(phase.stamina and not phase.waits_first for phase in phases)
     assert any(phase.removes and not phase.waits_first for phase in phases)
     assert {operation.mistake for operation in operations} >= {
@@ -82,12 +80,6 @@ def test_programs_have_everything_in_them():
         "count",
         "stranger",
     }
-
-
-def test_known_defects_stay_out_unless_switched_on():
-    for seed, num_ranks in SOME:
-        program = generate(seed, num_ranks)
-        assert not any(operation.values == "large" for _, operation in program.operations())
 
 
 def test_programs_cannot_deadlock_by_themselves():
@@ -221,7 +213,7 @@ def test_expectations():
 
 def test_the_judge_is_content_with_what_is_right():
     for seed, num_ranks in SOME:
-        program = generate(seed, num_ranks, classes=EVERYTHING)
+        program = generate(seed, num_ranks)
         records = good_records(program)
         assert judge(program, {rank: Record.from_text(record.to_text()) for rank, record in records.items()}) == []
 
@@ -298,7 +290,7 @@ def test_shrinking_stops_after_so_many_attempts():
 
 def test_smaller_programs_play_by_the_rules():
     for seed, num_ranks in SOME[:20]:
-        program = generate(seed, num_ranks, classes=EVERYTHING, victim=seed % 2)
+        program = generate(seed, num_ranks, victim=seed % 2)
         for candidate in candidates(program):
             if is_valid(candidate):
                 assert judge(candidate, good_records(candidate)) == []

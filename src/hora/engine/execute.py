@@ -115,8 +115,9 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         flat = _flat(source)
         inputs.append(flat)
         outputs.append(flat if out is source else _flat(out))
-    if reduce.prescale != 1.0 and len(requests) < len({part.key for part in batch.parts}):
-        # A placeholder must stay what it is: what this rank really contributes to the batch is scaled here instead.
+    scaled = reduce.prescale != 1.0 and reduce.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+    if scaled and len(requests) < len({part.key for part in batch.parts}):
+        # A placeholder that is not 0 must stay what it is: what this rank really contributes is scaled here instead.
         inputs = [
             _prescaled(tensor, reduce) if part.key in requests else tensor
             for part, tensor in zip(batch.parts, inputs, strict=True)
@@ -130,7 +131,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
 
 def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     scaled = torch.empty_like(tensor)
-    arithmetic_of(Reduce(prescale=reduce.prescale), tensor.dtype, 1).prepare(tensor, scaled)
+    arithmetic_of(Reduce(prescale=reduce.prescale), tensor.dtype, 1, native=True).prepare(tensor, scaled)
     return scaled
 
 

@@ -1,4 +1,4 @@
-"""A program from a seed: a pure function of the seed, the sizes, and the classes that are switched on. No process, no tensor.
+"""A program from a seed: a pure function of the seed and the sizes. No process, no tensor.
 
 A program draws a small palette of dtypes and factors first and then uses it again and again, so that operations meet the
 conditions for being fused.
@@ -11,11 +11,6 @@ from dataclasses import replace
 
 from stress.program import AT_THE_END, Death, Operation, Phase, Program
 from stress.reference import MISMATCHES, REDUCTIONS
-
-# Classes of programs that fail today, each with its defect: to be removed, and so switched on for good, when it is mended.
-KNOWN_DEFECTS = {
-    "large_halves": "the average of large float16 values overflows in the sum",
-}
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SMALL = ("uint8", "int8", "int16")
@@ -40,19 +35,17 @@ def generate(
     num_ranks: int,
     *,
     num_operations: int = 20,
-    classes: frozenset[str] = frozenset(),
     victim: int | None = None,
 ) -> Program:
-    """The program of a seed. `classes`: which of the known defects it may meet. `victim`: a rank that dies on the way."""
-    return _Generator(seed, num_ranks, num_operations, classes).program(victim)
+    """The program of a seed. `victim`: a rank that dies on the way."""
+    return _Generator(seed, num_ranks, num_operations).program(victim)
 
 
 class _Generator:
-    def __init__(self, seed: int, num_ranks: int, num_operations: int, classes: frozenset[str]) -> None:
-        self._random = random.Random(f"{seed}/{num_ranks}/{num_operations}/{','.join(sorted(classes))}")
+    def __init__(self, seed: int, num_ranks: int, num_operations: int) -> None:
+        self._random = random.Random(f"{seed}/{num_ranks}/{num_operations}")
         self._num_ranks = num_ranks
         self._num_operations = num_operations
-        self._classes = classes
         self._label = 0
         self._sets: list[tuple[int, ...]] = []  # every set that is ever added
         self._live: list[int] = []
@@ -214,7 +207,7 @@ class _Generator:
         if reduce_op == "Adasum" and (operation.process_set or num_members not in (2, 4) or not floating):
             reduce_op = "Sum"
         values = "real" if some.random() < 0.25 else "whole"
-        if "large_halves" in self._classes and some.random() < 0.1:
+        if some.random() < 0.1:
             operation = replace(operation, dtypes=("float16",) * len(operation.shapes))
             reduce_op, prescale, postscale, values = "Average", 1.0, 1.0, "large"
         small = operation.kind == "allreduce" and not operation.grouped and reduce_op in ("Sum", "Min", "Max")

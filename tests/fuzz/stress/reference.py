@@ -192,10 +192,11 @@ def _reduced(
     dyadic = num_members & (num_members - 1) == 0 or not average
     if operation.values == "whole" and dyadic:
         return exact.to(dtype), None
-    # One rounding per factor and addition, each of what has been added up so far at most.
+    # One rounding per factor and addition, each of what has been added up so far at most; half precision is rounded once.
     size = _combined("Product" if operation.reduce_op == "Product" else "Sum", [tensor.abs() for tensor in wide])
-    rounding = torch.finfo(dtype).eps * (len(tensors) + 3)
-    return exact.to(dtype), size * abs(factor) * rounding + torch.finfo(dtype).tiny
+    rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (len(tensors) + 3)
+    last = exact.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    return exact.to(dtype), size * abs(factor) * rounding + last
 
 
 def _scaled(tensor: torch.Tensor, factor: float, divisor: int = 1) -> torch.Tensor:

@@ -175,8 +175,7 @@ class BoundReduction:
     def _reduce_directly(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self.out is not None, self._name
         assert self._scratch is not None, self._name
-        self._arithmetic.combine(operands, self.out, self._scratch)
-        self._arithmetic.finish_(self.out)
+        self._arithmetic.reduce(operands, self.out, self._scratch)
         return self.out
 
     def _reduce_own_slice(self) -> torch.Tensor:

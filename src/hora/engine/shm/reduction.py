@@ -55,8 +55,7 @@ def reduce_everywhere(cuts: Sequence[Cut], arithmetic: Arithmetic) -> None:
     """Reduce the own slice of all members' data and write the result into all of it."""
     for operands, scratch, _ in _prescaled(cuts, arithmetic):
         first = operands[0]
-        arithmetic.combine(operands, first, scratch)
-        arithmetic.finish_(first)
+        arithmetic.reduce(operands, first, scratch)
         for other in operands[1:]:
             copy(first, other)
 
@@ -67,8 +66,7 @@ def reduce_slice(cuts: Sequence[Cut], arithmetic: Arithmetic, out: torch.Tensor)
     assert out.numel() == size, f"a slice of {size} elements does not fit into {out.numel()}"
     for operands, scratch, cut in _prescaled(cuts, arithmetic):
         result = out if len(cuts) == 1 else out[cut.begin : cut.end]
-        arithmetic.combine(operands, result, scratch)
-        arithmetic.finish_(result)
+        arithmetic.reduce(operands, result, scratch)
 
 
 def _prescaled(cuts: Sequence[Cut], arithmetic: Arithmetic) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, Cut]]:

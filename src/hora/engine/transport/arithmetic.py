@@ -1,12 +1,12 @@
 """What a reduction does to numbers: scale, combine in member order, finish. Adasum's pair rule too, and `single_threaded`.
 
 Every transport that computes for itself uses this, so that results don't depend on the road the bytes took.
-Nothing here communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
+Nothing here communicates, and only half precision allocates; all tensors are flat and on one device.
 
 Order: times `prescale` (each member's own data), combine members 0, 1, 2, …, then times `postscale`; Average
-also divides by the number of members. Integers are scaled in float64 and truncated toward zero. Half
-precision computes each step in float32 and rounds it, which is what torch's own kernels do. NaN propagates
-and integers wrap, as in torch.
+also divides by the number of members. Integers are scaled in float64 and truncated toward zero. Sums, averages
+and products of half precision are computed in float32, factors and all, and rounded once, at the end. NaN
+propagates and integers wrap, as in torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from hora.engine.request import Reduce, ReduceOp
 
-__all__ = ["SERIAL_ELEMENTS", "Arithmetic", "adasum_pair", "arithmetic_of", "identity", "single_threaded"]
+__all__ = ["HALVES", "SERIAL_ELEMENTS", "Arithmetic", "adasum_pair", "arithmetic_of", "identity", "single_threaded"]
 
 # torch divides an element-wise operation on more elements among threads.
 SERIAL_ELEMENTS = 32768
@@ -41,19 +41,50 @@ _COMBINE: dict[int, Callable[..., torch.Tensor]] = {
 }
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+_Step = Callable[[torch.Tensor, torch.Tensor], object]
+
+
 class Arithmetic:
-    """One reduction for one dtype and number of members. Made by `arithmetic_of`, which keeps them."""
+    """One reduction for one dtype and number of members. Made by `arithmetic_of`, which keeps them.
 
-    __slots__ = ("_combine", "_finish", "_prescale", "dtype", "num_members", "prescales")
+    `prescales`: each member applies the prescale to its own data, with `prepare`, before `reduce` sees it. Else `reduce`
+    does it. `native`: something else combines, and `prepare` and `finish_` do what comes before and after. `weights`: how
+    much each member counts in an average of half precision.
+    """
 
-    def __init__(self, reduce: Reduce, dtype: torch.dtype, num_members: int) -> None:
+    __slots__ = (
+        "_combine",
+        "_finish",
+        "_prescale",
+        "_weights",
+        "_wide_prescale",
+        "_widens",
+        "dtype",
+        "num_members",
+        "prescales",
+    )
+
+    def __init__(
+        self, reduce: Reduce, dtype: torch.dtype, num_members: int, native: bool, weights: tuple[int, ...]
+    ) -> None:
         op, prescale, postscale = reduce
         assert op in _COMBINE, f"{op} is not an element-wise reduction"
         self.dtype = dtype
         self.num_members = num_members
         self._combine = _COMBINE[op]
         self._prescale = _scaling(prescale, dtype)
-        self._finish = _finishing(num_members if op == ReduceOp.AVERAGE else 1, postscale, dtype)
+        weighted = bool(weights) and op == ReduceOp.AVERAGE and dtype in HALVES
+        self._weights = [weight / sum(weights) for weight in weights] if weighted else []
+        self._finish = _finishing(num_members if op == ReduceOp.AVERAGE and not weighted else 1, postscale, dtype)
+        # Two members without factors are rounded once anyway.
+        several_steps = num_members > 2 or weighted or self._prescale is not None or self._finish is not None
+        self._widens = dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX) and several_steps and not native
+        self._wide_prescale: _Step | None = None
+        if self._widens and op != ReduceOp.PRODUCT:  # where a rank that has joined gives 1, which must stay 1
+            self._prescale, self._wide_prescale = None, self._prescale
         self.prescales = self._prescale is not None
 
     def prepare_(self, tensor: torch.Tensor) -> None:
@@ -68,19 +99,40 @@ class Arithmetic:
         else:
             out.copy_(source)
 
-    def combine(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Combine the (prepared) operands of members 0, 1, 2, … into `out`, unfinished.
+    def reduce(self, operands: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Combine the (prepared) operands of members 0, 1, 2, … into `out`, and finish it.
 
         `out` may be one of the operands; `scratch` may not, and holds what lies between.
         """
+        if self._widens:
+            self._reduce_widely(operands, out)
+            return
         if len(operands) == 1:
             out.copy_(operands[0])
-            return
-        so_far = operands[0]
-        for operand in operands[1:-1]:
-            self._combine(so_far, operand, out=scratch)
-            so_far = scratch
-        self._combine(so_far, operands[-1], out=out)
+        else:
+            so_far = operands[0]
+            for operand in operands[1:-1]:
+                self._combine(so_far, operand, out=scratch)
+                so_far = scratch
+            self._combine(so_far, operands[-1], out=out)
+        self.finish_(out)
+
+    def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """In float32, piece by piece: what is wide stays in the cache."""
+        count = out.numel()
+        step = SERIAL_ELEMENTS if out.device.type == "cpu" else max(count, 1)
+        for start in range(0, count, step):
+            piece = slice(start, start + step)
+            total = self._widened(operands[0][piece], 0)
+            for member, operand in enumerate(operands[1:], 1):
+                self._combine(total, self._widened(operand[piece], member), out=total)
+            self.finish(total, out[piece])
+
+    def _widened(self, tensor: torch.Tensor, member: int) -> torch.Tensor:
+        wide = tensor.float()
+        if self._wide_prescale is not None:
+            self._wide_prescale(wide, wide)
+        return wide.mul_(self._weights[member]) if self._weights else wide
 
     def finish_(self, tensor: torch.Tensor) -> None:
         """Apply postscale, and the division of Average, in place."""
@@ -96,12 +148,11 @@ class Arithmetic:
 
 
 @lru_cache(maxsize=512)
-def arithmetic_of(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Arithmetic:
+def arithmetic_of(
+    reduce: Reduce, dtype: torch.dtype, num_members: int, *, native: bool = False, weights: tuple[int, ...] = ()
+) -> Arithmetic:
     """The arithmetic of a reduction; the same object for the same arguments."""
-    return Arithmetic(reduce, dtype, num_members)
-
-
-_Step = Callable[[torch.Tensor, torch.Tensor], object]
+    return Arithmetic(reduce, dtype, num_members, native, weights)
 
 
 def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:

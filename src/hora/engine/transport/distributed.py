@@ -49,7 +49,7 @@ class _Portion(NamedTuple):
 
 
 class DistributedTransport:
-    """See `Transport`. `device` is "cpu" or the CUDA device; `address` is the one gloo listens at."""
+    """See `Transport`. `device`: "cpu" or the CUDA device; `address`: where gloo listens; `weights`: see `Arithmetic`."""
 
     def __init__(
         self,
@@ -60,8 +60,10 @@ class DistributedTransport:
         limit_s: float,
         device: str | torch.device = "cpu",
         address: str | None = None,
+        weights: tuple[int, ...] = (),
     ) -> None:
         self._member = member
+        self._weights = weights
         self._num_members = num_members
         self._device = torch.device(device)
         self._group: GlooGroup | NcclGroup
@@ -78,7 +80,8 @@ class DistributedTransport:
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
-        arithmetic = arithmetic_of(reduce, dtype, self._num_members)
+        native = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
+        arithmetic = arithmetic_of(reduce, dtype, self._num_members, native=native, weights=self._weights)
         cut = portions(inputs, outputs, self._portion_bytes // dtype.itemsize)
         overlap(
             self._reduce(_Portion(sources, results, number % 2), reduce.op, arithmetic)
@@ -86,15 +89,15 @@ class DistributedTransport:
             if any(source.numel() for source in sources)
         )
 
-    def start_reduction(self, tensor: torch.Tensor, turn: int, op: int) -> InTwoHalves:
-        """Reduce one tensor in place, unscaled; of two that overlap, one has turn 0 and one turn 1."""
-        arithmetic = arithmetic_of(Reduce(op), tensor.dtype, self._num_members)
-        return self._reduce(_Portion([tensor], [tensor], turn), op, arithmetic)
+    def start_reduction(self, tensor: torch.Tensor, turn: int, reduce: Reduce) -> InTwoHalves:
+        """Reduce one tensor in place, over gloo; of two that overlap, one has turn 0 and one turn 1."""
+        arithmetic = arithmetic_of(reduce, tensor.dtype, self._num_members, weights=self._weights)
+        return self._reduce(_Portion([tensor], [tensor], turn), reduce.op, arithmetic)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         n, me, dtype = self._num_members, self._member, inputs[0].dtype
         assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
-        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n)
+        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n, native=True)
         sizes = [tensor.numel() for tensor in inputs]
         own = self._buffers.take("own", sum(sizes), dtype)
         for source, part in zip(inputs, own.split(sizes), strict=True):
@@ -146,7 +149,7 @@ class DistributedTransport:
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         dtype, n, me = inputs[0].dtype, self._num_members, self._member
-        arithmetic = arithmetic_of(reduce, dtype, n)
+        arithmetic = arithmetic_of(reduce, dtype, n, weights=self._weights)
         for run in runs([tensor.numel() for tensor in inputs], self._portion_bytes // dtype.itemsize):
             totals = [sum(counts[i][m] for i in run) for m in range(n)]
             if sum(totals) == 0:
@@ -257,8 +260,7 @@ class DistributedTransport:
         for start in range(0, count, step):
             stop = min(start + step, count)
             result = out[start:stop]
-            arithmetic.combine([operand[start:stop] for operand in operands], result, scratch[: stop - start])
-            arithmetic.finish_(result)
+            arithmetic.reduce([operand[start:stop] for operand in operands], result, scratch[: stop - start])
 
     # Moving bytes.
 

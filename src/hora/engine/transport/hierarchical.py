@@ -6,8 +6,9 @@ at the same time.
 
 Reductions combine the members of each host in member order, then the hosts in the order of their first
 members; every element is combined that way on all hosts, so results are bit-identical on all members. They
-may differ in the last bit from a one-host run of the same numbers, which combines 0, 1, 2, …. The engine
-makes it and gives it `local`.
+may differ in the last bit from a one-host run of the same numbers, which combines 0, 1, 2, …. Half precision
+travels between hosts as it is, so it is rounded twice: what a host's members have together, which is their own
+average where one is wanted, and the result. The engine makes it and gives it `local`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from hora.engine.request import Reduce, ReduceOp
-from hora.engine.transport.arithmetic import arithmetic_of
+from hora.engine.transport.arithmetic import HALVES, arithmetic_of
 from hora.engine.transport.base import Guard, Tensors, Transport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, portions, spread, unpack
@@ -92,7 +93,8 @@ class HierarchicalTransport:
         self._between: DistributedTransport | None = None
         self._flat: DistributedTransport | None = None
         if self._index < self._num_carriers:
-            self._between = self._connect(f"carrier{self._index}", self._host, len(self._hosts))
+            sizes = tuple(len(host) for host in self._hosts)
+            self._between = self._connect(f"carrier{self._index}", self._host, len(self._hosts), weights=sizes)
         self._buffers = Buffers(torch.device("cpu"), 2 * _PORTION_BYTES)
         self.name = f"{local.name}+gloo"
 
@@ -177,12 +179,13 @@ class HierarchicalTransport:
         carried = [division.carried for division in divisions]
         slices = self._slices(carried, dtype)
         arranged = [division.by_carrier(source) for division, source in zip(divisions, inputs, strict=True)]
-        self._local.reducescatter(arranged, slices, carried, _inside_a_host(reduce))
+        inside, between = self._stages(reduce, dtype)
+        self._local.reducescatter(arranged, slices, carried, inside)
         # Between hosts: each carrier gets its share of this host's block, combined over the hosts.
         here = [division.shares[self._host] for division in divisions]
         reduced = self._slices(here, dtype)
         if self._between is not None:
-            self._between.reducescatter(slices, reduced, self._own_shares(divisions), _between_hosts(reduce))
+            self._between.reducescatter(slices, reduced, self._own_shares(divisions), between)
             for part in reduced:
                 self._finish_(part, reduce)
         # Inside the host: the carriers' shares together are the host's block, of which each member takes its own part.
@@ -210,22 +213,32 @@ class HierarchicalTransport:
             source = result = torch.cat(list(sources), out=self._buffers.take(f"packed{turn}", total, dtype))
         counts = self._carried(total)
         part = self._buffers.take(f"slice{turn}", counts[self._index], dtype)
-        self._local.reducescatter([source], [part], [counts], _inside_a_host(reduce))
-        between = None
+        inside, between = self._stages(reduce, dtype)
+        self._local.reducescatter([source], [part], [counts], inside)
+        under_way = None
         if self._between is not None and part.numel():
-            between = self._between.start_reduction(part, turn, _between_hosts(reduce).op)
-            next(between)
+            under_way = self._between.start_reduction(part, turn, between)
+            next(under_way)
         yield
-        if between is not None:
-            complete(between)
+        if under_way is not None:
+            complete(under_way)
             self._finish_(part, reduce)
         self._local.allgather([part], [result], [counts])
         if len(sources) > 1:
             unpack(result, results)
 
+    def _stages(self, reduce: Reduce, dtype: torch.dtype) -> tuple[Reduce, Reduce]:
+        """What is done to the members of a host, and what to the hosts."""
+        op, prescale, postscale = reduce
+        if dtype not in HALVES:  # an average is a sum that is divided at the very end, by `_finish_`
+            op = int(ReduceOp.SUM) if op == ReduceOp.AVERAGE else op
+            return Reduce(op, prescale), Reduce(op)
+        return Reduce(op, prescale), Reduce(op, 1.0, postscale)
+
     def _finish_(self, tensor: torch.Tensor, reduce: Reduce) -> None:
         """What is left to do with what has been combined over all members."""
-        arithmetic_of(reduce._replace(prescale=1.0), tensor.dtype, self._num_members).finish_(tensor)
+        if tensor.dtype not in HALVES:
+            arithmetic_of(reduce._replace(prescale=1.0), tensor.dtype, self._num_members).finish_(tensor)
 
     def _between_all(self) -> DistributedTransport:
         """A connection between all members, made when an operation first needs one."""
@@ -233,10 +246,12 @@ class HierarchicalTransport:
             self._flat = self._connect("members", self._member, self._num_members)
         return self._flat
 
-    def _connect(self, prefix: str, member: int, num_members: int) -> DistributedTransport:
-        store = PrefixStore(prefix, self._store)
+    def _connect(
+        self, prefix: str, member: int, num_members: int, weights: tuple[int, ...] = ()
+    ) -> DistributedTransport:
+        store, guard, limit_s = PrefixStore(prefix, self._store), self._guard, self._limit_s
         return DistributedTransport(
-            store, member, num_members, self._guard, self._limit_s, device="cpu", address=self._address
+            store, member, num_members, guard, limit_s, device="cpu", address=self._address, weights=weights
         )
 
     def _carried(self, total: int) -> list[int]:
@@ -256,13 +271,3 @@ class HierarchicalTransport:
         """Room for this member's slice of each tensor."""
         sizes = [each[self._index] for each in counts]
         return list(torch.empty(sum(sizes), dtype=dtype, device="cpu").split(sizes))
-
-
-def _inside_a_host(reduce: Reduce) -> Reduce:
-    """The first half of a reduction: this host's members are combined, scaled before and not after."""
-    return _between_hosts(reduce)._replace(prescale=reduce.prescale)
-
-
-def _between_hosts(reduce: Reduce) -> Reduce:
-    """The second half: hosts are combined, unscaled. An average is a sum that is divided at the very end."""
-    return Reduce(ReduceOp.SUM if reduce.op == ReduceOp.AVERAGE else reduce.op)

@@ -179,7 +179,7 @@ class ShmTransport:
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         if self._num_members & (self._num_members - 1):
             raise ValueError(f"Adasum needs a power of 2 of ranks, not {self._num_members}; use Average or Sum")
-        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, self._num_members)
+        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, self._num_members, native=True)
         for source, out in zip(inputs, outputs, strict=True):
             arithmetic.prepare(source, out)
         distance = 1
@@ -332,7 +332,6 @@ class ShmTransport:
 def _reduce(operands: list[torch.Tensor], result: Piece, arithmetic: Arithmetic, scratch: torch.Tensor) -> None:
     """Reduce and finish straight into the result, or through `scratch` when that is in several places."""
     out = result.parts[0] if len(result.parts) == 1 else scratch
-    arithmetic.combine(operands, out, scratch)
-    arithmetic.finish_(out)
+    arithmetic.reduce(operands, out, scratch)
     if out is scratch:
         take(scratch, result)

@@ -214,9 +214,9 @@ def _shared_bucket(
         [memory.take(spec.num_elements, spec.dtype) for _ in range(options.num_members)] for _ in range(num_turns)
     ]
     if num_turns == 1:
-        reduce = options.reduce_after_early_scale
+        reduce = options.reduce_after_early_scale(spec.dtype)
         sliced = BoundReduction(queue, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
-        return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale)
+        return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale(spec.dtype))
     out = torch.zeros(spec.num_elements, dtype=spec.dtype, device="cpu")
     barrier = None
     if is_last:  # the caller waits for it: no need to agree on it

@@ -14,6 +14,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.engine.transport.arithmetic import HALVES
 from hora.torch.compression import Compressor, NoneCompressor
 from hora.torch.process_sets import ProcessSet, registered_id
 
@@ -51,20 +52,19 @@ class ReduceOptions:
         factor = float(self.gradient_predivide_factor)
         return Reduce(self.op, 1.0 / factor, factor)
 
-    @property
-    def early_scale(self) -> float:
+    def early_scale(self, dtype: torch.dtype) -> float:
         """What gradients can be multiplied with when they are copied, so that a sum gives the average; 1.0: nothing.
 
-        Only where it changes no bit, and saves a pass: Average over a power of two of members, without compression.
+        Only where it saves a pass and changes a bit of nothing but the smallest numbers (below 2^-126): Average over a
+        power of two of members, without compression, and not of half precision, where gradients are that small.
         """
         size = self.num_members
-        plain = self.compression is NoneCompressor and self.gradient_predivide_factor == 1.0
+        plain = self.compression is NoneCompressor and self.gradient_predivide_factor == 1.0 and dtype not in HALVES
         return 1.0 / size if plain and self.op == ReduceOp.AVERAGE and size & (size - 1) == 0 else 1.0
 
-    @property
-    def reduce_after_early_scale(self) -> Reduce:
+    def reduce_after_early_scale(self, dtype: torch.dtype) -> Reduce:
         """`reduce` for gradients that were multiplied with `early_scale`."""
-        return self.reduce if self.early_scale == 1.0 else self.reduce._replace(op=int(ReduceOp.SUM))
+        return self.reduce if self.early_scale(dtype) == 1.0 else self.reduce._replace(op=int(ReduceOp.SUM))
 
 
 class Reducer(Protocol):

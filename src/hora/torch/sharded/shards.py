@@ -90,11 +90,11 @@ class Shards:
             Kind.REDUCESCATTER,
             gradients,
             name=spec.name,
-            reduce=self._options.reduce_after_early_scale,
+            reduce=self._options.reduce_after_early_scale(spec.dtype),
             process_set_id=self._set_id,
         )
         begin, end = self._slice_of(spec)
-        return ShardBucket(spec, values, gradients, begin, end, reduction, scale=self._options.early_scale)
+        return ShardBucket(spec, values, gradients, begin, end, reduction, scale=self._options.early_scale(spec.dtype))
 
     def _shared_bucket(
         self, specs: Sequence[BucketSpec], index: int, memory: SharedMemory, places: GradientPlaces
@@ -116,12 +116,12 @@ class Shards:
             Kind.REDUCESCATTER,
             [of_all],
             name=spec.name,
-            reduce=self._options.reduce_after_early_scale,
+            reduce=self._options.reduce_after_early_scale(spec.dtype),
             out=out,
             barrier=barrier,
             ends_together=places.in_turn,
         )
-        bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=self._options.early_scale)
+        bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=self._options.early_scale(spec.dtype))
         if places.in_turn:
             bucket.comes_after(self.buckets[index - NUM_PLACES] if index >= NUM_PLACES else None)
         return bucket
