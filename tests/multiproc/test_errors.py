@@ -167,8 +167,9 @@ def test_scalars_and_reducescatter_ops():
         with raises(ValueError, "does not support scalar"):
             call(torch.tensor(1.0))
         for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
-            with raises(Internal, "only supports AVERAGE and SUM"):
-                call(torch.ones(4), op=op)
+            for dtype in (torch.float32, torch.int32, torch.uint8):
+                with raises(Internal, "only supports AVERAGE and SUM"):
+                    call(torch.ones(4, dtype=dtype), op=op)
     with raises(ValueError, "does not support scalar"):
         hvd.grouped_reducescatter([torch.ones(2), torch.tensor(1.0)])
     with raises(RuntimeError, "rank-zero tensor"):

@@ -98,3 +98,10 @@ def test_a_stall_shuts_down():
     with pytest.raises(HorovodInternalError, match="stalled for more than"):
         barrier.wait()
     assert told[0][0] == [11]
+
+
+def test_a_member_that_sleeps_sees_that_another_one_leaves():
+    """It watches the low half of the number alone: that must not be the one it has seen."""
+    first, second = barriers(2)
+    second.leave()
+    assert first._came[1].value & 0xFFFFFFFF not in range(2**24)

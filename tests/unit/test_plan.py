@@ -7,11 +7,13 @@ from collections import Counter
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hora.engine.plan import Planner
 from hora.engine.request import Kind, ReduceOp, Signature
+from hora.engine.validation import Validator
 
 
 def allreduce(name, *, dtype="float32", shape=(4,), op=ReduceOp.SUM, operation="allreduce", **more):
@@ -226,3 +228,48 @@ def test_the_short_way_gives_what_the_long_way_gives(signature):
     assert (short.idle, long.idle) == (True, True)
     short.feed(0, signature, 5)
     assert not short.idle
+
+
+def on_two_gpus(threshold=1 << 20):
+    """Rank 1 has one of three tensors on another GPU than the others."""
+    plan = planner(2, threshold)
+    for name in "abc":
+        plan.feed(0, allreduce(name, device="cuda"), 0)
+        plan.feed(1, allreduce(name, device="cuda/2" if name == "b" else "cuda"), 0)
+    return plan
+
+
+def test_tensors_on_two_gpus_of_a_rank_are_not_fused():
+    batches = on_two_gpus().close_round()
+    assert [[part.key[1] for part in batch.parts] for batch in batches] == [["a", "c"], ["b"]]
+    assert [batch.devices for batch in batches] == ["cuda", "cuda,cuda/2"]
+    assert [batch.error for batch in batches] == [None, None]
+    assert [len(batch.parts) for batch in on_two_gpus(threshold=0).close_round()] == [1, 1, 1]
+
+
+def test_a_rank_that_has_joined_takes_part_on_its_first_gpu():
+    plan = planner(2)
+    plan.feed(1, JOIN, 0)
+    plan.feed(0, allreduce("a", device="cuda"), 0)
+    plan.feed(0, allreduce("b", device="cuda/2"), 0)
+    assert [batch.devices for batch in plan.close_round()] == ["cuda", "cuda/2,cuda"]
+    plan = planner(2)
+    for member, device in enumerate(("cuda", "cpu")):
+        plan.feed(member, allreduce("a", device=device), 0)
+    (batch,) = plan.close_round()
+    assert "CPU/GPU device selection: rank 0 has cuda, rank 1 has cpu" in str(batch.error)
+
+
+def test_gpus_are_told_apart_by_the_order_of_their_first_use():
+    """So that ranks on different GPUs, each on one, say the same."""
+    validator = Validator([0, 1])
+    gpus = [torch.device("cuda", number) for number in (3, 1, 3, 0)]
+    assert [validator.device_label(gpu) for gpu in gpus] == ["cuda", "cuda/2", "cuda", "cuda/3"]
+    assert validator.device_label(torch.device("cpu")) == "cpu"
+    assert validator.home_gpu == gpus[0]
+    validator.settle(gpus[1])
+    assert validator.home_gpu == gpus[0]
+    fresh = Validator([0, 1])
+    assert fresh.home_gpu is None
+    fresh.settle(gpus[1])
+    assert (fresh.home_gpu, fresh.device_label(gpus[1])) == (gpus[1], "cuda")

@@ -40,10 +40,18 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
 
 
 def execute_on_device(
-    batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]
+    batch: Batch,
+    requests: Requests,
+    transport: Transport,
+    member: int,
+    ranks: Sequence[int],
+    home: torch.device | None,
 ) -> None:
-    """The same on a GPU, on a stream of our own, after the work that the requests were submitted behind."""
-    device = next((request.tensors[0].device for request in requests.values() if request.tensors), None)
+    """The same on a GPU, on a stream of our own, after the work that the requests were submitted behind.
+
+    `home`: the GPU of a rank that has joined.
+    """
+    device = next((request.tensors[0].device for request in requests.values() if request.tensors), home)
     with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
         stream = torch.cuda.current_stream()
         for request in requests.values():
@@ -141,7 +149,7 @@ def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
     dtype = DTYPES[announced.dtypes[part.index]]
     count = prod(announced.shapes[part.index])
     value = 0 if signature.op == ReduceOp.ADASUM else identity(signature.op, dtype)
-    return torch.full((count,), value, dtype=dtype, device=announced.device)
+    return torch.full((count,), value, dtype=dtype, device=announced.device_type)
 
 
 def _allgather(batch: Batch, requests: Requests, transport: Transport) -> None:

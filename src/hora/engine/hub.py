@@ -28,6 +28,7 @@ __all__ = ["Hub", "HubEvents"]
 
 _TICK_S = 1.0  # how often to look for stalls
 _SILENCE_LIMIT_S = 8
+_FETCH_SLICE_S = 0.5
 
 
 class HubEvents:
@@ -87,18 +88,22 @@ class Hub:
         self._server.call(self._serve_segments)
         return segment
 
-    def fetch(self, name: str, key: str, *, limit_s: float) -> Segment:
-        """Fetch the segment that the rank listening at `name` offers. OSError when it is not on this host."""
+    def fetch(self, name: str, key: str, *, limit_s: float, guard: Callable[[], None]) -> Segment:
+        """Fetch the segment that the rank listening at `name` offers. OSError when it is not on this host.
+
+        `guard` raises when waiting has become pointless: some rank, not only that one, may have ended the world.
+        """
         deadline = time.monotonic() + limit_s
         with self._connect(name, limit_s) as connection:
             connection.send({"want": "segment", "key": key})
-            try:
-                descriptor = connection.receive_descriptor(limit_s=deadline - time.monotonic())
-            except TimeoutError:
-                raise TimeoutError(f"waited {limit_s:g} s for shared memory {key!r} from a rank of this host") from None
-            if descriptor is None:
-                raise ConnectionError(f"no descriptor came for shared memory {key!r}")
-            return Segment.attach(descriptor)
+            while time.monotonic() < deadline:
+                guard()
+                with contextlib.suppress(TimeoutError):
+                    descriptor = connection.receive_descriptor(limit_s=_FETCH_SLICE_S)
+                    if descriptor is None:
+                        raise ConnectionError(f"no descriptor came for shared memory {key!r}")
+                    return Segment.attach(descriptor)
+        raise TimeoutError(f"waited {limit_s:g} s for shared memory {key!r} from a rank of this host")
 
     def listen_tcp(self, address: str) -> int:
         """Rank 0 listens at `address` for ranks of other hosts; returns the port."""

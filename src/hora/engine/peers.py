@@ -69,13 +69,17 @@ class _Introduction:
 
 
 class Peers:
-    """The ranks of a world of several. `epoch` tells one initialisation of this world from another."""
+    """The ranks of a world of several. `epoch` tells one initialisation of this world from another; `guard` raises when
+    it has become pointless to wait for one of them."""
 
-    def __init__(self, world: World, config: EngineConfig, epoch: str, events: HubEvents) -> None:
+    def __init__(
+        self, world: World, config: EngineConfig, epoch: str, events: HubEvents, guard: Callable[[], None]
+    ) -> None:
         self.hosts: list[list[int]] = []  # ranks that proved to share memory
         self.config = config  # from `meet` on with rank 0's values where all ranks must have the same
         self._world = world
         self._epoch = epoch
+        self._guard = guard
         self.secret = b""  # from `meet` on: of this world's ranks
         self._introductions: list[_Introduction] = []
         self._num_segments: dict[str, int] = {}
@@ -151,7 +155,8 @@ class Peers:
             self.hub.offer("probe", 1, len(group) - 1)
         else:
             try:
-                self.hub.fetch(self._introductions[leader].hub_name, "probe", limit_s=_PROBE_LIMIT_S).close()
+                name, limit_s = self._introductions[leader].hub_name, _PROBE_LIMIT_S
+                self.hub.fetch(name, "probe", limit_s=limit_s, guard=self._guard).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
@@ -201,7 +206,8 @@ class Peers:
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
             return self.hub.offer(name, num_bytes, len(ranks) - 1)
-        return self.hub.fetch(self._introductions[ranks[0]].hub_name, name, limit_s=self.config.init_timeout_s)
+        hub_name, limit_s = self._introductions[ranks[0]].hub_name, self.config.init_timeout_s
+        return self.hub.fetch(hub_name, name, limit_s=limit_s, guard=self._guard)
 
     def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
         """Like `share`; None on all of them where there is too little memory."""

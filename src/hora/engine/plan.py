@@ -63,6 +63,12 @@ class Batch:
     last_joined: int = -1
     num_bytes: int = 0
 
+    @property
+    def devices(self) -> str:
+        """Where the members' tensors lie, if not all on the same: each such choice has a transport of its own."""
+        labels = _devices(self.parts[0].signatures) if self.signature.device != "cpu" else ("cpu",)
+        return labels[0] if len(set(labels)) == 1 else ",".join(labels)
+
 
 class Planner:
     """Derives batches for one process set. `ranks` are the members' global ranks, for messages."""
@@ -197,12 +203,15 @@ class Planner:
     def _add_fusible(
         self, entry: Pending, signature: Signature, batches: list[Batch], open_batches: dict[object, Batch]
     ) -> None:
+        alone = not self._group_fusion and signature.operation.startswith("grouped_")
         for index, (fusion_key, num_bytes) in enumerate(self._fusion_of(signature)):
             key: object = fusion_key
-            if not self._group_fusion and signature.operation.startswith("grouped_"):
+            if alone:
                 key = (fusion_key, entry.key)
+            elif signature.device != "cpu":
+                key = (fusion_key, _devices(entry.signatures))
             batch = open_batches.get(key)
-            if batch is None or (batch.num_bytes + num_bytes > self._threshold and key is fusion_key):
+            if batch is None or (batch.num_bytes + num_bytes > self._threshold and not alone):
                 batch = open_batches[key] = Batch(KINDS[signature.kind], signature)
                 batches.append(batch)
             batch.parts.append(Part(entry.key, index, entry.signatures))
@@ -215,7 +224,7 @@ class Planner:
             if len(self._fusion) >= _KEPT_SIGNATURES:
                 self._fusion.clear()
             s = signature
-            shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device)
+            shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device_type)
             tensors = zip(signature.dtypes, signature.shapes, strict=True)
             sizes: list[tuple[object, int]] = [
                 ((shared, dtype), ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in tensors
@@ -242,6 +251,11 @@ class Planner:
                 values = f"rank {self.ranks[mine]} has {left}, rank {self.ranks[member]} has {right}"
                 return f"{what}: {values} ({_names(entry)})"
         return None
+
+
+def _devices(signatures: Sequence[Signature | None]) -> tuple[str, ...]:
+    """The members' devices on a GPU; one that has joined takes part on its first."""
+    return tuple(["cuda" if signature is None else signature.device for signature in signatures])
 
 
 def _names(entry: Pending) -> str:
@@ -275,8 +289,8 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
         return "Mismatched reduction operation", ReduceOp(a.op).name, ReduceOp(b.op).name
     if a.root != b.root:
         return "Mismatched BROADCAST root ranks", str(a.root), str(b.root)
-    if a.device != b.device:
-        return f"Mismatched {kind.name} CPU/GPU device selection", a.device, b.device
+    if a.device_type != b.device_type:
+        return f"Mismatched {kind.name} CPU/GPU device selection", a.device_type, b.device_type
     if a.bound != b.bound:
         return f"Mismatched {kind.name} memory", _memory(a), _memory(b)
     if not gathers and a.extra != b.extra:

@@ -51,7 +51,7 @@ ExecuteBound = Callable[[Part, Request | None, Transport], None]
 class OperationQueue:
     """The progress of one process set on this rank, which is its member number `member`.
 
-    `make_transport(device)` is called by every member at the same point of the agreed order. `change_sets` executes a batch
+    `make_transport(devices)` is called by every member at the same point of the agreed order. `change_sets` executes a batch
     that is about the process sets themselves, and gives the answer to its requests. `on_idle` is called when nothing is in
     flight any more while the world is closing. `core`: where the background thread runs.
     """
@@ -177,11 +177,11 @@ class OperationQueue:
                 self._finished.wait(_WAITER_SLICE_S)
             self._num_waiters -= 1
 
-    def transport(self, device: str = "cpu") -> Transport:
-        """The transport of a device type, made when first needed."""
-        found = self._transports.get(device)
+    def transport(self, devices: str = "cpu") -> Transport:
+        """The transport for these devices (see `Batch`), made when first needed."""
+        found = self._transports.get(devices)
         if found is None:
-            found = self._transports[device] = self._make_transport(device)
+            found = self._transports[devices] = self._make_transport(devices)
         return found
 
     def inspect(self) -> None:
@@ -353,7 +353,7 @@ class OperationQueue:
             self._execute_collective(batch, requests)
 
     def _execute_collective(self, batch: Batch, requests: Mapping[Key, Request]) -> None:
-        transport = self.transport(batch.signature.device)
+        transport = self.transport(batch.devices)
         self._executing_since, self._executing, self._num_warnings = time.monotonic(), batch.kind.name, 0
         if self.recorder.timeline is None:
             self._run(batch, requests, transport)
@@ -373,8 +373,8 @@ class OperationQueue:
         self._finish(done, None)
 
     def _run(self, batch: Batch, requests: Mapping[Key, Request], transport: Transport) -> None:
-        if batch.signature.device == "cuda":
-            execute_on_device(batch, requests, transport, self.member, self.ranks)
+        if batch.signature.device != "cpu":
+            execute_on_device(batch, requests, transport, self.member, self.ranks, self.validator.home_gpu)
         elif batch.signature.bound:
             (part,) = batch.parts
             self.bound[str(part.key[1])](part, requests.get(part.key), transport)

@@ -80,8 +80,9 @@ Key = tuple[str, "str | int"]
 class Signature(NamedTuple):
     """What members must agree on. Dimension 0 may differ for gathers.
 
-    `extra`: an alltoall's splits; what a request for the process sets is about (`process_sets.py`). `bound`: the data lies in
-    shared memory and is reduced there, by what the members have bound to the name (`OperationQueue.bound`).
+    `device`: see `Validator.device_label`. `extra`: an alltoall's splits; what a request for the process sets is about
+    (`process_sets.py`). `bound`: the data lies in shared memory and is reduced there, by what the members have bound to
+    the name (`OperationQueue.bound`).
     """
 
     kind: int
@@ -96,6 +97,10 @@ class Signature(NamedTuple):
     device: str = "cpu"
     extra: tuple[int, ...] = ()
     bound: bool = False
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition("/")[0]
 
     @property
     def reduce(self) -> Reduce:

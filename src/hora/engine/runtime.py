@@ -58,7 +58,7 @@ class Runtime:
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
-                self._peers = Peers(self.world, self.config, self._epoch, self._hub_events())
+                self._peers = Peers(self.world, self.config, self._epoch, self._hub_events(), self.status.guard)
                 self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
                 self.config = self._peers.config
@@ -128,7 +128,7 @@ class Runtime:
                 splits=splits,
                 grouped=grouped,
             )
-            if request.signature.device == "cuda":
+            if request.signature.device != "cpu":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
         queue.submit(request, background=background)
         handle = next(self._next_handle)
@@ -163,6 +163,9 @@ class Runtime:
         self.num_joins += 1
         # In every set, so that its other members need not wait for what will not come.
         queues = self.process_sets.queues()
+        if torch.cuda.is_initialized():
+            for queue in queues:  # another thread, for which another GPU is the current one, may drive it
+                queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
         barriers = [barrier for queue in queues for barrier in queue.barriers]
         for barrier in barriers:
             barrier.leave()

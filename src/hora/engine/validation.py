@@ -35,6 +35,26 @@ class Validator:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
         self._known: dict[object, Signature] = {}
+        self._gpus: list[torch.device] = []  # that this rank uses here, in the order of their first use
+
+    @property
+    def home_gpu(self) -> torch.device | None:
+        """The first GPU that this rank has used here, where it also takes part in what it has not submitted itself."""
+        return self._gpus[0] if self._gpus else None
+
+    def settle(self, gpu: torch.device) -> None:
+        """This is the rank's GPU, unless it has used another one here."""
+        if not self._gpus:
+            self._gpus.append(gpu)
+
+    def device_label(self, device: torch.device) -> str:
+        """What the other members are told: "cpu", "cuda", or "cuda/2" for a rank's second GPU, whatever their numbers are."""
+        if device.type == "cpu":
+            return "cpu"
+        if device not in self._gpus:
+            self._gpus.append(device)
+        number = self._gpus.index(device) + 1
+        return device.type if number == 1 else f"{device.type}/{number}"
 
     def request(
         self,
@@ -82,9 +102,13 @@ class Validator:
         if not tensors:
             raise ValueError(f"{operation} needs at least one tensor, but the list is empty")
         for tensor in tensors:
-            _check_tensor(kind, op, tensor)
-        device = _device(tensors)
-        extra = _check_kind(kind, tensors, op, root_rank, splits, self._ranks)
+            _check_tensor(kind, tensor)
+        _check_op(kind, op)  # before the dtypes, of which each op takes others
+        for tensor in tensors:
+            if not _accepts(kind, op, tensor.dtype):
+                raise ValueError(_refused_dtype(kind, op, tensor.dtype))
+        device = self.device_label(_device(tensors))
+        extra = _check_kind(kind, tensors, root_rank, splits, self._ranks)
         return Signature(
             int(kind),
             f"grouped_{operation}" if grouped else operation,
@@ -100,15 +124,20 @@ class Validator:
         )
 
 
-def _check_tensor(kind: Kind, op: int, tensor: torch.Tensor) -> None:
+def _check_tensor(kind: Kind, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{_OPERATIONS[kind]} takes torch tensors, but it was given {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise ValueError(
             f"{_OPERATIONS[kind]} takes dense tensors, but it was given {tensor.layout}; use sparse_allreduce_async"
         )
-    if not _accepts(kind, op, tensor.dtype):
-        raise ValueError(_refused_dtype(kind, op, tensor.dtype))
+
+
+def _check_op(kind: Kind, op: int) -> None:
+    if kind is Kind.REDUCESCATTER and op in _OPS and op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise HorovodInternalError(f"reducescatter only supports AVERAGE and SUM, but it was given {ReduceOp(op).name}")
+    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and op not in _OPS:
+        raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
 
 
 def _with_contiguous_tensors(
@@ -178,7 +207,7 @@ def _refused_dtype(kind: Kind, op: int, dtype: torch.dtype) -> str:
     return f"Tensor type {dtype} is not supported by {what}; convert the tensor first"
 
 
-def _device(tensors: Sequence[torch.Tensor]) -> str:
+def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
     first = tensors[0].device
     if first.type not in ("cpu", "cuda"):
         raise ValueError(
@@ -189,13 +218,12 @@ def _device(tensors: Sequence[torch.Tensor]) -> str:
             raise HorovodInternalError(
                 f"all tensors of a group must be on the same device, but {first} and {tensor.device} were given"
             )
-    return first.type
+    return first
 
 
 def _check_kind(
     kind: Kind,
     tensors: Sequence[torch.Tensor],
-    op: int,
     root_rank: int,
     splits: Sequence[int] | torch.Tensor | None,
     ranks: Sequence[int],
@@ -204,15 +232,8 @@ def _check_kind(
         raise ValueError(
             f"broadcast got an invalid root rank: {root_rank}; the process set has the ranks {list(ranks)}"
         )
-    if kind is Kind.REDUCESCATTER:
-        if any(tensor.dim() == 0 for tensor in tensors):
-            raise ValueError("reducescatter does not support scalar tensors; give it at least one dimension")
-        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            raise HorovodInternalError(
-                f"reducescatter only supports AVERAGE and SUM, but it was given {ReduceOp(op).name}"
-            )
-    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) and op not in _OPS:
-        raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
+    if kind is Kind.REDUCESCATTER and any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("reducescatter does not support scalar tensors; give it at least one dimension")
     if kind is Kind.ALLTOALL:
         return _check_splits(tensors[0], splits, len(ranks))
     return ()

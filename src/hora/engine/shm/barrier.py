@@ -22,7 +22,7 @@ __all__ = ["SharedMemoryBarrier"]
 
 log = logging.getLogger("hora")
 
-_OPEN = 2**62
+_OPEN = 2**63 - 1  # whose low half, which a sleeping member watches, is not that of any number it may have seen
 _LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead one the guard's
 
 
