@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import re
@@ -11,12 +12,16 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
+
+from hora.watch.recording import Recorder, read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -28,25 +33,50 @@ START_S = 90.0  # four ranks import torch on a busy machine
 pytestmark = pytest.mark.xdist_group("watch")
 
 
+class Job(NamedTuple):
+    """A job with a page: its process, the page's whole address (printed to a file that is ours alone), its folder."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    folder: Path
+
+    def order(self, what: str, rank: int) -> None:
+        """From now on this rank is to be slow, or to hang (`watched_job.py`)."""
+        fresh = self.folder / "order"
+        fresh.write_text(str(rank))
+        fresh.rename(self.folder / what)
+
+    @property
+    def printed(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+
 @contextmanager
-def _job(folder: Path, *flags: str, **variables: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A job with a page; gives its process and the page's whole address, printed to a file that is ours alone."""
+def _job(folder: Path, *flags: str, **variables: object) -> Iterator[Job]:
     printed = folder / "stderr"
     printed.touch(mode=0o600)
-    env = {**os.environ, **{name: str(value) for name, value in variables.items()}, "OMP_NUM_THREADS": "1"}
+    given = {name: str(value) for name, value in variables.items()}
+    env = {**os.environ, **given, "OMP_NUM_THREADS": "1", "ORDERS": str(folder)}
     command = [sys.executable, "-m", "hora", "run", "--dashboard", *flags, sys.executable, str(SCRIPT)]
     with printed.open("wb") as errors, (folder / "stdout").open("wb") as output:
-        job = subprocess.Popen(command, env=env, stdout=output, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=errors, start_new_session=True)
     try:
         found = _until(lambda: re.search(rb"see it live: (\S+#token=\S+)", printed.read_bytes()), 30.0)
-        yield job, found[1].decode()
+        yield Job(process, found[1].decode(), folder)
     finally:
-        if job.poll() is None:
-            job.send_signal(signal.SIGINT)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
         try:
-            job.wait(30)
+            process.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory) -> Iterator[Job]:
+    """One job for most tests: each orders what it wants to see. The last one stops it."""
+    with _job(tmp_path_factory.mktemp("four"), "-np", "4") as job:
+        yield job
 
 
 def _until(look, limit_s: float):
@@ -96,40 +126,117 @@ def _shows(tab, selector: str, text: str, limit_s: float) -> None:
     tab.locator(selector).filter(has_text=re.compile(text)).first.wait_for(timeout=limit_s * 1000)
 
 
+def test_output_follows_and_is_text_whatever_it_says(tab, four_ranks):
+    tab.goto(four_ranks.url)
+    _shows(tab, "#log div", r"step 20 <img src=x onerror=.*<script>", START_S)
+    _shows(tab, "#log div", r"step 60 ", 60)
+    assert tab.locator("#log img, #log script").count() == 0
+    assert tab.title() == "watched_job.py · hora"
+    assert "token" not in tab.url  # people show their screens
+    tab.fill("#log-filter", "step 40 ")
+    _shows(tab, "#log div", "step 40 ", 10)
+    assert tab.locator("#log div").count() == 1
+
+
+def test_a_wrong_token_another_page_and_another_name_get_nothing(tab, four_ranks):
+    url = four_ranks.url
+    tab.goto(url[:-1] + ("A" if url[-1] != "A" else "B"))
+    _shows(tab, "#since", "token is missing or wrong", 20)
+    assert tab.locator("#title").inner_text() == ""
+    host = urlsplit(url).netloc
+    # A page of another origin, in the same browser, with the right token.
+    tab.goto("about:blank")
+    reached = tab.evaluate(
+        """async ([url, token]) => {
+            try { await fetch(url, {headers: {Authorization: `Bearer ${token}`}}); return "reached"; }
+            catch (error) { return "refused"; }
+        }""",
+        [f"http://{host}/api/run", url.partition("token=")[2]],
+    )
+    assert reached == "refused"
+    assert _ask(url, "/api/stop", method="POST", body="{}", Origin="http://evil.example")[0] == 403
+    assert _ask(url, "/api/run", Host="evil.example")[0] == 421
+    assert four_ranks.process.poll() is None
+
+
 @pytest.mark.parametrize("slow", [0, 2, 3])
-def test_a_rank_that_is_a_fifth_slower_is_named_on_the_page_with_where_it_spends_its_time(tab, tmp_path, slow):
-    with _job(tmp_path, "-np", "4", SLOW=slow, STEPS=1500) as (_, url):
-        tab.goto(url)
-        _until(lambda: _run(url)["head"]["state"] == "training", START_S)
-        _shows(tab, "#alerts h2", rf"rank {slow} on \S+ is 1\.\d\d× slower than the median .* waiting for data", 60)
-        _shows(tab, "#alerts .guilty", r"watched_job\.py:\d+\s+__getitem__", 40)
-        assert "token" not in tab.url  # people show their screens
-        assert [one["rank"] for one in _run(url)["head"]["stragglers"]] == [slow]
+def test_a_rank_that_is_a_fifth_slower_is_named_on_the_page_with_where_it_spends_its_time(tab, four_ranks, slow):
+    url = four_ranks.url
+    tab.goto(url)
+    _until(lambda: _run(url)["head"]["state"] == "training", START_S)
+    four_ranks.order("slow", slow)
+    _shows(tab, "#alerts h2", rf"rank {slow} on \S+ is 1\.\d\d× slower than the median .* waiting for data", 60)
+    _shows(tab, "#alerts .guilty", r"watched_job\.py:\d+\s+__getitem__", 60)
+    _until(lambda: [one["rank"] for one in _run(url)["head"]["stragglers"]] == [slow], 60)
 
 
-def test_a_hang_shows_the_line_where_the_guilty_rank_is(tab, tmp_path):
-    with _job(tmp_path, "-np", "4", HANG=1) as (_, url):
-        tab.goto(url)
-        _shows(tab, "#words", "waiting for rank 1", START_S + 30)
-        _shows(tab, "#alerts h2", "rank 1 on .* keeps the others waiting", 15)
-        _shows(tab, "#alerts .guilty", "hang_if_asked.*the guilty line", 15)
-        _shows(tab, "#stacks-note", "3 ranks here, 1 rank there", 15)
-        _shows(tab, "#pending .op", "allreduce", 15)
+def test_a_rank_is_profiled_and_everything_is_downloaded(tab, four_ranks):
+    tab.goto(four_ranks.url)
+    _shows(tab, "#words", "training", START_S)
+    _choose(tab, "Profile a rank", rank=1, seconds=1)
+    _shows(tab, "#profiles .group", r"rank 1.*of the time.*watched_job\.py:\d+\s+train", 60)
+    tab.click("#actions")
+    with tab.expect_download(timeout=60_000) as download:
+        tab.click("#menu >> text=Download everything")
+    bundle = zipfile.ZipFile(io.BytesIO(Path(download.value.path()).read_bytes()))
+    assert set(bundle.namelist()) == {"run.hora", "now.json", "output.txt", "README"}
+    (four_ranks.folder / "run.hora").write_bytes(bundle.read("run.hora"))
+    recorded = read_run(four_ranks.folder / "run.hora")
+    assert recorded.progress()[0] > 10
+    assert 1 in recorded.profiles
 
 
-def test_a_killed_rank_of_an_elastic_job_is_lost_and_the_curve_goes_on(tab, tmp_path):
-    flags = ("-np", "3", "--min-np", "2", "--max-np", "3")
-    with _job(tmp_path, *flags, ELASTIC=1, STEPS=2000) as (_, url):
-        tab.goto(url)
-        _until(lambda: _run(url)["head"]["step"] > 20, START_S)
-        victim = _pid_of_rank(2)
-        os.kill(victim, signal.SIGKILL)
-        _shows(tab, "#events li.lost", "rank 2 on .* is lost", 30)
-        _shows(tab, "#events li.world", "generation 1", 60)
-        before = _run(url)["head"]["step"]
-        _until(lambda: _run(url)["head"]["step"] > before + 10, START_S)
-        assert _run(url)["head"]["state"] == "training"
-        _shows(tab, "#words", "training", 20)
+def _choose(tab, item: str, *, rank: int | None = None, seconds: int | None = None) -> None:
+    """An item of the menu, and its dialog."""
+    tab.click("#actions")
+    tab.click(f"#menu >> text={item}")
+    if rank is not None:
+        tab.select_option("#ask-rank", str(rank))
+    if seconds is not None:
+        tab.fill("#ask-seconds", str(seconds))
+    tab.click("#ask-yes")
+
+
+def test_a_hang_shows_the_line_where_the_guilty_rank_is_and_the_page_stops_the_job(tab, four_ranks):
+    tab.goto(four_ranks.url)
+    _shows(tab, "#words", "training", START_S)
+    four_ranks.order("hang", 1)
+    _shows(tab, "#words", "waiting for rank 1", 60)
+    _shows(tab, "#alerts h2", "rank 1 on .* keeps the others waiting", 60)
+    _shows(tab, "#alerts .guilty", "hang_if_asked.*the guilty line", 60)
+    _shows(tab, "#stacks-note", "3 ranks here, 1 rank there", 60)
+    _shows(tab, "#pending .op", "allreduce", 60)
+    _choose(tab, "Stop the job")
+    _shows(tab, "#words", "stopped", 60)
+    assert four_ranks.process.wait(60) == 143
+    assert "stopped it on its page" in four_ranks.printed
+
+
+def test_ranks_of_an_elastic_job_are_killed_and_removed_and_it_stops_after_a_commit(tab, tmp_path):
+    with _job(tmp_path, "-np", "3", "--min-np", "1", "--max-np", "3", ELASTIC=1) as job:
+        tab.goto(job.url)
+        _goes_on(tab, job.url)
+        os.kill(_pid_of_rank(2), signal.SIGKILL)
+        _shows(tab, "#events li.lost", "rank 2 on .* is lost", 60)
+        _shows(tab, "#events li.world", "generation 1: 2 ranks", 60)
+        _goes_on(tab, job.url)
+        _choose(tab, "Remove a rank", rank=1)
+        _shows(tab, "#events li.lost", "rank 1 on .* is lost: removed on the job's page", 60)
+        _shows(tab, "#events li.world", "generation 2: 1 ranks?", 60)
+        _goes_on(tab, job.url)
+        _choose(tab, "Commit, then stop")
+        _shows(tab, "#words", "stopped", 60)
+        assert job.process.wait(60) == 143
+        assert "after a commit" in job.printed
+        assert list((job.folder / "commits").glob("*.json"))
+
+
+def _goes_on(tab, url: str) -> None:
+    """The curve goes on: there are more steps than there were, in this world."""
+    _until(lambda: _run(url)["head"]["state"] == "training", START_S)
+    before = _run(url)["head"]["step"]
+    _until(lambda: _run(url)["head"]["step"] > before + 10, START_S)
+    _shows(tab, "#words", "training", 60)
 
 
 def _pid_of_rank(rank: int) -> int:
@@ -144,72 +251,7 @@ def _pid_of_rank(rank: int) -> int:
     raise AssertionError(f"no process has rank {rank}")
 
 
-def test_output_follows_and_is_text_whatever_it_says(tab, tmp_path):
-    with _job(tmp_path, "-np", "2", STEPS=1200) as (_, url):
-        tab.goto(url)
-        _shows(tab, "#log div", r"step 20 <img src=x onerror=.*<script>", START_S)
-        _shows(tab, "#log div", r"step 60 ", 30)
-        assert tab.locator("#log img, #log script").count() == 0
-        assert tab.title() == "watched_job.py · hora"
-        tab.fill("#log-filter", "step 40 ")
-        _shows(tab, "#log div", "step 40 ", 10)
-        assert tab.locator("#log div").count() == 1
-
-
-def test_a_wrong_token_another_page_and_another_name_get_nothing(tab, tmp_path):
-    with _job(tmp_path, "-np", "2", STEPS=1200) as (job, url):
-        tab.goto(url[:-1] + ("A" if url[-1] != "A" else "B"))
-        _shows(tab, "#since", "token is missing or wrong", 20)
-        assert tab.locator("#title").inner_text() == ""
-        host = urlsplit(url).netloc
-        # A page of another origin, in the same browser, with the right token.
-        tab.goto("about:blank")
-        reached = tab.evaluate(
-            """async ([url, token]) => {
-                try { await fetch(url, {headers: {Authorization: `Bearer ${token}`}}); return "reached"; }
-                catch (error) { return "refused"; }
-            }""",
-            [f"http://{host}/api/run", url.partition("token=")[2]],
-        )
-        assert reached == "refused"
-        assert _ask(url, "/api/stop", method="POST", body="{}", Origin="http://evil.example")[0] == 403
-        assert _ask(url, "/api/run", Host="evil.example")[0] == 421
-        assert job.poll() is None
-
-
-def test_the_page_stops_the_job(tab, tmp_path):
-    with _job(tmp_path, "-np", "2", STEPS=3000) as (job, url):
-        tab.goto(url)
-        _until(lambda: _run(url)["head"]["state"] == "training", START_S)
-        tab.click("#actions")
-        tab.click("#menu >> text=Stop the job")
-        tab.click("#ask-yes")
-        _shows(tab, "#words", "stopped", 30)
-        assert job.wait(30) == 143
-    assert "somebody stopped it on its page" in (tmp_path / "stderr").read_text()
-
-
-def test_a_bundle_can_be_downloaded_and_viewed(tab, tmp_path):
-    import io
-    import zipfile
-
-    from hora.watch.recording import read_run
-
-    with _job(tmp_path, "-np", "2", STEPS=1200) as (_, url):
-        _until(lambda: _run(url)["head"]["step"] > 20, START_S)
-        tab.goto(url)
-        _shows(tab, "#words", "training", 30)
-        tab.click("#actions")
-        with tab.expect_download(timeout=30_000) as download:
-            tab.click("#menu >> text=Download everything")
-        bundle = zipfile.ZipFile(io.BytesIO(Path(download.value.path()).read_bytes()))
-    assert set(bundle.namelist()) == {"run.hora", "now.json", "output.txt", "README"}
-    (tmp_path / "run.hora").write_bytes(bundle.read("run.hora"))
-    assert read_run(tmp_path / "run.hora").progress()[0] > 10
-
-
 def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
-    from hora.watch.recording import Recorder
     from hora.watch.replay import open_recording
     from hora.watch.simulation import Simulation, Slowness
 
@@ -238,7 +280,8 @@ def test_without_a_private_terminal_the_token_is_not_printed(tmp_path):
 
 
 def test_a_stall_report_shows_the_stack_of_the_late_rank_without_any_page(tmp_path):
-    env = {**os.environ, "HANG": "1", "HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "hang").write_text("1")
+    env = {**os.environ, "ORDERS": str(tmp_path), "HOROVOD_STALL_CHECK_TIME_SECONDS": "3", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hora", "run", "-np", "2", sys.executable, str(SCRIPT)]
     with (tmp_path / "stderr").open("wb") as errors:
         job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)

@@ -1,21 +1,29 @@
-"""A training for tests of the live page: every step takes 50 ms; one rank may be slow, hang, or speak HTML.
+"""A training for tests of the live page: every step takes 50 ms; a rank may be slow, hang, or speak HTML.
 
-Set by variables: SLOW and HANG name a rank, STEPS how long it goes, ELASTIC=1 makes it an elastic one.
+What it shall do is in files of the folder ORDERS, so that one job can show it all: `slow` and `hang` name a rank. STEPS: how
+long it goes; ELASTIC=1: it is an elastic one.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 
 import hora
 import horovod.torch as hvd
 
-STEPS = int(os.environ.get("STEPS", "400"))
-SLOW, HANG = int(os.environ.get("SLOW", "-1")), int(os.environ.get("HANG", "-1"))
+STEPS = int(os.environ.get("STEPS", "20000"))
+ORDERS = Path(os.environ["ORDERS"])
 WORK_S = 0.05
+
+
+def is_ordered(what: str) -> bool:
+    """Whether this rank shall do it now."""
+    path = ORDERS / what
+    return path.exists() and path.read_text() == str(hvd.rank())
 
 
 class Data(torch.utils.data.Dataset):
@@ -23,13 +31,13 @@ class Data(torch.utils.data.Dataset):
         return 8 * STEPS
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if hvd.rank() == SLOW and index % 8 == 0:
+        if index % 8 == 0 and is_ordered("slow"):
             time.sleep(0.2 * WORK_S)  # a disk that is slower than the others' is one fifth of a step late
         return torch.ones(64)
 
 
-def hang_if_asked(step: int) -> None:
-    if hvd.rank() == HANG and step == 40:
+def hang_if_asked() -> None:
+    if is_ordered("hang"):
         time.sleep(1000)  # the guilty line
 
 
@@ -41,7 +49,7 @@ def train(state: hvd.elastic.TorchState | None, model: torch.nn.Module, optimize
         loss.backward()
         optimizer.step()
         hora.report(loss=loss)
-        hang_if_asked(step)
+        hang_if_asked()
         if step % 20 == 0 and hvd.rank() == 0:
             print(
                 f"step {step} <img src=x onerror=document.title='taken'><script>document.title='taken'</script>",
@@ -60,6 +68,7 @@ def main() -> None:
     )
     if os.environ.get("ELASTIC"):
         state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
+        state.persist(ORDERS / "commits")
         hvd.elastic.run(lambda state: train(state, model, optimizer))(state)
     else:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -56,7 +56,7 @@ class Meter:
         self.total_steps = 0  # as far as the fit loop knows
         self.blocked: tuple[Any, float, Sequence[int]] | None = None  # in what, since when, with which ranks
         self.on_stall: Callable[[Sequence[int]], None] | None = None  # these ranks keep others waiting for too long
-        self.on_commit: Callable[[], None] | None = None  # somebody waits for it
+        self.on_commit: Callable[[], None] | None = None  # the launcher waits for it
         self._longest_s = 0.0
         self._last_end = time.perf_counter()
         self._completed = self._totals()
@@ -115,10 +115,12 @@ class Meter:
         """Something worth a mark: a commit, a value that is not a number, …"""
         self._events.append((kind, text))
 
-    def commit(self, text: str) -> None:
-        """Rank 0 has saved the state of the training."""
+    def commit(self, text: str, flush: Callable[[], None] | None = None) -> None:
+        """Rank 0 has saved the state of the training. `flush` puts it on disk, for a launcher that is about to end the job."""
         self.event("commit", text)
         if self.on_commit is not None:
+            if flush is not None:
+                flush()
             self.on_commit()
 
     def longest_s(self) -> float:

@@ -151,7 +151,9 @@ class Dashboard:
         place = self._run.places.get(rank)
         if place is None:
             raise ValueError(f"there is no rank {rank}")
-        self._job.remove(place.worker, "somebody removed it on the job's page")
+        if not self._run.facts.get("elastic"):
+            raise ValueError("only an elastic job goes on without one of its ranks; stop it instead")
+        self._job.remove(place.worker, "removed on the job's page")
 
     def _look(self, run: Run) -> None:
         """Once a second: ask what a person would ask."""

@@ -248,6 +248,7 @@ class JobRun:
         self.call(lambda: self._remove(worker, why))
 
     def _remove(self, worker: int, why: str) -> None:
+        self._events.reasons[worker] = why
         self.tell(f"ending worker {worker}: {why}")
         self.terminate([worker], grace_s=self._job.grace_s)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from hora.launch.control.rendezvous import ErrorReport, RendezvousEvents
@@ -68,6 +69,7 @@ class Observed:
     def __init__(self, job: JobEvents) -> None:
         self._job = job
         self.observer: Observer = Nobody()
+        self.reasons: dict[int, str] = {}  # why workers will end, of those for which the job knows it before
 
     def _tell(self, what: str, *arguments: object) -> None:
         try:
@@ -84,6 +86,7 @@ class Observed:
         self._job.started(worker)
 
     def exited(self, ended: WorkerExit) -> None:
+        ended = replace(ended, reason=self.reasons.get(ended.worker, ended.reason))
         self._tell("exited", ended.worker, ended.code, ended.reason)
         self._job.exited(ended)
 

@@ -48,9 +48,13 @@ class State:
     def commit(self) -> None:
         """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts."""
         self.save()
+        self._write_down()
         if self._rank() == 0:
-            meter.commit(f"commit at step {meter.num_steps}")
+            meter.commit(f"commit at step {meter.num_steps}", flush=self.flush)
         self.check_host_updates()
+
+    def _write_down(self) -> None:
+        """Put what was saved where it survives this process, if it is to go there."""
 
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts (collective)."""

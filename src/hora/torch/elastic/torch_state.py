@@ -67,14 +67,12 @@ class TorchState(ObjectState):
         self._saved_state = plain
         self.restore()
 
-    def commit(self) -> None:
-        """Save, write to disk if asked to, then raise HostsUpdatedInterrupt if rank 0 has heard of new hosts."""
-        self.save()
-        if self._durable is not None:
-            self._num_unwritten += 1
-            if self._num_unwritten >= self._every and not self._durable.busy and self._rank() == 0:
-                self._write(self._durable)
-        self.check_host_updates()
+    def _write_down(self) -> None:
+        if self._durable is None:
+            return
+        self._num_unwritten += 1
+        if self._num_unwritten >= self._every and not self._durable.busy and self._rank() == 0:
+            self._write(self._durable)
 
     def _write(self, durable: DurableCommits) -> None:
         handled = {name: handler.committed for name, handler in self._handlers.items()}

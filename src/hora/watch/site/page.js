@@ -106,7 +106,7 @@ function render() {
   if (now.has("head")) { showBars(); showHosts(); }
   if (now.has("events")) showEvents();
   if (now.has("columns") || now.has("head") || now.has("events")) showCharts();
-  if (now.has("stacks") || now.has("facts")) showStacks();
+  if (now.has("stacks") || now.has("facts")) { showStacks(); showProfiles(); }
   if (now.has("lines")) showLines();
 }
 
@@ -320,7 +320,8 @@ function showHosts() {
 }
 
 function showEvents() {
-  const shown = run.events.slice(-60).reverse();
+  const last = run.events.findLast((e) => e[2] === "commit");  // of many commits the newest will do
+  const shown = run.events.filter((e) => e[2] !== "commit" || e === last).slice(-60).reverse();
   $("events").replaceChildren(...(shown.length ? shown.map(([, at, kind, , words]) => h("li", { className: kind }, h("span", { className: "k" }), h("time", {}, clock(at)), h("span", {}, words))) : [h("li", { className: "none" }, "Nothing out of the ordinary.")]));
 }
 
@@ -336,6 +337,14 @@ function showStacks() {
   const list = [...groups.values()].sort((a, b) => b.ranks.length - a.ranks.length);
   text("stacks-note", known.length ? `at ${clock(Math.max(...known.map(([, s]) => s.at)))}: ` + list.map((g, i) => `${plural(g.ranks.length, "rank")} ${i ? "there" : "here"}`).join(", ") : "where every rank is, grouped");
   $("stacks").replaceChildren(...(list.length ? list.map((g) => h("div", { className: "group" }, h("div", { className: "who" }, h("b", {}, plural(g.ranks.length, "rank")), h("div", { className: "chips" }, ...g.ranks.slice(0, 64).map((r) => h("span", { className: `chip${lateRanks().has(r) ? " bad" : ""}` }, String(r))))), frameRows(g.frames, 12, g.ranks.some((r) => lateRanks().has(r))))) : [h("p", { className: "none" }, run.may.includes("stacks") ? "Ask for them with “Look now”. When the job stands still they come by themselves." : "None were recorded.")]));
+}
+
+// Where profiled ranks were found, the newest profile first.
+function showProfiles() {
+  const known = Object.entries(run.stacks.profiles).filter(([, p]) => p.num_samples).sort((a, b) => b[1].at - a[1].at).slice(0, 4);
+  $("profiles").replaceChildren(...(known.length ? [h("h3", {}, "Profiles ", h("small", {}, "where a rank was found when it was looked at again and again"))] : []), ...known.map(([rank, p]) =>
+    h("div", { className: "group" }, h("div", { className: "who" }, h("b", {}, `rank ${rank}`), h("div", { className: "quiet" }, `${trim(p.seconds)} s until ${clock(p.at)}`)),
+      h("div", {}, ...p.stacks.slice(0, 3).map(([count, frames]) => h("div", { className: "found" }, h("small", {}, `${Math.round((100 * count) / p.num_samples)} % of the time`), frameRows(frames, 6)))))));
 }
 
 // ---- output ---------------------------------------------------------------------------------------------------------
@@ -363,9 +372,15 @@ async function act(action, body = {}) {
   const answer = await ask(`api/${action}`, { method: "POST", body: JSON.stringify(body) }).catch(() => null);
   if (!answer || !answer.ok) text("link", answer ? (await answer.text()).trim() : "the job does not answer");
 }
-function confirmed(question, yes) {
-  text("ask-text", question); text("ask-yes", yes);
-  return new Promise((answer) => { $("ask").onclose = () => answer($("ask").returnValue === "yes"); $("ask").returnValue = "no"; $("ask").showModal(); });
+// Asks, and gives what was chosen, or null.
+function confirmed(question, yes, { rank = null, seconds = false, danger = true } = {}) {
+  text("ask-text", question); text("ask-yes", yes); $("ask-yes").className = danger ? "danger" : "";
+  $("ask-rank-row").hidden = rank === null; $("ask-seconds-row").hidden = !seconds; $("ask-what").hidden = rank === null && !seconds;
+  if (rank !== null) { $("ask-rank").replaceChildren(...run.head.ranks.filter((r) => r.state === "here").map((r) => h("option", { value: String(r.rank) }, `${r.rank} on ${r.host}`))); $("ask-rank").value = String(rank); }
+  return new Promise((answer) => {
+    $("ask").onclose = () => answer($("ask").returnValue === "yes" ? { rank: Number($("ask-rank").value), seconds: Number($("ask-seconds").value) || 5 } : null);
+    $("ask").returnValue = "no"; $("ask").showModal();
+  });
 }
 async function bundle() {
   const answer = await ask("api/bundle");
@@ -378,10 +393,10 @@ function openMenu() {
   const add = (words, action, danger = false) => items.push(h("button", { className: danger ? "danger" : "", onclick: () => { closeMenu(); action(); } }, words));
   const worst = run.head.stragglers.length ? run.head.stragglers[0].rank : 0;
   if (may("stacks") && !over) add("Look at all stacks", () => act("stacks"));
-  if (may("profile") && !over) add(`Profile rank ${worst} for 5 seconds`, () => act("profile", { rank: worst, seconds: 5 }));
+  if (may("profile") && !over) add("Profile a rank …", async () => { const chosen = await confirmed("Where does a rank spend its time?", "Profile it", { rank: worst, seconds: true, danger: false }); if (chosen) act("profile", chosen); });
   if (may("bundle")) add("Download everything as a bundle", bundle);
   if (may("commit") && !over) add("Commit, then stop …", async () => { if (await confirmed("Stop the job at its next commit?", "Commit and stop")) act("stop", { commit: true }); });
-  if (may("remove") && !over && run.facts.elastic) add(`Remove rank ${worst} …`, async () => { if (await confirmed(`End the process of rank ${worst}? The others go on.`, "Remove it")) act("remove", { rank: worst }); }, true);
+  if (may("remove") && !over && run.facts.elastic) add("Remove a rank …", async () => { const chosen = await confirmed("End the process of a rank? The others go on without it.", "Remove it", { rank: worst }); if (chosen) act("remove", chosen); }, true);
   if (may("stop") && !over) add("Stop the job …", async () => { if (await confirmed("Stop the job now? What was not committed is lost.", "Stop the job")) act("stop", { commit: false }); }, true);
   $("menu").replaceChildren(...items); $("menu").hidden = false; $("actions").setAttribute("aria-expanded", "true");
 }
