@@ -20,14 +20,15 @@ import psutil
 import pytest
 from job_process import wait_until_gone
 
+import other_user
 from hora.launch.job import OutputOptions
 from hora.net.connection import connect
 from hora.net.sockets import open_socket
 from hora.net.wire import ClientHandshake, Credentials
-from hora.workers import daemon
+from hora.workers import daemon, directory
 from hora.workers.gateway import Gateway, ask, server_pid
 from hora.workers.gateway import _credentials as credentials
-from hora.workers.machine import measure
+from hora.workers.machine import GpuClaims, measure
 from hora.workers.session import Session
 from waiting import wait_until
 
@@ -163,15 +164,20 @@ def test_another_user_is_not_answered_even_with_the_key(session):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_a_name_that_another_user_took_gets_no_request(tmp_path):
-    name, _ = daemon.name_of(str(tmp_path))
+    name = directory.name_of(str(tmp_path))
     squatter = subprocess.Popen([sys.executable, "-S", "-c", SQUATTER, name], stdout=subprocess.PIPE, text=True)
     try:
         assert squatter.stdout.readline() == "ready\n"
-        assert daemon.find(str(tmp_path)) is None
+        assert directory.find(str(tmp_path)) is None
         with pytest.raises(ConnectionError, match=f"belongs to user {NOBODY}"):
             ask(name, "key", call="launch", code="secret")
-        with pytest.raises(RuntimeError, match="did not start"):
-            daemon.start(str(tmp_path))
+        # The session does without the name, and is found all the same.
+        found = daemon.start(str(tmp_path))
+        assert found[0] != name
+        assert directory.find(str(tmp_path)) == found
+        assert ask(*found, call="list") == []
+        assert daemon.end(str(tmp_path))
+        assert directory.find(str(tmp_path)) is None
     finally:
         squatter.kill()
         heard = squatter.stdout.read()
@@ -326,7 +332,7 @@ def test_two_sessions_never_share_a_gpu(tmp_path, monkeypatch):
         assert ended(second, launch(second, code, nvidia_gpu=1))["log_tail"] == [gpus[1]]
         request = {"cpu": 0.5, "memory": 1.0, "nvidia_gpu": 2, "env": {}, "code": code, "backend": "local"}
         (refused,) = second.launch(1, request)
-        assert refused["message"].endswith("1 of 2 are free; 1 are in use by workers of other sessions")
+        assert "1 of 2 are free; 1 are in use by workers of other sessions (GPU test-" in refused["message"]
         first.stop([held])
         assert ended(second, launch(second, code, nvidia_gpu=2))["log_tail"] == [",".join(gpus)]
     finally:
@@ -338,6 +344,35 @@ def hora(*arguments):
     return [sys.executable, "-m", "hora", "workers", *arguments]
 
 
+def assert_unseen_by_a_sidecar(folder):
+    """A process of the same user in another container, which shares the network alone, does not learn the key."""
+    program = (
+        f"from hora.workers import directory as d; print(d.runs(d.name_of({str(folder)!r})), d.find({str(folder)!r}))"
+    )
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode == 0:
+        seen = subprocess.run([*apart, sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert seen.stdout == "True None\n", seen.stderr
+
+
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_who_holds_a_gpu_is_said():
+    holder = other_user.start(
+        'sock = socket.socket(socket.AF_UNIX); sock.bind("\\0hora-gpu-99"); sock.listen(); print("held", flush=True);'
+        "sys.stdin.readline()"
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert GpuClaims().claim("99") == f"GPU 99: process {holder.pid} of user {other_user.UID}"
+    finally:
+        holder.communicate("", timeout=30)
+    ours = GpuClaims()
+    assert ours.claim("99") == ours.claim("99") == ""
+    assert GpuClaims().claim("99") == f"GPU 99: process {os.getpid()} of user {os.getuid()}"
+    ours.keep(())
+    assert GpuClaims().claim("99") == ""
+
+
 def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     at_once = [
@@ -346,15 +381,16 @@ def test_a_standing_session_that_is_killed_leaves_nothing(tmp_path, monkeypatch)
     ]
     ids = [process.communicate(timeout=60)[0].split()[0].decode() for process in at_once]
     assert [process.returncode for process in at_once] == [0, 0]
-    name, key = daemon.find(str(tmp_path))
+    name, key = directory.find(str(tmp_path))
     found = ask(name, key, call="wait", ids=ids, for_completion=False, timeout_s=60)
     assert {worker["id"] for worker in found["workers"]} == set(ids)  # both in one session
+    assert_unseen_by_a_sidecar(tmp_path)
     process = psutil.Process(server_pid(name))
     family = process.children(recursive=True)
     assert len(family) >= 4  # guardian, supervisor, two workers
     process.kill()
     wait_until_gone(process.pid, *[one.pid for one in family])
-    assert daemon.find(str(tmp_path)) is None
+    assert directory.find(str(tmp_path)) is None
     with pytest.raises(OSError):
         socket.socket(socket.AF_UNIX).connect("\0" + name)
     assert list(Path(tmp_path).iterdir()) == []

@@ -106,14 +106,12 @@ def test_gpus_of_other_sessions_are_left_alone():
 
     def claim(gpu):
         asked.append(gpu)
-        return gpu != "0"
+        return "GPU 0: process 7 of user 8" if gpu == "0" else ""
 
     with pytest.raises(Refused, match="99 CPU"):
         MACHINE.grant("a", cpu=99, memory_gib=1, num_gpus=1, claim=claim)
     assert asked == []
     granted = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1, claim=claim)
     assert granted.grants["a"].gpus == ("1",)
-    with pytest.raises(
-        Refused, match="2 GPUs were asked for, but 1 of 2 are free; 1 are in use by workers of other sessions"
-    ):
+    with pytest.raises(Refused, match=r"2 GPUs .* but 1 of 2 are free; 1 are in use .* \(GPU 0: process 7 of user 8\)"):
         MACHINE.grant("b", cpu=1, memory_gib=1, num_gpus=2, claim=claim)

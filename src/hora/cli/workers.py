@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from hora.workers import api, daemon
+from hora.workers import api, daemon, directory
 
 __all__ = ["main"]
 
@@ -126,7 +126,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _has_session() -> bool:
-    return bool(daemon.find(os.getcwd()) or daemon.find_script(os.getcwd()))
+    return bool(directory.find(os.getcwd()) or directory.find(os.getcwd(), "script"))
 
 
 def _require_session() -> None:

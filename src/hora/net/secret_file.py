@@ -21,10 +21,13 @@ _ADVICE = "make one with: umask 077; openssl rand -hex 32 > FILE"
 
 
 class HeldSecret:
-    """A secret in this process's memory, which processes of the same user read at `path`. It ends with `close`."""
+    """A secret in this process's memory, which processes of the same user read at `path`. It ends with `close`.
 
-    def __init__(self, secret: bytes) -> None:
-        self._descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
+    `label`: by which others can tell it, among what this process holds.
+    """
+
+    def __init__(self, secret: bytes, *, label: str = "hora-private") -> None:
+        self._descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
         os.write(self._descriptor, secret)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hora.launch.environment import variables
-from hora.workers import daemon
+from hora.workers import daemon, directory
 from hora.workers.gateway import Gateway, ask
 from hora.workers.machine import measure
 from hora.workers.session import Session
@@ -100,17 +100,17 @@ class RemoteSession:
 
 
 _lock = threading.Lock()
-# With the process it belongs to: a forked child has none. The second gateway is the one that a second terminal finds.
-_own: tuple[int, Session, list[Gateway]] | None = None
+# With the process it belongs to: a forked child has none. The last are gateways: for its workers, and for a second terminal.
+_own: tuple[int, Session, Gateway, list[directory.Published]] | None = None
 
 
 def _session(*, launching: bool = False) -> _Sessions:
     given = _given_name()
-    if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and daemon.runs(given[0]))):
+    if given is not None and (variables().get("CDSW_MASTER_ID") or (_own is None and directory.runs(given[0]))):
         return RemoteSession(*given)
-    found = daemon.find(os.getcwd())
+    found = directory.find(os.getcwd())
     if found is None and not launching and (_own is None or _own[0] != os.getpid()):
-        found = daemon.find_script(os.getcwd())
+        found = directory.find(os.getcwd(), "script")
     return _own_session(launching=launching) if found is None else RemoteSession(*found)
 
 
@@ -136,12 +136,12 @@ def _own_session(*, launching: bool) -> _Sessions:
             session = Session(measure(environ), environ, address=gateway.name, key=key)
             gateway.open(session)
             atexit.register(_close, os.getpid())
-            _own = (os.getpid(), session, [gateway])
-        _, session, gateways = _own
-        if launching and len(gateways) == 1:
+            _own = (os.getpid(), session, gateway, [])
+        _, session, _, published = _own
+        if launching and not published:
             with contextlib.suppress(OSError):  # another script of this folder was the first
-                gateways.append(Gateway(*daemon.name_of(os.getcwd(), "script")))
-                gateways[-1].open(session)
+                published.append(directory.publish(os.getcwd(), "script"))
+                published[-1].gateway.open(session)
         return session
 
 
@@ -150,9 +150,11 @@ def _close(owner: int) -> None:
     with _lock:
         own, _own = _own, None
     if own is not None and owner == os.getpid():
-        for gateway in own[2]:
-            gateway.close()
-        own[1].close()
+        _, session, gateway, published = own
+        gateway.close()
+        for found in published:
+            found.close()
+        session.close()
 
 
 def launch_workers(

@@ -6,7 +6,6 @@ can be shared instead, which `fair_share` decides before anything is granted.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,11 +44,11 @@ class Capacity:
         memory_gib: float,
         num_gpus: int,
         share_cores: bool = False,
-        claim: Callable[[str], bool] = lambda gpu: True,
+        claim: Callable[[str], str] = lambda gpu: "",
     ) -> Capacity:
         """A capacity that has given this much to `worker`; raises Refused.
 
-        `share_cores`: the cores may be used by others too. `claim` says whether a GPU that is free here is free for us; it
+        `share_cores`: the cores may be used by others too. `claim` says who has a GPU that is free here, empty for us; it
         is asked only when all else fits, and only until there are enough.
         """
         for name, value in (("cpu", cpu), ("memory", memory_gib)):
@@ -66,10 +65,7 @@ class Capacity:
         ):
             if wanted > free + 1e-9:
                 raise Refused(f"{wanted:g} {what} were asked for, but {free:g} of {there_is:g} are free")
-        gpus = tuple(itertools.islice(filter(claim, self._free_gpus()), num_gpus))
-        if len(gpus) < num_gpus:
-            others = f"{len(self._free_gpus()) - len(gpus)} are in use by workers of other sessions"
-            raise Refused(f"{num_gpus} GPUs were asked for, but {len(gpus)} of {len(self.gpus)} are free; {others}")
+        gpus = self._claimed(num_gpus, claim)
         grant = Grant(cpu=cpu, memory_gib=memory_gib, cores=self._cores(cpu), gpus=gpus)
         return Capacity(
             cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants={**self.grants, worker: grant}
@@ -89,6 +85,21 @@ class Capacity:
         """A capacity that has what `worker` had."""
         left = {name: grant for name, grant in self.grants.items() if name != worker}
         return Capacity(cores=self.cores, memory_gib=self.memory_gib, gpus=self.gpus, grants=left)
+
+    def _claimed(self, num_gpus: int, claim: Callable[[str], str]) -> tuple[str, ...]:
+        gpus: list[str] = []
+        others: list[str] = []
+        for gpu in self._free_gpus():
+            if len(gpus) < num_gpus:
+                holder = claim(gpu)
+                others += [holder] if holder else []
+                gpus += [] if holder else [gpu]
+        if len(gpus) < num_gpus:
+            raise Refused(
+                f"{num_gpus} GPUs were asked for, but {len(gpus)} of {len(self.gpus)} are free; {len(others)} are in use "
+                f"by workers of other sessions ({', '.join(others)})"
+            )
+        return tuple(gpus)
 
     def used_gpus(self) -> set[str]:
         """Those that workers have."""

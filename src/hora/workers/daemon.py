@@ -1,14 +1,13 @@
 """The daemon session: workers that outlive the command that launched them, one session per user and folder.
 
-`hora workers launch` makes it, `hora workers end` ends it together with its workers. It is found by a socket name made
-of the user and the folder, so nothing is written anywhere. It also ends by itself when it has been without workers for
-a while. `python -m hora.workers.daemon` is its process.
+`hora workers launch` makes it, `hora workers end` ends it together with its workers. It is found by its folder
+(`directory`), and nothing is written anywhere. It also ends by itself when it has been without workers for a while.
+`python -m hora.workers.daemon` is its process.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import select
 import subprocess
@@ -16,7 +15,7 @@ import sys
 
 from hora.launch.environment import module_command
 
-__all__ = ["end", "find", "find_script", "name_of", "runs", "start"]
+__all__ = ["end", "start"]
 
 _IDLE_LIMIT_S = 3600.0
 _START_LIMIT_S = 60.0
@@ -24,40 +23,10 @@ _LEAVE_LIMIT_S = 5.0
 _END_LIMIT_S = 30.0
 
 
-def name_of(folder: str, whose: str = "") -> tuple[str, str]:
-    """Socket name and key of the session of this user and folder. The socket itself answers to this user only.
-
-    `whose`: empty for the daemon's, `script` for that of the first script that has launched workers there.
-    """
-    digest = hashlib.sha256(f"{os.getuid()}:{os.path.realpath(folder)}{whose and ':' + whose}".encode()).hexdigest()
-    return f"hora-workers-{digest[:32]}", digest[32:]
-
-
-def find(folder: str) -> tuple[str, str] | None:
-    """Name and key of the folder's session, if it runs."""
-    name, key = name_of(folder)
-    return (name, key) if runs(name) else None
-
-
-def find_script(folder: str) -> tuple[str, str] | None:
-    """Name and key of the session of a script in this folder, if one runs that has launched workers."""
-    name, key = name_of(folder, "script")
-    return (name, key) if runs(name) else None
-
-
-def runs(name: str) -> bool:
-    """Whether a process of this user serves a session by this name."""
-    from hora.workers.gateway import server_pid
-
-    try:
-        server_pid(name)
-    except OSError:
-        return False
-    return True
-
-
 def start(folder: str) -> tuple[str, str]:
     """The folder's session, started if it does not run."""
+    from hora.workers.directory import find, name_of, runs
+
     found = find(folder)
     if found is not None:
         return found
@@ -77,12 +46,17 @@ def start(folder: str) -> tuple[str, str]:
         from hora.launch.host.connection import wait_or_kill
 
         status = wait_or_kill(process, _LEAVE_LIMIT_S)
+        if runs(name_of(folder)):
+            raise RuntimeError(
+                f"the session of workers of {folder} runs where this process cannot see it: in another container"
+            )
         raise RuntimeError(f"the session of workers did not start (it said {line!r}, status {status})")
     return found
 
 
 def end(folder: str) -> bool:
     """End the folder's session and all its workers, and wait until it is gone. False when none runs."""
+    from hora.workers.directory import find
     from hora.workers.gateway import ask, server_pid
 
     found = find(folder)
@@ -103,20 +77,20 @@ def main() -> None:
     """Serve until told to end, or until there has been no worker for an hour."""
     from hora.launch.environment import variables
     from hora.launch.job import OutputOptions
-    from hora.workers.gateway import Gateway
+    from hora.workers.directory import publish
     from hora.workers.machine import measure
     from hora.workers.session import Session
 
-    name, key = name_of(os.getcwd())
     try:
-        gateway = Gateway(name, key)
+        published = publish(os.getcwd())
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         print("another process has just started it", flush=True)
         return
     environ = variables()
-    session = Session(measure(environ), environ, address=name, key=key, output=OutputOptions(console=False))
+    gateway, key = published.gateway, published.key
+    session = Session(measure(environ), environ, address=gateway.name, key=key, output=OutputOptions(console=False))
     gateway.open(session)
     print("ready", flush=True)
     with open(os.devnull, "wb") as nowhere:
@@ -127,7 +101,7 @@ def main() -> None:
             if all(worker["finished_at"] is not None for worker in session.workers()):
                 break
     finally:
-        gateway.close()
+        published.close()
         session.close()
 
 

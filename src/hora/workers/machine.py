@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Collection, Mapping
 
 from hora.memory import total_bytes
+from hora.net.sockets import process_at
 from hora.workers.capacity import Capacity
 
 __all__ = ["GpuClaims", "measure"]
@@ -36,27 +37,40 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 class GpuClaims:
-    """The GPUs that this session has for its workers."""
+    """The GPUs that this session has for its workers. Sessions of all users of this machine keep out of one another's way,
+    each by a local socket that it holds for each of its GPUs; who holds one is known, and said."""
 
     def __init__(self) -> None:
         self._held: dict[str, socket.socket] = {}
 
-    def claim(self, gpu: str) -> bool:
-        """False if another session has it."""
+    def claim(self, gpu: str) -> str:
+        """Have this GPU from now on; who has it, if another session does, and else nothing."""
         if gpu in self._held:
-            return True
+            return ""
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claim.bind(f"\0hora-gpu-{gpu}")
+            claim.listen(1)
         except OSError as error:
             claim.close()
             if error.errno != errno.EADDRINUSE:
                 raise
-            return False
+            return f"GPU {gpu}: {_holder(gpu)}"
         self._held[gpu] = claim
-        return True
+        return ""
 
     def keep(self, gpus: Collection[str]) -> None:
         """Give up all but these."""
         for gpu in set(self._held).difference(gpus):
             self._held.pop(gpu).close()
+
+
+def _holder(gpu: str) -> str:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(f"\0hora-gpu-{gpu}")
+        except OSError:
+            return "a process that cannot be asked"
+        process = process_at(sock)
+    return f"process {process.pid} of user {process.uid}"
