@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
+import logging
+import os
 import pickle
+import struct
 import sys
 from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
+from pyspark.sql.types import FloatType
 
-from hora.spark.estimator import persistence
+from hora.spark.estimator import persistence, unpickling
 from hora.spark.estimator.persistence import metadata_handle
 from hora.spark.estimator.torch_estimator import TorchEstimator
 from hora.spark.estimator.torch_model import TorchModel
@@ -83,3 +88,86 @@ def test_files_from_before_the_package_moved_can_be_read(metadata, monkeypatch):
     found = TorchModel.read().session(SESSION).load("model")
     assert found.getRunId() == "old"
     assert torch.equal(found.getModel().weight, saved.getModel().weight)
+
+
+class Own(torch.nn.Linear):
+    """A class of the user's."""
+
+
+class Exploit:
+    def __init__(self, trap):
+        self.trap = trap
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.trap}",)
+
+
+def _tampered(metadata, params) -> None:
+    metadata["paramMap"] = {"params": base64.b64encode(params).decode()}
+
+
+def _hidden_in_a_storage(evil: bytes) -> bytes:
+    """A pickle that names only what plain pickles of tensors name too, and has it read another one."""
+    return b"\x80\x04" + b"ctorch.storage\n_load_from_bytes\n" + b"(B" + struct.pack("<I", len(evil)) + evil + b"tR."
+
+
+@pytest.mark.parametrize(
+    "hide", [lambda evil: evil, _hidden_in_a_storage, lambda evil: pickle.dumps({"model": b"pickle" + evil})]
+)
+def test_a_tampered_file_runs_nothing_under_strict(metadata, monkeypatch, tmp_path, hide):
+    trap = tmp_path / "executed"
+    _model().write().session(SESSION).saveImpl("model")
+    _tampered(metadata, hide(pickle.dumps(Exploit(trap))))
+    monkeypatch.setenv("HORA_STRICT", "1")
+    with pytest.raises(
+        (ValueError, pickle.UnpicklingError), match=r"HORA_STRICT=1.*model holds posix\.system|Weights only"
+    ):
+        TorchModel.read().session(SESSION).load("model")
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.hub\nload",
+        "torch.nn.functional\nimportlib",
+        "torch.nn.modules.module\nos.system",
+        "torch\nload",
+        "torch.nn.modules\nModule.__init__",
+        "collections\nnamedtuple",
+    ],
+)
+def test_names_that_lead_elsewhere_are_foreign(name):
+    with pytest.raises(unpickling._Foreign):
+        unpickling._Careful(b"\x80\x04c" + name.encode() + b"\n.", lambda *found: found).load()
+
+
+def test_torchs_own_parts_are_read_without_trust_and_what_is_not_with_a_warning(metadata, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("hora"), "propagate", True)
+    monkeypatch.setenv("HORA_STRICT", "1")
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(layers.parameters(), lr=0.5)
+    layers(torch.randn(3, 2)).sum().backward()
+    optimizer.step()
+    saved = TorchModel(
+        model=layers,
+        optimizer=optimizer,
+        loss=torch.nn.functional.mse_loss,
+        history=[{"loss": numpy.float64(0.5)}],
+        _metadata={"x": {"dtype": torch.float32, "spark": FloatType(), "shape": numpy.arange(2)}},
+    )
+    saved.write().session(SESSION).saveImpl("model")
+    found = TorchModel.read().session(SESSION).load("model")
+    assert [*map(type, found.getModel())] == [*map(type, layers)]
+    assert all(map(torch.equal, found.getModel().state_dict().values(), layers.state_dict().values()))
+    assert found.getLoss() is torch.nn.functional.mse_loss
+
+    TorchModel(model=Own(2, 1)).write().session(SESSION).saveImpl("model")
+    with pytest.raises(ValueError, match=r"HORA_STRICT=1.*test_persistence\.Own"):
+        TorchModel.read().session(SESSION).load("model")
+    with torch.serialization.safe_globals([Own]):
+        assert type(TorchModel.read().session(SESSION).load("model").getModel()) is Own
+    monkeypatch.delenv("HORA_STRICT")
+    assert not caplog.text
+    assert type(TorchModel.read().session(SESSION).load("model").getModel()) is Own
+    assert caplog.text.count("load only what you trust") == 1

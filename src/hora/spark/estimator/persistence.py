@@ -1,8 +1,8 @@
 """Saving and loading estimators and models the way pyspark.ml does: metadata in a folder that Spark writes.
 
 A model and its optimizer also travel to the ranks and back as these bytes (`ModelAndOptimizer`), TorchScript modules
-included. Parameters that JSON cannot hold are pickled, so load only what you trust. Stores and backends are not kept: they
-belong to the place where a training runs, not to the model.
+included. Parameters that JSON cannot hold are pickled; how such files are read is in `unpickling`. Stores and backends are
+not kept: they belong to the place where a training runs, not to the model.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import base64
 import inspect
 import io
-import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,8 @@ import cloudpickle
 import pyspark
 import torch
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+
+from hora.spark.estimator import unpickling
 
 __all__ = ["ModelAndOptimizer", "ParamsReader", "ParamsWriter", "metadata_handle", "pack_model", "unpack_model"]
 
@@ -55,10 +56,9 @@ class ParamsReader(MLReader[Any]):
         found, wanted = str(metadata["class"]), f"{self._kind.__module__}.{self._kind.__name__}"
         if _name_now(found) != wanted:
             raise ValueError(f"{path} holds a {found}, not a {wanted}")
-        data = base64.b64decode(metadata["paramMap"]["params"])
         instance = self._kind()
         instance._resetUid(metadata["uid"])
-        instance._set(**_unpacked(_Unpickler(io.BytesIO(data)).load()))
+        instance._set(**_loaded(base64.b64decode(metadata["paramMap"]["params"]), path))
         return instance
 
 
@@ -67,13 +67,26 @@ def metadata_handle(session: Any, version: str = pyspark.__version__) -> Any:
     return session if int(version.split(".")[0]) >= 4 else session.sparkContext
 
 
-class _Unpickler(pickle.Unpickler):
-    """Finds the classes of old files where they are now."""
+def _loaded(data: bytes, path: str) -> dict[str, Any]:
+    """The parameters in a saved file."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (f"{_OLD_PACKAGE}parcel", "Parcel"):
-            return ModelAndOptimizer
-        return super().find_class(_name_now(module), name)
+    def load(pickled: bytes) -> Any:
+        return unpickling.load(pickled, what=path, rename=_found_now)
+
+    values: dict[str, Any] = load(data)
+    model = values.get("model")
+    if isinstance(model, ModelAndOptimizer):
+        values["model"], values["optimizer"] = model.unpack(load=load)
+    elif model is not None:
+        values["model"] = unpack_model(model, load=load)
+    return values
+
+
+def _found_now(module: str, name: str) -> tuple[str, str]:
+    """Where a class of an old file is now."""
+    if (module, name) == (f"{_OLD_PACKAGE}parcel", "Parcel"):
+        return ModelAndOptimizer.__module__, ModelAndOptimizer.__name__
+    return _name_now(module), name
 
 
 def _name_now(name: str) -> str:
@@ -89,16 +102,6 @@ def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
     return packed
 
 
-def _unpacked(packed: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(packed)
-    model = values.get("model")
-    if isinstance(model, ModelAndOptimizer):
-        values["model"], values["optimizer"] = model.unpack()
-    elif model is not None:
-        values["model"] = unpack_model(model)
-    return values
-
-
 def pack_model(model: torch.nn.Module) -> bytes:
     """Bytes that `unpack_model` makes the model of."""
     if isinstance(model, torch.jit.ScriptModule):
@@ -108,11 +111,11 @@ def pack_model(model: torch.nn.Module) -> bytes:
     return b"pickle" + bytes(cloudpickle.dumps(model))
 
 
-def unpack_model(packed: bytes) -> torch.nn.Module:
-    """The model, on the CPU."""
+def unpack_model(packed: bytes, *, load: Callable[[bytes], Any] = cloudpickle.loads) -> torch.nn.Module:
+    """The model, on the CPU. `load`: how to read its pickle, where it does not come from this job."""
     if packed[:6] == b"script":
         return torch.jit.load(io.BytesIO(packed[6:]), map_location="cpu")  # type: ignore[no-any-return, unused-ignore]
-    model: torch.nn.Module = cloudpickle.loads(packed[6:])
+    model: torch.nn.Module = load(packed[6:])
     return model
 
 
@@ -145,9 +148,11 @@ class ModelAndOptimizer:
             state=optimizer.state_dict(),
         )
 
-    def unpack(self, device: torch.device | None = None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def unpack(
+        self, device: torch.device | None = None, *, load: Callable[[bytes], Any] = cloudpickle.loads
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Both, on `device`."""
-        model = unpack_model(self.model)
+        model = unpack_model(self.model, load=load)
         if device is not None:
             model = model.to(device)
         named = dict(model.named_parameters())

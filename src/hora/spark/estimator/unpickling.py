@@ -1,0 +1,102 @@
+"""Reading saved models without running code that they brought: torch's own layers, optimizers and losses, tensors, data.
+
+What else a pickle names (a class of the user's, a function of a notebook) can run any code when it is read. `load` says
+so before it reads such a file, and refuses it under HORA_STRICT=1. Classes that the user has declared harmless to torch
+(`torch.serialization.add_safe_globals`) are read like torch's own. Called by `persistence`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from pyspark.sql import types as spark_types
+
+from hora.config import accept_risk
+
+__all__ = ["Rename", "load"]
+
+Rename = Callable[[str, str], tuple[str, str]]  # of a module and a name in it, to where it is now
+
+_PLAIN = {
+    "builtins": {"set", "frozenset", "slice", "complex", "bytearray", "range"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "torch": {"Size", "device"},
+    "torch._utils": {"_rebuild_parameter", "_rebuild_tensor_v2"},
+    "numpy": {"ndarray", "dtype"},
+    "numpy.core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "numpy.core.numeric": {"_frombuffer"},
+    "numpy._core.numeric": {"_frombuffer"},
+    "hora.spark.estimator.persistence": {"ModelAndOptimizer"},
+}
+_CLASSES = {
+    "torch.nn.": torch.nn.Module,
+    "torch.optim.": torch.optim.Optimizer,
+    "pyspark.sql.types": spark_types.DataType,
+}
+_FUNCTIONS = ("torch.nn.functional", "torch._C._nn")
+
+
+class _Foreign(pickle.UnpicklingError):
+    """The pickle names something that could be anything."""
+
+
+def load(data: bytes, *, what: str, rename: Rename) -> Any:
+    """The object in this pickle. `what` it is, for the warning (or, under HORA_STRICT=1, the ValueError)."""
+    try:
+        return _Careful(data, rename).load()
+    except _Foreign as error:
+        accept_risk(
+            f"{what} holds {error}, and reading it can run any code: load only what you trust. A class of your own that "
+            "is harmless can be declared so with torch.serialization.add_safe_globals"
+        )
+    return _Trusting(data, rename).load()
+
+
+class _Trusting(pickle.Unpickler):
+    def __init__(self, data: bytes, rename: Rename) -> None:
+        super().__init__(io.BytesIO(data))
+        self._rename = rename
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(*self._rename(module, name))
+
+
+class _Careful(_Trusting):
+    def find_class(self, module: str, name: str) -> Any:
+        module, name = self._rename(module, name)
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return _storage
+        for harmless in torch.serialization.get_safe_globals():
+            value, full = harmless if isinstance(harmless, tuple) else (harmless, "")
+            if f"{module}.{name}" == (full or f"{value.__module__}.{value.__qualname__}"):
+                return value
+        if "." not in name and (name in _PLAIN.get(module, ()) or module == "torch" or _may_be_known(module)):
+            value = super().find_class(module, name)
+            if name in _PLAIN.get(module, ()) or _is_known(value):
+                return value
+        raise _Foreign(f"{module}.{name}")
+
+
+def _may_be_known(module: str) -> bool:
+    return module in _FUNCTIONS or any(f"{module}.".startswith(prefix) for prefix in _CLASSES)
+
+
+def _is_known(value: Any) -> bool:
+    """Whether this is a layer, an optimizer, a loss or a type, where torch and Spark define them."""
+    if isinstance(value, type):
+        at = value.__module__
+        return any(f"{at}.".startswith(prefix) and issubclass(value, base) for prefix, base in _CLASSES.items())
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return value.__module__ in _FUNCTIONS
+    return isinstance(value, torch.dtype | torch.layout)
+
+
+def _storage(data: bytes) -> Any:
+    """What `torch.storage._load_from_bytes` does, without its trust."""
+    return torch.load(io.BytesIO(data), weights_only=True)
