@@ -74,6 +74,12 @@ def _run(options: Options) -> None:
     from hora.launch.start import start
 
     set_up_log(options)
+    if options.joins:
+        from hora.launch.agent.nodes import serve_node
+
+        status = serve_node(options, environment.variables())
+        if status is not None:
+            raise SystemExit(status)
     start(options, environment.variables())
 
 

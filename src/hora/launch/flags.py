@@ -19,6 +19,7 @@ __all__ = ["build_parser", "parse", "read_config_file"]
 _SECTIONS = {
     "job": "the job",
     "hosts": "hosts",
+    "nodes": "the same command on every node, without ssh",
     "tuning": "tuning",
     "autotune": "autotuning",
     "elastic": "elastic jobs (--min-np or --host-discovery-script)",
@@ -55,7 +56,7 @@ def parse(
             if getattr(args, name) is None and not chosen:
                 setattr(args, name, value)
     options = Options.from_args(args, environ)
-    if args.num_proc is None and not environ.get("LSB_JOBID"):
+    if args.num_proc is None and not options.joins and not environ.get("LSB_JOBID"):
         parser.error("-np is missing: say how many processes to start, for example -np 2")
     return args, options
 
@@ -116,7 +117,7 @@ def _help_text(option: Option) -> str:
     if option.off_flags:
         text += f"; {option.off_flags[0]} says the opposite"
     if option.launch_variable:
-        text += f" (default: {option.launch_variable} or {option.default})"
+        text += f" (default: {option.launch_variable}{'' if option.default is None else f' or {option.default}'})"
     elif option.default is not None:
         text += f" (default: {option.default})"
     return text.replace("%", "%%")

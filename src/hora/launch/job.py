@@ -51,7 +51,8 @@ class Job:
     `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
     connection. `env` is what workers get besides their place in the world: local workers get exactly this,
     remote ones get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its
-    place under the names that Open MPI's mpirun gives it, for scripts that look there.
+    place under the names that Open MPI's mpirun gives it, for scripts that look there. `secret`: the job's, where its nodes
+    know it already; otherwise it gets a new one.
     """
 
     slots: tuple[Slot, ...]
@@ -67,6 +68,7 @@ class Job:
     title: str = ""
     watching: Watching | None = None
     mpi_names: bool = False
+    secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.command) == (self.function is not None):

@@ -167,6 +167,16 @@ class Options:
         metavar="HOST:SLOTS,...", help="hosts and their slots (default: localhost)")
     hostfile: str | None = _option("-hostfile", "--hostfile", kind=str, section="hosts", exclusive="hosts",
         metavar="FILE", help="a file with a line `name slots=N` for each host")
+    join: bool | None = _option("--join", kind=bool, section="nodes",
+        help="this command runs on every node of the job; which one this is, the platform's variables say")
+    num_nodes: int | None = _option("--nnodes", section="nodes", low=1, high=100_000, metavar="N",
+        help="how many nodes run this command")
+    node_rank: int | None = _option("--node-rank", section="nodes", low=0, metavar="N",
+        help="which of them this is; 0 is the first, where the job is controlled")
+    meet: str | None = _option("--meet", kind=str, section="nodes", metavar="HOST:PORT",
+        help="where the first node takes the others (default port: 29500)")
+    secret_file: str | None = _option("--secret-file", kind=str, section="nodes", metavar="FILE",
+        launch_variable="HORA_SECRET_FILE", help="a secret that all nodes hold, in a file that only you can read")
     host_discovery_script: str | None = _option("--host-discovery-script", kind=str, section="hosts",
         exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
     ssh_port: int | None = _option("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
@@ -323,6 +333,11 @@ class Options:
         """Whether the membership of the job may change while it runs."""
         return self.host_discovery_script is not None or self.min_num_proc is not None
 
+    @property
+    def joins(self) -> bool:
+        """Whether the same command runs on every node."""
+        return bool(self.join) or self.num_nodes is not None
+
     def effective(self, name: str) -> Any:
         """The value of an option, or its default when it is unset."""
         value = getattr(self, name)
@@ -334,7 +349,9 @@ class Options:
         for name, option in all_options().items():
             why = option.idle
             # A time limit may come from a variable that is meant for other jobs.
-            if option.section == "elastic" and not self.elastic and not option.launch_variable:
+            if option.section == "elastic" and not (
+                self.elastic or option.launch_variable or (name == "slots" and self.joins)
+            ):
                 why = "the job is not elastic; make it so with --min-np or --host-discovery-script"
             if why and getattr(self, name):
                 found.setdefault(why, []).append(option.name)

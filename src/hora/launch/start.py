@@ -7,6 +7,7 @@ launcher does (`host.launcher`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ from hora.launch.watching import Watching
 from hora.net import address
 
 if TYPE_CHECKING:
+    from hora.launch.agent.agents import Agents
     from hora.launch.control.elastic import ElasticSpec  # jobs that never change size start faster without
 
 __all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
@@ -46,12 +48,22 @@ def start(
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
-    elastic = elastic_spec(options, environ) if options.elastic else None
-    job = adjust(make_job(options, environ, elastic, function=function, executable=executable))
-    launcher = make_launcher([slot.hostname for slot in job.slots], options, environ)
-    if elastic is None:
-        return run_job(job, launcher)
-    return _run_elastic(job, replace(elastic, local_only=launcher.local_only), launcher)
+    with _nodes_of(options, environ) as nodes:
+        elastic = elastic_spec(options, environ, nodes) if options.elastic else None
+        job = adjust(make_job(options, environ, elastic, nodes, function=function, executable=executable))
+        launcher = make_launcher([slot.hostname for slot in job.slots], options, environ, nodes)
+        if elastic is None:
+            return run_job(job, launcher)
+        return _run_elastic(job, replace(elastic, local_only=launcher.local_only), launcher)
+
+
+def _nodes_of(options: Options, environ: Mapping[str, str]) -> contextlib.AbstractContextManager[Agents | None]:
+    """The nodes whose agents come to us, where the job has such."""
+    if not options.joins and not environ.get("SLURM_JOB_ID"):
+        return contextlib.nullcontext()
+    from hora.launch.agent.nodes import open_nodes  # other jobs start faster without
+
+    return open_nodes(options, environ)
 
 
 def _run_elastic(job: Job, elastic: ElasticSpec, launcher: Launcher) -> JobResult:
@@ -60,8 +72,10 @@ def _run_elastic(job: Job, elastic: ElasticSpec, launcher: Launcher) -> JobResul
     return replace(result, results=tuple(values[: elastic.limits.min_num_proc]))
 
 
-def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
-    """The hosts of a job: as given, those of the LSF job we are in, or this one."""
+def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> list[HostInfo]:
+    """The hosts of a job: its nodes, as given, those of the LSF job we are in, or this one."""
+    if nodes is not None:
+        return nodes.hosts()
     if options.hostfile is not None:
         return parse_hosts(parse_host_files(options.hostfile))
     if options.hosts is not None:
@@ -73,7 +87,7 @@ def find_hosts(options: Options, environ: Mapping[str, str]) -> list[HostInfo]:
     return [HostInfo("localhost", options.num_proc or 1)]
 
 
-def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
+def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> ElasticSpec:
     """What the options ask of an elastic job. ValueError where it could never get over a failure."""
     from hora.launch.control.discovery import DiscoveryScript
     from hora.launch.control.elastic import ElasticSpec
@@ -82,7 +96,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
     script = None
     if options.host_discovery_script is not None:
         script = DiscoveryScript(options.host_discovery_script, default_slots=options.slots)
-    hosts = script.ask() if script is not None else find_hosts(options, environ)
+    hosts = script.ask() if script is not None else find_hosts(options, environ, nodes)
     if (options.hosts or options.hostfile) and len({host.hostname for host in hosts}) < 2:
         raise ValueError(
             "an elastic job with a fixed list of hosts cannot go on with fewer than 2 hosts, but it has "
@@ -102,7 +116,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str]) -> ElasticSpec:
             stuck_s=max(timeout_s / 2, 1.0),
         ),
         hosts=tuple(hosts),
-        script=script,
+        script=nodes if script is None else script,
         cooldown_range=options.cooldown_range,
     )
 
@@ -111,6 +125,7 @@ def make_job(
     options: Options,
     environ: Mapping[str, str],
     elastic: ElasticSpec | None = None,
+    nodes: Agents | None = None,
     *,
     function: bytes | None = None,
     executable: str | None = None,
@@ -118,7 +133,7 @@ def make_job(
     """The job that `options` ask for, with our environment and what was asked for: exactly `-np` ranks, or one for every
     slot of an elastic job's first hosts."""
     if elastic is None:
-        hosts: Sequence[HostInfo] = find_hosts(options, environ)
+        hosts: Sequence[HostInfo] = find_hosts(options, environ, nodes)
         num_proc = options.num_proc or sum(host.slots for host in hosts)
     else:
         # A discovery script may know of no host yet.
@@ -126,7 +141,7 @@ def make_job(
         num_proc = sum(host.slots for host in hosts)
     slots = tuple(get_host_assignments(hosts, num_proc, num_proc))
     env = {**environ, "PYTHONUNBUFFERED": "1", **options.worker_env()}
-    if not options.nics and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
+    if not options.nics and nodes is None and all(address.is_local(name) for name in {slot.hostname for slot in slots}):
         env.setdefault("HOROVOD_GLOO_IFACE", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # All ranks share this machine's cores, whatever names its addresses go by.
@@ -147,6 +162,7 @@ def make_job(
         ),
         start_timeout_s=float(options.effective("start_timeout")),
         verbose=bool(options.verbose),
+        secret=None if nodes is None else nodes.job_secret,
         watching=Watching.wanted(
             environ, page=options.dashboard, listen=options.dashboard_address, record=options.record
         ),
@@ -160,8 +176,12 @@ def _directory() -> str:
         raise ValueError("the directory you are in does not exist any more; go to another one and try again") from None
 
 
-def make_launcher(hostnames: Iterable[str], options: Options, environ: Mapping[str, str]) -> HostLauncher:
-    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere."""
+def make_launcher(
+    hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
+) -> HostLauncher:
+    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere, or its agent."""
+    if nodes is not None:
+        return HostLauncher(agents=nodes, listen=nodes.address, verbose=bool(options.verbose))
     remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
     if not remote and not options.nics:
         return HostLauncher()

@@ -76,7 +76,7 @@ class JobRun:
         self.exits: dict[int, WorkerExit] = {}
         self.ending = False
         self._job, self._launcher, self._news, self._preload = job, launcher, news, preload
-        self._secret = new_secret()
+        self._secret = job.secret or new_secret()
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._worlds: Mapping[int, World] = {}
         self._stack_asked_at: dict[int, float] = {}

@@ -1,7 +1,8 @@
-"""The launcher for hosts: workers under a supervisor on each of them, this machine or others that ssh reaches.
+"""The launcher for hosts: workers under a supervisor on each of them, this machine or others that ssh or their agents reach.
 
 Without `ssh` all workers run on this machine, under one supervisor, and nothing listens off loopback. With it each host
-has its own; ssh only starts the supervisor there (`ssh`), everything else goes through its pipes (`connection`). Used by
+has its own; ssh only starts the supervisor there (`ssh`), everything else goes through its pipes (`connection`). A node whose
+agent has come to us (`agent.agents`) has a supervisor behind its connection, and is sent no secret. Used by
 `start` (elastic jobs start workers on further hosts later), by Spark tasks and by the workers API.
 """
 
@@ -15,12 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hora.launch.environment import variables
 from hora.launch.host.connection import HostConnection, SupervisorProcess, local_supervisor_command
 from hora.launch.job import LaunchEvents, WorkerSpec
 from hora.net import address
 
 if TYPE_CHECKING:
-    from hora.launch.host.ssh import Ssh  # local jobs start faster without
+    from hora.launch.agent.agents import Agents  # local jobs start faster without
+    from hora.launch.host.ssh import Ssh
 
 __all__ = ["HostLauncher"]
 
@@ -33,7 +36,7 @@ _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECR
 
 
 class HostLauncher:
-    """Starts workers on this machine, or on any hosts that `ssh` reaches, this one included.
+    """Starts workers on this machine, or on any hosts that `ssh` or `agents` reach, this one included.
 
     `listen`: our address that all of them reach. `supervisor`: one for this machine that runs already, to use first.
     """
@@ -42,11 +45,13 @@ class HostLauncher:
         self,
         *,
         ssh: Ssh | None = None,
+        agents: Agents | None = None,
         listen: str = "127.0.0.1",
         verbose: bool = False,
         supervisor: SupervisorProcess | None = None,
     ) -> None:
         self._ssh, self._listen, self._verbose, self._supervisor = ssh, listen, verbose, supervisor
+        self._agents = agents
         self._hosts: dict[str, HostConnection] = {}
         self._former: list[HostConnection] = []  # their supervisors have ended, or are about to
         self._grace_s = 0.0
@@ -62,14 +67,19 @@ class HostLauncher:
     @property
     def local_only(self) -> bool:
         """Whether workers can be started on this machine only."""
-        return self._ssh is None
+        return self._ssh is None and self._agents is None
+
+    def _is_remote(self, name: str) -> bool:
+        if self._agents is not None:
+            return not self._agents.is_own(name)
+        return self._ssh is not None and not address.is_local(name)
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
         by_host: dict[str, list[WorkerSpec]] = {}
         for spec in workers:
-            by_host.setdefault("localhost" if self._ssh is None else spec.slot.hostname, []).append(spec)
-        remote = {name for name in by_host if self._ssh is not None and not address.is_local(name)}
+            by_host.setdefault("localhost" if self.local_only else spec.slot.hostname, []).append(spec)
+        remote = {name for name in by_host if self._is_remote(name)}
         # First all connections, then the workers: ssh takes its time, and so the hosts take it together.
         for name in by_host:
             if name in self._hosts and self._hosts[name].ended:  # it was cut off, or killed; it may be back
@@ -77,7 +87,7 @@ class HostLauncher:
             if name not in self._hosts:
                 self._hosts[name] = self._reach(name, events) if name in remote else self._open(name, events)
         for name, specs in by_host.items():
-            self._hosts[name].start([_for_elsewhere(spec) for spec in specs] if name in remote else specs)
+            self._hosts[name].start([self._for_elsewhere(spec) for spec in specs] if name in remote else specs)
 
     def _retire(self, host: HostConnection) -> None:
         """Keep it until its workers' ends are reported; not waited for, because the caller may hold up the reports."""
@@ -92,7 +102,10 @@ class HostLauncher:
         return HostConnection(name, local_supervisor_command(), events, process=running)
 
     def _reach(self, name: str, events: LaunchEvents) -> HostConnection:
-        """Another machine, by ssh."""
+        """Another machine, by ssh or its agent."""
+        if self._agents is not None:
+            process = self._agents.supervisor(name)
+            return HostConnection(name, (), events, inherit_env=True, heartbeat_s=_HEARTBEAT_S, process=process)
         assert self._ssh is not None
         command = self._ssh.supervisor(name, str(_HEARTBEAT_LIMIT_S))
         if self._verbose:
@@ -117,6 +130,12 @@ class HostLauncher:
         for host in hosts:
             host.wait(max(limit - time.monotonic(), 0.1))
 
-
-def _for_elsewhere(spec: WorkerSpec) -> WorkerSpec:
-    return replace(spec, env={name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)})
+    def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
+        env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}
+        if self._agents is None:
+            return replace(spec, env=env)
+        # An agent's connection is authenticated, not encrypted: it carries no secret, and of our environment only what the
+        # job adds to it. The agent has its platform's own, is in the job's folder, and knows the secret.
+        inherited = variables()
+        own = {name: value for name, value in env.items() if inherited.get(name) != value}
+        return replace(spec, env=own, cwd=None, private_files=dict.fromkeys(spec.private_files, b""))

@@ -1,0 +1,296 @@
+"""The nodes of a job whose agents come to us: who has joined, and each one's supervisor as if it were a process of ours.
+
+An agent (`node`) connects, proves that it holds the nodes' secret, and says which node it is; from then on its connection
+carries what a supervisor's pipes carry, so that a `HostConnection` needs to know nothing of it. The job's own secret does not
+travel: both ends derive it. Opened by `nodes`, used by the `host.launcher`.
+
+An agent's connection: join -> welcome | refused -> in, out, err, taken … -> bye. `taken` tells how much output has been
+passed on: an agent that is far ahead of a slow console leaves its workers' pipes unread.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from hora.errors import StartTimeoutError
+from hora.launch.slots import HostInfo
+from hora.net.server import Peer, Server
+from hora.net.wire import Credentials, Header, derived_secret, new_secret
+from hora.version import version
+
+__all__ = ["Agents", "PROTOCOL", "credentials", "job_secret"]
+
+PROTOCOL = "1"
+_SILENCE_LIMIT_S = 30
+_MAX_NAME_CHARS = 255
+_BYE_LIMIT_S = 20.0
+
+
+def credentials(secret: bytes) -> Credentials:
+    """What an agent proves to hold, and the controller to it."""
+    return Credentials(derived_secret(secret, "hora nodes"), "nodes")
+
+
+def job_secret(secret: bytes, nonce: str) -> bytes:
+    """The secret of the job that the controller has begun with these nodes."""
+    return derived_secret(secret, f"hora job {nonce}")
+
+
+class Agents:
+    """Takes agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, ourselves not counted.
+
+    `own`: this machine's name and slots, if the job may use it too, as its first host.
+    """
+
+    def __init__(self, where: tuple[str, int], secret: bytes, *, num_nodes: int, own: HostInfo | None = None) -> None:
+        self.nonce = new_secret().hex()
+        self.job_secret = job_secret(secret, self.nonce)
+        self._num_nodes, self._own = num_nodes, own
+        self._first_index = 0 if own is None else 1
+        self._nodes: dict[int, _Node] = {}
+        self._changed = threading.Condition()
+        self._refused = ""
+        self._starter_ended: Callable[[], str] = lambda: ""
+        self._listener: Callable[[Sequence[HostInfo]], None] | None = None
+        self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
+        self._server = Server(self, name="hora-agents", silence_limit_s=_SILENCE_LIMIT_S)
+        try:
+            self.port = self._server.listen(where)
+        except OSError as error:
+            self._server.close()
+            raise OSError(f"cannot listen at {where[0]}:{where[1]} for the nodes: {error.strerror}") from None
+        self._server.start(credentials(secret))
+
+    @property
+    def address(self) -> str:
+        """Our address under which the agents have reached us."""
+        return self._own_address or "127.0.0.1"
+
+    def hosts(self) -> list[HostInfo]:
+        """The nodes that are there, ours first, in their order."""
+        with self._changed:
+            return self._hosts()
+
+    def _hosts(self) -> list[HostInfo]:
+        own = [] if self._own is None else [self._own]
+        return own + [HostInfo(node.name, node.slots) for _, node in sorted(self._nodes.items())]
+
+    def is_own(self, hostname: str) -> bool:
+        """Whether this host is the machine where we run, which has no agent."""
+        return self._own is not None and hostname == self._own.hostname
+
+    def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:
+        """Wait until all nodes have joined, or as many as have `num_slots`; StartTimeoutError says which have not."""
+        deadline = time.monotonic() + limit_s
+        with self._changed:
+            while not self._enough(num_slots):
+                problem = self._refused or self._starter_ended()
+                if problem:
+                    raise RuntimeError(problem)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise StartTimeoutError(self._who_is_missing(limit_s))
+                self._changed.wait(min(left_s, 1.0))
+
+    def _enough(self, num_slots: int | None) -> bool:
+        if num_slots is not None:
+            return sum(host.slots for host in self._hosts()) >= num_slots
+        return len(self._nodes) >= self._num_nodes
+
+    def _who_is_missing(self, limit_s: float) -> str:
+        wanted = range(self._first_index, self._first_index + self._num_nodes)
+        missing = ", ".join(str(index) for index in wanted if index not in self._nodes)
+        return (
+            f"Timed out waiting for the nodes to join. Node {missing} did not come to port {self.port}: start the same command "
+            f"there, with the same secret file. Timeout after {limit_s:g} seconds (--start-timeout)."
+        )
+
+    def watch_starter(self, ended: Callable[[], str]) -> None:
+        """Have `wait` ask whether what starts the agents has ended: then it says how, else nothing."""
+        self._starter_ended = ended
+
+    def supervisor(self, hostname: str) -> _Supervisor:
+        """The supervisor of a node, as a process. One that is gone has ended already."""
+        with self._changed:
+            node = next((node for node in self._nodes.values() if node.name == hostname), None)
+        return _Supervisor(node)
+
+    # ---- hosts of an elastic job (`control.discovery.HostWatch`) --------------------------------------------------
+
+    def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
+        with self._changed:
+            self._listener = changed
+            hosts = self._hosts()
+        if hosts != list(known):
+            changed(hosts)
+
+    def close(self) -> None:
+        """Tell of changes no more. The nodes stay."""
+        self._listener = None
+
+    def dismiss(self, status: int) -> None:
+        """The job is over: the agents end with this status. Returns when they have gone, or should have."""
+        with self._changed:
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.peer.send({"op": "bye", "status": str(status)})
+        deadline = time.monotonic() + _BYE_LIMIT_S
+        with self._changed:
+            while self._nodes and time.monotonic() < deadline:
+                self._changed.wait(0.2)
+        self._server.close()
+        for node in nodes:
+            node.feed(None)
+
+    # ---- in the server's thread -----------------------------------------------------------------------------------
+
+    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+        operation = str(header["op"])
+        if peer.number < 0:
+            if operation != "join":
+                raise ValueError(f"{operation!r} before it has joined")
+            self._join(peer, header)
+            return
+        node = self._nodes[peer.number]
+        if operation in ("out", "err"):
+            node.feed((operation, payload))
+        elif operation == "ended":
+            node.over(int(header["status"]))
+
+    def _join(self, peer: Peer, header: Header) -> None:
+        index, name = int(header["node"]), str(header["name"])[:_MAX_NAME_CHARS]
+        slots = int(header["slots"])
+        problem = self._problem(index, slots, header)
+        if problem:
+            self._refused = self._refused or f"node {index} ({name}, {peer.host}): {problem}"
+            peer.send({"op": "refused", "why": problem})
+            with self._changed:
+                self._changed.notify_all()
+            return
+        with self._changed:
+            if any(host.hostname == name for host in self._hosts()):
+                name = f"{name}-{index}"  # two nodes on one machine, or two machines of one name
+            peer.number = index
+            self._own_address = self._own_address or str(peer.sock.getsockname()[0])
+            self._nodes[index] = _Node(peer, name, slots)
+            self._changed.notify_all()
+        peer.send({"op": "welcome", "nonce": self.nonce, "executable": sys.executable})
+        self._tell()
+
+    def _problem(self, index: int, slots: int, header: Header) -> str:
+        if (header.get("version"), header.get("protocol")) != (version(), PROTOCOL):
+            theirs = header.get("version")
+            return f"it has Hora {theirs}, but the first node has {version()}; install the same version on every node"
+        last = self._first_index + self._num_nodes - 1
+        if not self._first_index <= index <= last:
+            return f"the nodes that may join are {self._first_index} to {last}; check --nnodes and --node-rank"
+        if index in self._nodes:
+            return "another node of that number has joined already; give each its own --node-rank"
+        if not 0 < slots < 100_000:
+            return f"it offers {slots} slots"
+        return ""
+
+    def closed(self, peer: Peer) -> None:
+        with self._changed:
+            node = self._nodes.pop(peer.number, None)
+            self._changed.notify_all()
+        if node is not None:
+            node.over(255)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener(self.hosts())
+
+
+class _Node:
+    """A joined agent, and the pipes into which a thread of its own writes what its supervisor says."""
+
+    def __init__(self, peer: Peer, name: str, slots: int) -> None:
+        self.peer, self.name, self.slots = peer, name, slots
+        self.status: int | None = None
+        self.ended = threading.Event()
+        self.readers: dict[str, IO[bytes]] = {}
+        self._writers: dict[str, int] = {}
+        for stream in ("out", "err"):
+            read_end, self._writers[stream] = os.pipe()
+            self.readers[stream] = os.fdopen(read_end, "rb", buffering=0)
+        self._said: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name=f"hora-node {name}", daemon=True)
+        self._thread.start()
+
+    def feed(self, said: tuple[str, bytes] | None) -> None:
+        """Something its supervisor says; None: there is no more."""
+        self._said.put(said)
+
+    def over(self, status: int) -> None:
+        if self.status is None:
+            self.status = status
+        self.feed(None)
+
+    def _write(self) -> None:
+        while (said := self._said.get()) is not None:
+            stream, data = said
+            view = memoryview(data)
+            try:
+                while view:
+                    view = view[os.write(self._writers[stream], view) :]
+            except OSError:  # not read any more: the job is over
+                break
+            self.peer.send({"op": "taken", "bytes": str(len(data))})
+        self.ended.set()
+        for writer in self._writers.values():
+            os.close(writer)
+
+
+class _Orders(io.RawIOBase):
+    """What is written for a supervisor goes to its agent."""
+
+    def __init__(self, peer: Peer | None) -> None:
+        super().__init__()
+        self._peer = peer
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if self._peer is None or not self._peer.open:
+            raise BrokenPipeError("the node is gone")
+        self._peer.send({"op": "in"}, bytes(data))
+        return len(data)
+
+
+class _Supervisor:
+    """A node's supervisor as `HostConnection` sees one."""
+
+    def __init__(self, node: _Node | None) -> None:
+        self._node = node
+        self.stdin: Any = _Orders(node.peer if node else None)
+        self.stdout: IO[bytes] | None = node.readers["out"] if node else _nothing()
+        self.stderr: IO[bytes] | None = node.readers["err"] if node else _nothing()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._node is None:
+            return 255
+        if not self._node.ended.wait(timeout):
+            raise subprocess.TimeoutExpired("the node's agent", timeout or 0.0)
+        return 255 if self._node.status is None else self._node.status
+
+    def kill(self) -> None:
+        if self._node is not None:
+            self._node.peer.close()
+
+
+def _nothing() -> IO[bytes]:
+    """A pipe at its end."""
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    return os.fdopen(read_end, "rb", buffering=0)

@@ -1,0 +1,226 @@
+"""The agent of a node: joins the controller on the first node, and is the way from it to a supervisor here.
+
+Started on every node by the platform (`hora run --join …`), or by `srun` (`python -m hora.launch.agent.node`, which reads where
+the controller is, and the nodes' secret, from its standard input). What happens after any death is the supervisor's business:
+it ends its workers when this process does, and this process ends when the controller does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+from hora.errors import AuthenticationError
+from hora.launch.agent.agents import PROTOCOL, credentials, job_secret
+from hora.launch.agent.place import Place
+from hora.launch.control.interrupt import ended_by_signals
+from hora.launch.environment import variables
+from hora.launch.host.connection import local_supervisor_command, wait_or_kill
+from hora.net.connection import Connection, connect
+from hora.version import version
+
+__all__ = ["join"]
+
+_RETRY_S = 0.5
+_ANSWER_LIMIT_S = 60.0
+_SUPERVISOR_LIMIT_S = 60.0  # of the controller's silence
+_READ_BYTES = 64 * 1024
+_AHEAD_BYTES = 4 * 1024 * 1024  # output that the controller has not passed on yet
+_GRACE_S = 30.0
+
+
+def join(place: Place, secret: bytes, *, limit_s: float) -> int:
+    """Serve the job until it is over; its exit status, as the controller tells it.
+
+    StartTimeoutError's sister TimeoutError when no controller comes in time; RuntimeError when it refuses, or is lost.
+    """
+    with ended_by_signals(), _reach(place, secret, limit_s) as connection:
+        welcome = _introduce(connection, place)
+        return _Agent(connection, welcome, secret).run()
+
+
+def _reach(place: Place, secret: bytes, limit_s: float) -> Connection:
+    """Connect as soon as the controller is there."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            return connect((place.host, place.port), credentials(secret), timeout_s=max(left_s, 0.1))
+        except AuthenticationError:
+            raise RuntimeError(
+                f"the process at {place.host}:{place.port} does not hold this job's secret; give every node the same file"
+            ) from None
+        except OSError as error:  # not there yet, or its name is not known yet
+            if deadline - time.monotonic() <= _RETRY_S:
+                raise TimeoutError(
+                    f"the first node did not answer at {place.host}:{place.port} within {limit_s:g} s (--start-timeout): "
+                    f"{error}. Is the same command running there, with the same secret file?"
+                ) from None
+            time.sleep(_RETRY_S)
+
+
+def _introduce(connection: Connection, place: Place) -> Mapping[str, str]:
+    connection.send(
+        {
+            "op": "join",
+            "node": place.index,
+            "name": place.name or socket.gethostname(),
+            "slots": place.slots or 1,
+            "version": version(),
+            "protocol": PROTOCOL,
+        }
+    )
+    try:
+        answer, _ = connection.receive(limit_s=_ANSWER_LIMIT_S)
+    except (EOFError, OSError):
+        raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
+    connection.sock.settimeout(None)
+    if answer["op"] != "welcome":
+        raise RuntimeError(f"the first node, {place.host}, refused this one: {answer.get('why')}")
+    return answer
+
+
+class _Agent:
+    """Running -> (bye, or the controller is gone, or the supervisor has ended) -> over."""
+
+    def __init__(self, connection: Connection, welcome: Mapping[str, str], secret: bytes) -> None:
+        self._connection = connection
+        self._secret = job_secret(secret, welcome["nonce"])
+        self._controllers_python = welcome["executable"]
+        self._controller = str(connection.sock.getpeername()[0])
+        self._status: int | None = None
+        self._lock = threading.Lock()
+        self._ahead = 0
+        self._room = threading.Event()
+        self._room.set()
+        self._process = subprocess.Popen(
+            [*local_supervisor_command(), str(_SUPERVISOR_LIMIT_S)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    def run(self) -> int:
+        listener = threading.Thread(target=self._listen, name="hora-agent", daemon=True)
+        listener.start()
+        try:
+            self._forward()
+            self._tell({"op": "ended", "status": wait_or_kill(self._process, _GRACE_S)})
+            listener.join(_ANSWER_LIMIT_S)  # for the controller's bye, or its end
+        finally:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown()
+            self._close_stdin()
+            wait_or_kill(self._process, _GRACE_S)
+        if self._status is None:
+            raise RuntimeError(f"the first node, {self._controller}, is gone; the workers here have been ended")
+        return self._status
+
+    def _forward(self) -> None:
+        """What the supervisor says goes to the controller, until it says no more."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        streams = {self._process.stdout.fileno(): "out", self._process.stderr.fileno(): "err"}
+        while "out" in streams.values():
+            while not self._room.wait(1.0) and self._process.poll() is None:
+                pass
+            for descriptor in select.select(list(streams), [], [])[0]:
+                data = os.read(descriptor, _READ_BYTES)
+                if not data:
+                    del streams[descriptor]
+                    continue
+                with self._lock:
+                    self._ahead += len(data)
+                    if self._ahead > _AHEAD_BYTES:
+                        self._room.clear()
+                self._tell({"op": streams[descriptor]}, data)
+
+    def _tell(self, header: Mapping[str, object], payload: bytes = b"") -> None:
+        with contextlib.suppress(OSError):  # the listener notices, and ends the supervisor
+            self._connection.send(dict(header), payload)
+
+    # ---- in the listener's thread -------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                header, payload = self._connection.receive()
+                if header["op"] == "in":
+                    self._order(payload)
+                elif header["op"] == "taken":
+                    self._taken(int(header["bytes"]))
+                elif header["op"] == "bye":
+                    self._status = int(header["status"])
+                    break
+        except (EOFError, OSError, AuthenticationError):
+            pass  # the controller is gone
+        finally:
+            self._room.set()
+            self._close_stdin()
+
+    def _taken(self, num_bytes: int) -> None:
+        with self._lock:
+            self._ahead -= num_bytes
+            if self._ahead <= _AHEAD_BYTES:
+                self._room.set()
+
+    def _order(self, lines: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            view = memoryview(b"".join(self._completed(line) for line in lines.splitlines(keepends=True)))
+            while view:
+                view = view[self._process.stdin.write(view) or 0 :]
+
+    def _completed(self, line: bytes) -> bytes:
+        """An order with what did not travel: the job's secret, our address of the controller, our Python."""
+        order = json.loads(line)
+        if order["op"] != "start":
+            return line
+        files = order["private_files"]
+        order["private_files"] = {name: data or self._secret.hex() for name, data in files.items()}
+        order["env"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = self._controller
+        if order["argv"][0] == self._controllers_python:
+            order["argv"][0] = sys.executable
+        return json.dumps(order).encode() + b"\n"
+
+    def _close_stdin(self) -> None:
+        """Which the supervisor takes for the end of its launcher."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+
+def main() -> int:
+    """`srun … python -m hora.launch.agent.node`: a line of JSON on standard input says where to go."""
+    given = json.loads(sys.stdin.readline())
+    environ = variables()
+    name = environ.get("SLURMD_NODENAME", socket.gethostname())
+    place = Place(
+        num_nodes=len(given["nodes"]),
+        index=given["nodes"].index(name),
+        host=given["host"],
+        port=given["port"],
+        slots=given["slots"][given["nodes"].index(name)],
+        name=name,
+        platform="Slurm",
+    )
+    try:
+        join(place, bytes.fromhex(given["secret"]), limit_s=given["limit_s"])
+        return 0  # how the job has ended is the launcher's to say
+    except (RuntimeError, OSError) as error:
+        print(f"hora: node {name}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The same command on two nodes, without ssh. Both are this machine; everything between them goes through the agents."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from job_process import BIN, JobProcess
+
+from waiting import wait_until
+
+TRAIN = """
+import os, torch
+import horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+own = [name for name in ("OF_NODE_0", "OF_NODE_1") if name in os.environ]
+print("rank", hvd.rank(), "of", hvd.size(), "sum", total, own, flush=True)
+"""
+HORA = str(BIN / "hora")
+
+
+class TwoNodes:
+    """Node 0, where the job is controlled, and node 1."""
+
+    def __init__(self, work: Path, *command: str, secrets: tuple[str, str] = ("s", "s"), limit_s: int = 120) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            meet = f"127.0.0.1:{sock.getsockname()[1]}"
+        self.jobs = []
+        for rank in (0, 1):
+            folder = work / str(rank)
+            folder.mkdir()
+            secret = folder / "secret"
+            secret.touch(mode=0o600)
+            secret.write_text(secrets[rank] * 64)
+            place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", meet, "--start-timeout", str(limit_s)]
+            self.jobs.append(
+                JobProcess(
+                    [HORA, "run", *place, *command],
+                    folder,
+                    HORA_SECRET_FILE=str(secret),
+                    **{f"OF_NODE_{rank}": "yes"},
+                )
+            )
+
+    def wait(self) -> list[int]:
+        return [job.wait(150) for job in self.jobs]
+
+    def assert_nothing_left(self) -> None:
+        for job in self.jobs:
+            job.assert_nothing_left(60)
+
+
+def test_two_nodes_are_one_world_and_each_keeps_its_environment(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    nodes = TwoNodes(tmp_path, "--slots-per-host", "1", sys.executable, str(script))
+    assert nodes.wait() == [0, 0], nodes.jobs[0].text() + nodes.jobs[1].text()
+    assert "[0]<stdout>:rank 0 of 2 sum 2.0 ['OF_NODE_0']" in nodes.jobs[0].text()
+    assert "[1]<stdout>:rank 1 of 2 sum 2.0 ['OF_NODE_1']" in nodes.jobs[0].text()
+    nodes.assert_nothing_left()
+
+
+def test_a_failure_on_the_other_node_is_named_and_is_everybodys_status(tmp_path):
+    fails = "test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
+    nodes = TwoNodes(tmp_path, "-np", "4", "sh", "-c", fails)
+    assert nodes.wait() == [7, 7]
+    assert "Process name: 3\nExit code: 7" in nodes.jobs[0].text()
+    assert "oh no" in nodes.jobs[0].text()
+    nodes.assert_nothing_left()
+
+
+@pytest.mark.parametrize("victim", ["worker", "agent", "supervisor", "controller"])
+def test_nothing_is_left_after_any_death(tmp_path, victim):
+    nodes = TwoNodes(tmp_path, "-np", "2", "sh", "-c", "echo I am $$; exec sleep 600")
+    wait_until("both ranks run", lambda: nodes.jobs[0].text().count("I am") == 2, 120)
+    controller, agent = nodes.jobs
+    if victim == "worker":
+        (worker,) = [process for process in agent.processes() if process.cmdline() == ["sleep", "600"]]
+        worker.kill()
+    elif victim == "supervisor":
+        agent.supervisors()[0].kill()
+    else:
+        (agent if victim == "agent" else controller).process.send_signal(signal.SIGKILL)
+    statuses = nodes.wait()
+    assert all(status != 0 for status in statuses), statuses
+    if victim == "worker":
+        assert statuses == [137, 137]
+    if victim == "agent":
+        assert "the supervisor on host" in controller.text()
+    if victim == "controller":
+        assert "the first node, 127.0.0.1, is gone" in agent.text()
+    nodes.assert_nothing_left()
+
+
+def test_nodes_that_do_not_find_one_another_say_so(tmp_path):
+    nodes = TwoNodes(tmp_path, "-np", "2", "true", secrets=("s", "t"), limit_s=5)
+    assert nodes.wait() == [1, 1]
+    assert "Node 1 did not come to port" in nodes.jobs[0].text()
+    assert "does not hold this job's secret" in nodes.jobs[1].text() or "did not answer" in nodes.jobs[1].text()
+    nodes.assert_nothing_left()
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 64)
+    os.chmod(secret, 0o644)
+    place = ["--nnodes", "1", "--node-rank", "0", "--meet", "127.0.0.1:29500"]
+    job = JobProcess([HORA, "run", *place, "--secret-file", str(secret), "true"], tmp_path)
+    assert job.wait() == 2
+    assert "chmod 600" in job.text()
+    (tmp_path / "again").mkdir()
+    job = JobProcess([HORA, "run", *place, "true"], tmp_path / "again")
+    assert job.wait() == 2
+    assert "the nodes need a secret that they share" in job.text()

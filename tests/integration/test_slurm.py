@@ -1,0 +1,89 @@
+"""Jobs inside an allocation of a real Slurm: both nodes are used, the first failure is named, the slots are free afterwards."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+import pytest
+from job_process import BIN, JobProcess
+from slurm_cluster import SlurmCluster, missing
+
+from waiting import wait_until
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
+
+TRAIN = """
+import os, torch
+import horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+print("rank", hvd.rank(), "of", hvd.size(), "sum", total, "on", os.environ["SLURMD_NODENAME"], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def allocated(slurm: SlurmCluster, work, *command: str, tasks: int = 1) -> JobProcess:
+    """A command inside an allocation of both nodes."""
+    argv = ["salloc", "-Q", "-N2", f"--ntasks-per-node={tasks}", str(BIN / command[0]), *command[1:]]
+    return JobProcess(argv, work, **slurm.environment)
+
+
+def test_both_nodes_are_used_and_what_was_not_allocated_is_refused(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    job = allocated(slurm, tmp_path, "horovodrun", "-np", "2", sys.executable, "train.py")
+    assert job.wait(240) == 0, job.text()
+    assert "[0]<stdout>:rank 0 of 2 sum 2.0 on n1" in job.text()
+    assert "[1]<stdout>:rank 1 of 2 sum 2.0 on n2" in job.text()
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+    (tmp_path / "more").mkdir()
+    job = allocated(slurm, tmp_path / "more", "hora", "run", "-np", "9", "true")
+    assert job.wait(120) == 2
+    assert "-np 9, but the Slurm job has 2 tasks and 2 cores on 2 nodes" in job.text()
+    slurm.wait_until_free()
+
+
+def test_the_first_failure_is_named_in_a_batch_script(slurm, tmp_path):
+    script = tmp_path / "batch.sh"
+    fails = "echo rank $HOROVOD_RANK on $HOROVOD_HOSTNAME; test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
+    script.write_text(f"#!/bin/sh\n{BIN}/hora run -np 4 sh -c '{fails}'\n")
+    job = JobProcess(
+        ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-o", str(tmp_path / "out"), str(script)],
+        tmp_path,
+        **slurm.environment,
+    )
+    assert job.wait(240) == 7
+    said = (tmp_path / "out").read_text()
+    assert "Process name: 3\nExit code: 7" in said
+    assert "rank 3 on n2\n" in said
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+@pytest.mark.parametrize("victim", ["worker", "agent", "launcher"])
+def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path, victim):
+    job = allocated(
+        slurm, tmp_path, "hora", "run", "-np", "2", "sh", "-c", "echo pid $$ on $HOROVOD_HOSTNAME; sleep 600"
+    )
+    wait_until("both ranks run", lambda: job.text().count("pid ") == 2, 120)
+    by_name = {
+        "worker": [p for p in job.processes() if p.cmdline()[:1] == ["sleep"]],
+        "agent": [
+            p for p in job.processes() if "hora.launch.agent.node" in p.cmdline() and "srun" not in p.cmdline()[0]
+        ],
+        "launcher": [p for p in job.processes() if p.cmdline()[1:4] == [str(BIN / "hora"), "run", "-np"]],
+    }
+    by_name[victim][-1].send_signal(signal.SIGKILL)
+    assert job.wait(240) != 0
+    if victim == "worker":
+        assert "Exit code: 137" in job.text()
+    if victim == "agent":
+        assert "the supervisor on host n" in job.text()
+    job.assert_nothing_left(90)
+    slurm.wait_until_free()

@@ -1,0 +1,213 @@
+"""Nodes that come by themselves: which one this is, who may join, and how long is waited. No process is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from hora.errors import StartTimeoutError
+from hora.launch.agent.agents import PROTOCOL, Agents, credentials, job_secret
+from hora.launch.agent.place import Machine, find_place
+from hora.launch.agent.srun import allocation
+from hora.launch.options import Options
+from hora.launch.slots import HostInfo
+from hora.net.connection import connect
+from hora.net.wire import new_secret
+from hora.version import version
+from waiting import wait_until
+
+MACHINE = Machine(hostname="node7.cluster", num_cores=8, num_gpus=0)
+SECRET = new_secret()
+
+KUBEFLOW = {
+    "PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}  # fmt: skip
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.9", "SKYPILOT_TASK_ID": "sky-1",
+}  # fmt: skip
+SLURM = {
+    "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "tux[01-03]", "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "tux02", "SLURM_GPUS_ON_NODE": "4",
+}  # fmt: skip
+LSF = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "login1 1 node3 4 node7 4"}
+SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "8"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (KUBEFLOW, (3, 2, 4, "job-node-0-0.job", 29500)),
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "auto"}, (3, 2, 8, "job-node-0-0.job", 29500)),
+        (SKYPILOT, (2, 1, 8, "10.0.0.4", 29500)),
+        ({**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}, (2, 1, None, "10.0.0.4", 29500)),
+        (SLURM, (3, 1, 4, "tux01", 21234)),
+        (LSF, (2, 1, 4, "node3", 29500)),
+        (SAGEMAKER, (2, 1, 8, "algo-1", 29500)),
+        (OPEN_MPI, (2, 1, None, "127.0.0.1", 29500)),
+    ],
+)
+def test_the_platforms_variables_say_which_node_this_is(environ, place):
+    found = find_place(environ, MACHINE)
+    assert (found.num_nodes, found.index, found.slots, found.host, found.port) == place
+
+
+def test_pbs_has_a_file(tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("node3.cluster\nnode3.cluster\nnode7.cluster\nnode7.cluster\nnode7.cluster\n")
+    found = find_place({"PBS_NODEFILE": str(nodes)}, MACHINE)
+    assert (found.num_nodes, found.index, found.slots, found.host) == (2, 1, 3, "node3.cluster")
+
+
+def test_flags_win():
+    found = find_place(KUBEFLOW, MACHINE, num_nodes=5, index=4, meet="other:1234", slots=2)
+    assert (found.num_nodes, found.index, found.slots, found.host, found.port) == (5, 4, 2, "other", 1234)
+    assert find_place({"MASTER_ADDR": "a", "MASTER_PORT": "77"}, MACHINE, num_nodes=2, index=0).port == 77
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "words"),
+    [
+        ({}, {}, "--nnodes is missing"),
+        ({}, {"num_nodes": 2}, "--node-rank is missing"),
+        ({}, {"num_nodes": 2, "index": 1}, "--meet HOST:PORT is missing"),
+        ({}, {"num_nodes": 2, "index": 2, "meet": "a:1"}, "node 2 of 2"),
+        ({}, {"num_nodes": 2, "index": 1, "meet": "a:x"}, "--meet takes HOST:PORT, but it is 'a:x'"),
+        (
+            {**KUBEFLOW, "PET_MASTER_ADDR": ""},
+            {},
+            "PET_MASTER_ADDR is not set although other variables of Kubeflow are",
+        ),
+        ({**KUBEFLOW, "PET_NNODES": "1:3"}, {}, "PET_NNODES must be a whole number, but it is '1:3'"),
+        ({"LSB_MCPU_HOSTS": "a 4 b 4"}, {}, "this machine, node7.cluster, is not among the LSF nodes a, b"),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            {},
+            "nothing says where the nodes meet .Open MPI.; give --meet",
+        ),
+        ({"SLURM_JOB_ID": "1"}, {}, "leave --join out"),
+    ],
+)
+def test_half_a_place_is_an_error_that_names_what_is_missing(environ, flags, words):
+    with pytest.raises(ValueError, match=words):
+        find_place(environ, MACHINE, **flags)
+
+
+def joining(agents, *, secret=SECRET, **header):
+    connection = connect(("127.0.0.1", agents.port), credentials(secret), timeout_s=30)
+    known = {"op": "join", "node": 1, "name": "b", "slots": 2, "version": version(), "protocol": PROTOCOL}
+    connection.send({**known, **header})
+    answer, _ = connection.receive(limit_s=30)
+    return connection, answer
+
+
+@pytest.fixture
+def agents():
+    opened = Agents(("127.0.0.1", 0), SECRET, num_nodes=2, own=HostInfo("a", 1))
+    yield opened
+    opened.dismiss(0)
+
+
+def test_nodes_join_and_the_jobs_secret_does_not_travel(agents):
+    connection, welcome = joining(agents)
+    assert welcome["op"] == "welcome"
+    assert job_secret(SECRET, welcome["nonce"]) == agents.job_secret
+    assert agents.hosts() == [HostInfo("a", 1), HostInfo("b", 2)]
+    second, _ = joining(agents, node=2, name="b")
+    assert agents.hosts()[2] == HostInfo("b-2", 2)  # a name of its own
+    agents.wait(1.0)
+    second.close()
+    wait_until("the second node is gone", lambda: len(agents.hosts()) == 2)
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ({"version": "0.0.1"}, "it has Hora 0.0.1, but the first node has"),
+        ({"node": 0}, "the nodes that may join are 1 to 2"),
+        ({"node": 3}, "the nodes that may join are 1 to 2"),
+        ({"slots": 0}, "it offers 0 slots"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused_in_words(agents, header, words):
+    connection, answer = joining(agents, **header)
+    assert answer["op"] == "refused"
+    assert words in answer["why"]
+    with pytest.raises(RuntimeError, match=words):
+        agents.wait(30.0)
+    connection.close()
+
+
+def test_two_nodes_of_one_number(agents):
+    first, _ = joining(agents)
+    second, answer = joining(agents)
+    assert "another node of that number has joined already" in answer["why"]
+    first.close()
+    second.close()
+
+
+def test_a_node_that_never_comes_is_named(agents):
+    connection, _ = joining(agents)
+    with pytest.raises(StartTimeoutError, match=r"Node 2 did not come to port \d+.*Timeout after 0.2 seconds"):
+        agents.wait(0.2)
+    connection.close()
+
+
+def test_a_member_that_talks_before_it_has_joined_is_shown_out(agents):
+    connection = connect(("127.0.0.1", agents.port), credentials(SECRET), timeout_s=30)
+    connection.send({"op": "out"}, b"x")
+    with pytest.raises(EOFError):
+        connection.receive(limit_s=30)
+    connection.close()
+
+
+def test_who_does_not_hold_the_secret_gets_nothing(agents):
+    with pytest.raises((OSError, RuntimeError)):
+        joining(agents, secret=new_secret())
+    assert agents.hosts() == [HostInfo("a", 1)]
+
+
+ALLOCATED = {
+    "SLURM_JOB_ID": "9",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_TASKS_PER_NODE": "2,1",
+    "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
+}
+
+
+@pytest.fixture
+def srun(tmp_path):
+    program = tmp_path / "srun"
+    program.touch()
+    program.chmod(0o755)
+    return {"PATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize(("num_proc", "slots"), [(None, (2, 1)), (3, (2, 1)), (4, (4, 4)), (8, (4, 4))])
+def test_slots_of_an_allocation(srun, num_proc, slots):
+    found = allocation(Options(num_proc=num_proc), {**ALLOCATED, **srun})
+    assert [host.slots for host in found.hosts] == list(slots)
+    assert [host.hostname for host in found.hosts] == ["n1", "n2"]
+
+
+def test_what_was_not_allocated_is_refused(srun):
+    with pytest.raises(ValueError, match="-np 9, but the Slurm job has 3 tasks and 8 cores on 2 nodes"):
+        allocation(Options(num_proc=9), {**ALLOCATED, **srun})
+    with pytest.raises(ValueError, match="SLURM_TASKS_PER_NODE speaks of 3 nodes"):
+        allocation(Options(num_proc=2), {**ALLOCATED, **srun, "SLURM_TASKS_PER_NODE": "1(x3)"})
+
+
+@pytest.mark.parametrize(
+    ("options", "environ"),
+    [
+        ({"hosts": "a:1,b:1"}, {}),
+        ({}, {"SLURM_STEP_ID": "0"}),
+        ({}, {"SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}),
+        ({}, {"PATH": "/nowhere"}),
+        ({}, {"SLURM_JOB_ID": ""}),
+    ],
+)
+def test_other_jobs_are_none_of_the_allocations_business(srun, options, environ):
+    assert allocation(Options(num_proc=2, **options), {**ALLOCATED, **srun, **environ}) is None
