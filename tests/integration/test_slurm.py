@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from job_process import BIN, JobProcess
@@ -80,10 +81,26 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
         "launcher": [p for p in job.processes() if p.cmdline()[1:4] == [str(BIN / "hora"), "run", "-np"]],
     }
     by_name[victim][-1].send_signal(signal.SIGKILL)
-    assert job.wait(240) != 0
+    status = job.wait(240)
+    assert status != 0 or victim == "launcher"  # salloc says 0 where its command is killed
     if victim == "worker":
         assert "Exit code: 137" in job.text()
     if victim == "agent":
         assert "the supervisor on host n" in job.text()
     job.assert_nothing_left(90)
+    slurm.wait_until_free()
+
+
+def test_a_signal_before_the_time_limit_lets_the_ranks_commit_and_leave(slurm, tmp_path):
+    """What `sbatch --signal=TERM@60` sends to the steps of a job."""
+    training = str(Path(__file__).with_name("leaving_training.py"))
+    command = ["-np", "2", "--min-np", "2", sys.executable, training, str(tmp_path / "commits"), "100000"]
+    job = allocated(slurm, tmp_path, "hora", "run", *command)
+    wait_until("some steps", lambda: "step 3 of 2" in job.text() or job.process.poll() is not None, 240)
+    (number,) = slurm.command("squeue", "-h", "-o", "%A").split()
+    slurm.command("scancel", "--signal=TERM", number)
+    assert job.wait(240) == 75, job.text()
+    assert "all ranks have committed and left" in job.text()
+    assert list((tmp_path / "commits").glob("*.json"))
+    job.assert_nothing_left(60)
     slurm.wait_until_free()

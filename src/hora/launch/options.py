@@ -220,6 +220,9 @@ class Options:
     elastic_timeout: int | None = _option("--elastic-timeout", section="elastic", low=1, default=600,
         launch_variable="HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS",
         help="limit of the wait for enough slots after a change")
+    leave_timeout: int | None = _option("--leave-timeout", section="elastic", low=1, default=25,
+        launch_variable="HORA_LEAVE_TIMEOUT", metavar="SECONDS",
+        help="how long a SIGTERM lets the ranks come to their next commit, and leave with status 75")
     reset_limit: int | None = _option("--reset-limit", section="elastic", low=0, metavar="N",
         help="most changes of membership (default: any number)")
     cooldown_range: tuple[int, int] | None = _option("--blacklist-cooldown-range", section="elastic", low=1,

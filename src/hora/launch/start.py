@@ -118,6 +118,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | N
         hosts=tuple(hosts),
         script=nodes if script is None else script,
         cooldown_range=options.cooldown_range,
+        leave_s=float(options.effective("leave_timeout")),
     )
 
 

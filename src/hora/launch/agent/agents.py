@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -47,13 +48,24 @@ def job_secret(secret: bytes, nonce: str) -> bytes:
 class Agents:
     """Takes agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, ourselves not counted.
 
-    `own`: this machine's name and slots, if the job may use it too, as its first host.
+    `own`: this machine's name and slots, if the job may use it too, as its first host. `elastic`: an agent that is asked to end
+    lets its ranks commit and leave first. `leave_together`: a node is asked to end only when all of them are.
     """
 
-    def __init__(self, where: tuple[str, int], secret: bytes, *, num_nodes: int, own: HostInfo | None = None) -> None:
+    def __init__(
+        self,
+        where: tuple[str, int],
+        secret: bytes,
+        *,
+        num_nodes: int,
+        own: HostInfo | None = None,
+        elastic: bool = False,
+        leave_together: bool = False,
+    ) -> None:
         self.nonce = new_secret().hex()
         self.job_secret = job_secret(secret, self.nonce)
         self._num_nodes, self._own = num_nodes, own
+        self._elastic, self._leave_together = elastic, leave_together
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, _Node] = {}
         self._changed = threading.Condition()
@@ -81,7 +93,7 @@ class Agents:
 
     def _hosts(self) -> list[HostInfo]:
         own = [] if self._own is None else [self._own]
-        return own + [HostInfo(node.name, node.slots) for _, node in sorted(self._nodes.items())]
+        return own + [HostInfo(node.name, node.slots) for _, node in sorted(self._nodes.items()) if not node.leaving]
 
     def is_own(self, hostname: str) -> bool:
         """Whether this host is the machine where we run, which has no agent."""
@@ -164,6 +176,11 @@ class Agents:
             node.feed((operation, payload))
         elif operation == "ended":
             node.over(int(header["status"]))
+        elif operation == "leaving" and self._leave_together:
+            os.kill(os.getpid(), signal.SIGTERM)  # what the scheduler has sent to the nodes is meant for the job
+        elif operation == "leaving":
+            node.leaving = True
+            self._tell()
 
     def _join(self, peer: Peer, header: Header) -> None:
         index, name = int(header["node"]), str(header["name"])[:_MAX_NAME_CHARS]
@@ -182,7 +199,7 @@ class Agents:
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
             self._nodes[index] = _Node(peer, name, slots)
             self._changed.notify_all()
-        peer.send({"op": "welcome", "nonce": self.nonce, "executable": sys.executable})
+        peer.send({"op": "welcome", "nonce": self.nonce, "executable": sys.executable, "elastic": self._elastic})
         self._tell()
 
     def _problem(self, index: int, slots: int, header: Header) -> str:
@@ -217,6 +234,7 @@ class _Node:
     def __init__(self, peer: Peer, name: str, slots: int) -> None:
         self.peer, self.name, self.slots = peer, name, slots
         self.status: int | None = None
+        self.leaving = False
         self.ended = threading.Event()
         self.readers: dict[str, IO[bytes]] = {}
         self._writers: dict[str, int] = {}

@@ -17,13 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from hora.errors import AuthenticationError
 from hora.launch.agent.agents import PROTOCOL, credentials, job_secret
 from hora.launch.agent.place import Place
-from hora.launch.control.interrupt import ended_by_signals
+from hora.launch.control.interrupt import LEFT, ended_by_signals
 from hora.launch.environment import variables
 from hora.launch.host.connection import local_supervisor_command, wait_or_kill
+from hora.launch.host.processes import Processes, environment_value
 from hora.net.connection import Connection, connect
 from hora.version import version
 
@@ -35,6 +37,8 @@ _SUPERVISOR_LIMIT_S = 60.0  # of the controller's silence
 _READ_BYTES = 64 * 1024
 _AHEAD_BYTES = 4 * 1024 * 1024  # output that the controller has not passed on yet
 _GRACE_S = 30.0
+_LEAVE_LIMIT_S = 600.0  # what asked us to end will not wait longer than it wants to
+_BYE_LIMIT_S = 5.0
 
 
 def join(place: Place, secret: bytes, *, limit_s: float) -> int:
@@ -42,9 +46,12 @@ def join(place: Place, secret: bytes, *, limit_s: float) -> int:
 
     StartTimeoutError's sister TimeoutError when no controller comes in time; RuntimeError when it refuses, or is lost.
     """
-    with ended_by_signals(), _reach(place, secret, limit_s) as connection:
+    with ended_by_signals() as signals, _reach(place, secret, limit_s) as connection:
         welcome = _introduce(connection, place)
-        return _Agent(connection, welcome, secret).run()
+        agent = _Agent(connection, welcome, secret)
+        if welcome["elastic"]:
+            signals.first = agent.leave
+        return agent.run()
 
 
 def _reach(place: Place, secret: bytes, limit_s: float) -> Connection:
@@ -67,7 +74,7 @@ def _reach(place: Place, secret: bytes, limit_s: float) -> Connection:
             time.sleep(_RETRY_S)
 
 
-def _introduce(connection: Connection, place: Place) -> Mapping[str, str]:
+def _introduce(connection: Connection, place: Place) -> Mapping[str, Any]:
     connection.send(
         {
             "op": "join",
@@ -89,15 +96,20 @@ def _introduce(connection: Connection, place: Place) -> Mapping[str, str]:
 
 
 class _Agent:
-    """Running -> (bye, or the controller is gone, or the supervisor has ended) -> over."""
+    """Running -> (bye, or the controller is gone, or the supervisor has ended) -> over.
 
-    def __init__(self, connection: Connection, welcome: Mapping[str, str], secret: bytes) -> None:
+    Asked to end: leaving, until the ranks here have left -> over.
+    """
+
+    def __init__(self, connection: Connection, welcome: Mapping[str, Any], secret: bytes) -> None:
         self._connection = connection
         self._secret = job_secret(secret, welcome["nonce"])
         self._controllers_python = welcome["executable"]
         self._controller = str(connection.sock.getpeername()[0])
         self._status: int | None = None
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._leaving = False
         self._ahead = 0
         self._room = threading.Event()
         self._room.set()
@@ -116,12 +128,14 @@ class _Agent:
         try:
             self._forward()
             self._tell({"op": "ended", "status": wait_or_kill(self._process, _GRACE_S)})
-            listener.join(_ANSWER_LIMIT_S)  # for the controller's bye, or its end
+            listener.join(_BYE_LIMIT_S if self._leaving else _ANSWER_LIMIT_S)  # for the controller's bye, or its end
         finally:
             with contextlib.suppress(OSError):
                 self._connection.shutdown()
             self._close_stdin()
             wait_or_kill(self._process, _GRACE_S)
+        if self._status is None and self._leaving:
+            return LEFT
         if self._status is None:
             raise RuntimeError(f"the first node, {self._controller}, is gone; the workers here have been ended")
         return self._status
@@ -146,8 +160,23 @@ class _Agent:
                 self._tell({"op": streams[descriptor]}, data)
 
     def _tell(self, header: Mapping[str, object], payload: bytes = b"") -> None:
-        with contextlib.suppress(OSError):  # the listener notices, and ends the supervisor
+        with contextlib.suppress(OSError), self._sending:  # the listener notices, and ends the supervisor
             self._connection.send(dict(header), payload)
+
+    def leave(self) -> None:
+        """Asked to end: tell the controller, and end when the ranks here have left. In a signal handler: takes no lock."""
+        self._leaving = True
+        threading.Thread(target=self._leave, name="hora-agent-leave", daemon=True).start()
+
+    def _leave(self) -> None:
+        self._tell({"op": "leaving"})
+        deadline = time.monotonic() + _LEAVE_LIMIT_S
+        while time.monotonic() < deadline and self._has_workers():
+            time.sleep(_RETRY_S)
+        self._close_stdin()
+
+    def _has_workers(self) -> bool:
+        return any(environment_value(pid, "HORA_WORKER") for pid in Processes().descendants(self._process.pid))
 
     # ---- in the listener's thread -------------------------------------------------------------------------------
 

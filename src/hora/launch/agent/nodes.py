@@ -32,7 +32,7 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
         place = _place(options, environ)
         where, secret = _meeting_address(place), _secret(options)
         own = HostInfo(place.name, place.slots or 1)
-        opened = Agents(where, secret, num_nodes=place.num_nodes - 1, own=own)
+        opened = Agents(where, secret, num_nodes=place.num_nodes - 1, own=own, elastic=options.elastic)
         starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     else:
         allocated = allocation(options, environ)
@@ -40,7 +40,10 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             yield None
             return
         secret = new_secret()
-        opened = Agents((allocated.address(), 0), secret, num_nodes=len(allocated.hosts))
+        num_nodes = len(allocated.hosts)
+        opened = Agents(
+            (allocated.address(), 0), secret, num_nodes=num_nodes, elastic=options.elastic, leave_together=True
+        )
         starting = start_agents(allocated, opened, secret, environ, limit_s=float(options.effective("start_timeout")))
     status = 1
     with starting:
@@ -51,6 +54,9 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             status = 0
         except JobFailedError as error:
             status = error.exit_code or 1
+            raise
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else 1
             raise
         finally:
             opened.dismiss(status)

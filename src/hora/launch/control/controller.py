@@ -7,6 +7,7 @@ One for all jobs: whether the size is fixed or workers come and go is a matter o
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.failure_report import job_failed, signal_text
-from hora.launch.control.interrupt import ended_by_signals
+from hora.launch.control.interrupt import LEAVE, LEFT, ended_by_signals
 from hora.launch.control.job_run import JobRun
 from hora.launch.control.members import Roster, assign, provisional
 from hora.launch.control.output import Output
@@ -59,12 +60,14 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
     """
     with contextlib.ExitStack() as stack:
         stack.callback(launcher.close)
-        stack.enter_context(ended_by_signals())
+        signals = stack.enter_context(ended_by_signals())
         output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
         stack.callback(output.close)
         controller = _Controller(job, launcher, output, elastic)
         stack.enter_context(controller.run.observed(elastic=elastic is not None))
         stack.callback(controller.run.rendezvous.close)
+        if elastic is not None:
+            signals.first = lambda: controller.run.call(lambda: controller.leave(elastic.leave_s))
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
         return controller.to_the_end()
 
@@ -282,6 +285,19 @@ class _Controller:
             exits=tuple(self.run.exits[number] for number in by_rank if number in self.run.exits),
             results=tuple(self._results.get(number) for number in by_rank),
         )
+
+    def leave(self, limit_s: float) -> NoReturn:
+        """Have the ranks commit and end at their next commit: a scheduler wants its machines back."""
+        self.run.leaving(f"asked to end: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)")
+        self._notify(LEAVE)
+        limit = time.monotonic() + limit_s
+        alive = [worker.number for worker in self._roster if worker.number not in self.run.exits]
+        while time.monotonic() < limit and any(number not in self.run.exits for number in alive):
+            self.run.wait(limit)
+        if {self.run.exits[number].code if number in self.run.exits else -1 for number in alive} <= {0, LEFT}:
+            self.run.tell(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
+            raise SystemExit(LEFT)
+        raise SystemExit(128 + signal.SIGTERM)
 
     def _give_up(self, message: str) -> NoReturn:
         everyone = [worker.number for worker in self._roster]

@@ -24,7 +24,8 @@ __all__ = ["ElasticSpec", "Hosts"]
 class ElasticSpec:
     """`hosts`: where workers may run; `script` tells of changes.
 
-    `local_only`: the launcher starts workers on this machine only.
+    `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job that is asked to end waits for
+    its ranks' next commit.
     """
 
     limits: Limits
@@ -32,6 +33,7 @@ class ElasticSpec:
     script: HostWatch | None = None
     local_only: bool = False
     cooldown_range: tuple[int, int] | None = None
+    leave_s: float = 25.0
 
     def limits_for(self, env: Mapping[str, str]) -> Limits:
         """The limits, with the silence that the user allows a rank: the workers read the same variables.

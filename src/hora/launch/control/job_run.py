@@ -175,6 +175,11 @@ class JobRun:
         while left - self.exits.keys() and time.monotonic() < limit:
             self.wait(limit)
 
+    def leaving(self, why: str) -> None:
+        """The job is asked to end: what its workers do from now on tells of no failure."""
+        self.ending, self._stop_reason = True, why
+        self.tell(why)
+
     def tell(self, text: str) -> None:
         """A line of the launcher's own."""
         self.out.say(f"hora: {text}", stream="stderr")

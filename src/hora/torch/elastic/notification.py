@@ -22,6 +22,7 @@ class HostUpdateResult:
     removed = 1
     added = 2
     mixed = removed | added
+    leave = 4  # the whole job is asked to end
 
 
 class Listener(Protocol):

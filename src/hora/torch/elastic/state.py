@@ -3,7 +3,7 @@
 save      remember the values as they are now, in memory
 restore   go back to what was saved last
 sync      all ranks take over rank 0's values
-commit    save, then look whether hosts have changed
+commit    save, then look whether hosts have changed, or the job is asked to end
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from hora.telemetry.meters import meter
 from hora.torch.elastic.notification import HostUpdateResult
 
 __all__ = ["ObjectState", "State"]
+
+
+_LEFT = 75  # EX_TEMPFAIL, by which the launcher knows that it may be started again
 
 
 class State:
@@ -46,7 +49,10 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts."""
+        """Save, then raise HostsUpdatedInterrupt on all ranks together if rank 0 has heard of new hosts.
+
+        When the job has been asked to end, all ranks leave here: SystemExit with status 75, "start it again".
+        """
         self.save()
         self._write_down()
         if self._rank() == 0:
@@ -67,6 +73,9 @@ class State:
                 changes |= change
         before, latest, changes = self._agree((before, self._last_updated_timestamp, changes))
         self._last_updated_timestamp = latest
+        if latest > before and changes & HostUpdateResult.leave:
+            self.flush()
+            raise SystemExit(_LEFT)
         if latest > before:
             raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
 
