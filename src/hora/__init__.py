@@ -1,14 +1,16 @@
-"""Hora: Horovod code, alive and faster. Import `horovod.torch` as ever; `hora.run` calls a function on ranks."""
+"""Hora: Horovod code, alive and faster. Import `horovod.torch` as ever; `hora.run` calls a function on ranks,
+and `@hora.distributed(…)` makes one that can be called there."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hora.launch.distributed import distributed
     from hora.launch.run import run
     from hora.telemetry import report
 
-__all__ = ["report", "run"]
+__all__ = ["distributed", "report", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from hora.launch.run import run
 
         return run
+    if name == "distributed":
+        from hora.launch.distributed import distributed
+
+        return distributed
     if name == "report":
         from hora.telemetry import report
 

@@ -22,7 +22,8 @@ from typing import Any
 from hora.errors import AuthenticationError
 from hora.launch.agent.agents import PROTOCOL, credentials, job_secret
 from hora.launch.agent.place import Place
-from hora.launch.control.interrupt import LEFT, ended_by_signals
+from hora.launch.control.interrupt import ended_by_signals
+from hora.launch.control.leaving import LEFT
 from hora.launch.environment import variables
 from hora.launch.host.connection import local_supervisor_command, wait_or_kill
 from hora.launch.host.processes import Processes, environment_value

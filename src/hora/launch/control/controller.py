@@ -7,7 +7,6 @@ One for all jobs: whether the size is fixed or workers come and go is a matter o
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.failure_report import job_failed, signal_text
-from hora.launch.control.interrupt import LEAVE, LEFT, ended_by_signals
+from hora.launch.control.interrupt import ended_by_signals
 from hora.launch.control.job_run import JobRun
+from hora.launch.control.leaving import leave
 from hora.launch.control.members import Roster, assign, provisional
 from hora.launch.control.output import Output
 from hora.launch.control.policy import (
@@ -287,17 +287,8 @@ class _Controller:
         )
 
     def leave(self, limit_s: float) -> NoReturn:
-        """Have the ranks commit and end at their next commit: a scheduler wants its machines back."""
-        self.run.leaving(f"asked to end: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)")
-        self._notify(LEAVE)
-        limit = time.monotonic() + limit_s
-        alive = [worker.number for worker in self._roster if worker.number not in self.run.exits]
-        while time.monotonic() < limit and any(number not in self.run.exits for number in alive):
-            self.run.wait(limit)
-        if {self.run.exits[number].code if number in self.run.exits else -1 for number in alive} <= {0, LEFT}:
-            self.run.tell(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
-            raise SystemExit(LEFT)
-        raise SystemExit(128 + signal.SIGTERM)
+        """A scheduler wants its machines back."""
+        leave(self.run, [worker.number for worker in self._roster], self._notify, limit_s=limit_s)
 
     def _give_up(self, message: str) -> NoReturn:
         everyone = [worker.number for worker in self._roster]

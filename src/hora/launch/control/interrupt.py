@@ -11,10 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["LEAVE", "LEFT", "Signals", "ended_by_signals"]
-
-LEAVE = 4  # a notice's change: the whole job is asked to end (`hora.torch.elastic.notification` has the others)
-LEFT = 75  # the exit status of a job that has committed and left when it was asked to: EX_TEMPFAIL, start it again
+__all__ = ["Signals", "ended_by_signals"]
 
 
 class Signals:
