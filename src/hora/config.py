@@ -40,8 +40,14 @@ def _cores(text: str) -> tuple[int, ...]:
 
 
 def _transport(text: str) -> str:
-    if text not in ("auto", "gloo"):
+    if text not in ("auto", "tcp", "gloo"):
         raise ValueError("unknown transport")
+    return text
+
+
+def _encrypt(text: str) -> str:
+    if text not in ("auto", "always", "never"):
+        raise ValueError("unknown choice")
     return text
 
 
@@ -72,7 +78,8 @@ class EngineConfig:
     thread_affinity: tuple[int, ...] = _variable(
         "HOROVOD_THREAD_AFFINITY", (), _cores, "a comma list of core numbers, one per local rank"
     )
-    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto or gloo")
+    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto, tcp or gloo")
+    encrypt: str = _variable("HORA_ENCRYPT", "auto", _encrypt, "auto, always or never")
     keep_freed_memory: bool = _variable("HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1")
     autotune: bool = _variable("HOROVOD_AUTOTUNE", False, _boolean, "0 or 1")
     autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path")

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from secrets import token_hex
 from typing import Any
 
@@ -77,8 +77,32 @@ def secret(tmp_path_factory):
     return str(path)
 
 
+@contextlib.contextmanager
+def recording(hosts: list[Host]) -> Iterator[list[Any]]:
+    """What passed the cable inside the block: how many bytes, was the tensor's text among them, was the object's."""
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=two_hosts_rank.listen, args=(hosts[0].namespace, there))
+    process.start()
+    found: list[Any] = []
+    try:
+        assert _answer(-1, here) == "running"
+        yield found
+        here.send("stop")
+        found.extend(_answer(-1, here))
+    finally:
+        process.join(10)
+        process.kill()
+
+
 def run_ranks(
-    hosts: list[Host], secret: str, mode: str, *, lost: tuple[int, ...] = (), then: Callable[[], None] = lambda: None
+    hosts: list[Host],
+    secret: str,
+    mode: str,
+    *,
+    lost: tuple[int, ...] = (),
+    then: Callable[[], None] = lambda: None,
+    **environment: str,
 ) -> list[dict]:
     """Four ranks, two on each host, meeting at the first host's end of the cable; `then` comes when all run."""
     context = multiprocessing.get_context("forkserver")
@@ -100,6 +124,7 @@ def run_ranks(
             "MASTER_PORT": 29400,
             "HORA_SECRET_FILE": secret,
             "HORA_STRICT": 1,
+            **environment,
         }
         here, there = context.Pipe(duplex=False)
         env = {name: str(value) for name, value in place.items()}
@@ -128,11 +153,25 @@ def _answer(rank: int, answer: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def seen(hosts, secret):
-    return run_ranks(hosts, secret, "operations")
+def recorded(hosts, secret):
+    with recording(hosts) as found:
+        seen = run_ranks(hosts, secret, "operations")
+    return seen, found
 
 
-def test_every_operation_goes_through_memory_inside_and_gloo_between(seen):
+@pytest.fixture(scope="module")
+def seen(recorded):
+    return recorded[0]
+
+
+def test_what_passes_the_cable_cannot_be_read(recorded):
+    num_bytes, tensor, object = recorded[1]
+    assert num_bytes > 1_000_000
+    assert not tensor
+    assert not object
+
+
+def test_every_operation_goes_through_memory_inside_and_streams_between(seen):
     for rank, results in enumerate(seen):
         assert results["large"] == [10.0, 2_999_990.0]
         assert results["average"] == [1, -7]
@@ -145,7 +184,7 @@ def test_every_operation_goes_through_memory_inside_and_gloo_between(seen):
         assert results["object"] == {"from": 2}
         assert results["hosts"] == [[0, 1], [2, 3]]
         assert results["place"] == [rank % 2, 2, rank // 2, 2]
-        assert results["transport"] == "shm+gloo"
+        assert results["transport"] == "shm+tcp"
     assert seen[0]["across"] == seen[2]["across"] == [2]
     assert seen[1]["three"] == seen[2]["three"] == seen[3]["three"] == [1, 2, 3]
 
@@ -160,9 +199,12 @@ def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
 
 
 def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
-    seen = run_ranks(hosts, secret, "killed", lost=(3,))
+    """Without encryption, which shows that the recording would find what can be read."""
+    with recording(hosts) as found:
+        seen = run_ranks(hosts, secret, "killed", lost=(3,), HORA_ENCRYPT="never")
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
+    assert found[1:] == [True, True]
 
 
 def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):

@@ -5,8 +5,10 @@ Started by a fork server that has torch loaded, so that four ranks load it once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import socket
 from typing import Any
 
 import torch
@@ -15,6 +17,9 @@ import horovod.torch as hvd
 from hora import engine
 
 _CLONE_NEWNET = 0x40000000
+_ALL_PROTOCOLS = 0x0003
+TENSOR_TEXT = b"what a tensor says"
+OBJECT_TEXT = "what an object says"
 
 
 def shared_memory() -> list[int]:
@@ -46,6 +51,29 @@ def operations() -> dict[str, object]:
     return results
 
 
+def say_what_must_not_be_read() -> None:
+    """Send a tensor and an object from one host to the other."""
+    told = hvd.broadcast(torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.uint8).clone(), root_rank=0)
+    assert bytes(told.tolist()) == TENSOR_TEXT * 200
+    assert hvd.broadcast_object({"text": OBJECT_TEXT * 20}, root_rank=3) == {"text": OBJECT_TEXT * 20}
+
+
+def listen(namespace: str, answer: Any) -> None:
+    """Record everything that passes the cable until told to stop; then send whether the two texts were in it."""
+    enter(namespace)
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as sniffer:
+        sniffer.bind(("cable", 0))
+        sniffer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 2**20)
+        sniffer.settimeout(0.2)
+        answer.send("running")
+        frames = []
+        while not answer.poll():
+            with contextlib.suppress(TimeoutError):
+                frames.append(sniffer.recv(2**17))
+    recorded = b"".join(frames)
+    answer.send([len(recorded), TENSOR_TEXT in recorded, OBJECT_TEXT.encode() in recorded])
+
+
 def describe() -> dict[str, object]:
     runtime = engine.current_runtime()
     return {
@@ -75,6 +103,7 @@ def run(namespace: str, env: dict[str, str], mode: str, answer: Any) -> None:
     torch.set_num_threads(1)
     hvd.init()
     hvd.allreduce(torch.ones(1), name="connected")
+    say_what_must_not_be_read()
     answer.send("running")
     victim = 3 if mode == "killed" else None
     seen = operations() | describe() if mode == "operations" else train_until_lost(victim)

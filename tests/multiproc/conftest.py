@@ -3,7 +3,7 @@
     pytestmark = pytest.mark.ranks(1, 2, 3, 4)          # every test of the module, in worlds of these sizes
     @pytest.mark.ranks(3, lost=(1,))                    # rank 1 is expected to die; the pool is then thrown away
     @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "gloo"})
-    @pytest.mark.over_gloo                              # and once more on three ranks, as if each were on its own host
+    @pytest.mark.over_network                           # and once more on three ranks, as if each were on its own host
 
 The test function itself is called on every rank at the same time. Pools of ranks are kept for the whole session, one per
 world size and environment, so a test costs milliseconds; a test that calls `hvd.init()` must leave the runtime shut down.
@@ -32,8 +32,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is None:
         return
     worlds = {f"np{size}": World(size, marker.kwargs.get("env", {})) for size in marker.args}
-    if metafunc.definition.get_closest_marker("over_gloo") is not None:
-        worlds["np3-gloo"] = World(3, {"HORA_TRANSPORT": "gloo"})
+    if metafunc.definition.get_closest_marker("over_network") is not None:
+        worlds["np3-tcp"] = World(3, {"HORA_TRANSPORT": "tcp"})
     metafunc.fixturenames.append("world")
     metafunc.parametrize("world", worlds.values(), ids=worlds.keys(), indirect=True)
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from groups import make_group
 
 from hora.engine.request import Reduce
 from hora.engine.store import ControlStore
@@ -83,7 +84,7 @@ def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
 def test_gloo_meets_through_it(place, meeting):
     client = ControlClient.connect(meeting, name=f"rank {place.rank}", timeout_s=30)
     store = ControlStore(client, prefix="gloo", timeout_s=30)
-    transport = DistributedTransport(store, place.rank, place.size, lambda: None, 30.0, address="127.0.0.1")
+    transport = DistributedTransport(make_group("gloo", store, place.rank, place.size), place.rank, place.size)
     tensor = torch.arange(1000.0) * (place.rank + 1)
     transport.allreduce([tensor], [tensor], Reduce())
     transport.close()

@@ -235,7 +235,7 @@ def test_mismatched_data_types():
     )
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @several
 @session
 def test_mismatched_shapes():
@@ -260,7 +260,7 @@ def test_mismatched_shapes():
         check("ALLREDUCE", lambda t, name: hvd.allreduce(t, name=name, op=hvd.Adasum), (4,), (5,))
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @several
 @session
 def test_other_mismatches():
@@ -309,7 +309,7 @@ def test_mismatches_of_unnamed_and_asynchronous_operations():
                 assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @several
 def test_shutdown_of_one_rank_stops_all():
     """Who goes on then gets HorovodInternalError, for what is pending and for what comes; all may start again."""

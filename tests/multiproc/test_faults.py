@@ -15,7 +15,7 @@ import horovod.torch as hvd
 from hora import engine
 from waiting import wait_until
 
-GLOO = {"HORA_TRANSPORT": "gloo"}
+TCP = {"HORA_TRANSPORT": "tcp"}
 
 
 def _kill():
@@ -65,12 +65,12 @@ def test_rank_0_dies(death, place):
 
 
 @pytest.mark.parametrize("death", list(DEATHS))
-@pytest.mark.ranks(3, lost=(2,), env=GLOO)
+@pytest.mark.ranks(3, lost=(2,), env=TCP)
 def test_rank_2_dies_without_shared_memory(death, place):
     _fail(2, death, place)
 
 
-@pytest.mark.ranks(3, lost=(0,), env=GLOO)
+@pytest.mark.ranks(3, lost=(0,), env=TCP)
 def test_rank_0_dies_without_shared_memory(place):
     _fail(0, "sigkill", place)
 
@@ -99,7 +99,7 @@ def test_rank_1_dies_inside_a_large_reduction():
     _die_inside_a_large_reduction(1)
 
 
-@pytest.mark.ranks(3, lost=(1,), env=GLOO)
+@pytest.mark.ranks(3, lost=(1,), env=TCP)
 def test_rank_1_dies_inside_a_large_reduction_without_shared_memory():
     _die_inside_a_large_reduction(1)
 

@@ -13,6 +13,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from groups import make_group
 from hvd_session import session
 from transport_checks import check_everything
 
@@ -61,7 +62,7 @@ def test_every_operation_of_the_nccl_transport(place):
 def test_every_operation_of_ranks_that_share_a_gpu(place):
     torch.cuda.set_device(0)
     near = dist.PrefixStore("cpu", place.store)
-    cpu = DistributedTransport(near, place.rank, place.size, nothing_to_report, LIMIT_S, address="127.0.0.1")
+    cpu = DistributedTransport(make_group("gloo", near, place.rank, place.size), place.rank, place.size)
     transport = CudaTransport(place.store, place.rank, place.size, nothing_to_report, LIMIT_S, make_cpu=lambda: cpu)
     with torch.cuda.stream(torch.cuda.Stream()):
         check_everything(transport, place.rank, place.size, device="cuda")

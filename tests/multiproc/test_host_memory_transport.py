@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from groups import make_group
 from transport_checks import PORTION_BYTES, check_everything
 
 from hora.engine.transport import cuda
@@ -16,7 +17,7 @@ from hora.engine.transport.distributed import DistributedTransport
 
 @pytest.mark.ranks(2)
 def test_every_operation_is_right(place):
-    cpu = DistributedTransport(place.store, place.rank, place.size, lambda: None, 600.0, address="127.0.0.1")
+    cpu = DistributedTransport(make_group("gloo", place.store, place.rank, place.size), place.rank, place.size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(cuda, "_record", lambda: SimpleNamespace(synchronize=lambda: None))

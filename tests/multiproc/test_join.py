@@ -11,7 +11,7 @@ import horovod.torch as hvd
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session
 def test_uneven_batches():
     n, rank = hvd.size(), hvd.rank()
@@ -40,7 +40,7 @@ def test_identity_of_the_operation():
     assert hvd.join() == last
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @pytest.mark.ranks(2, 3, 4)
 @session
 def test_a_batch_of_which_a_rank_knows_only_one_part():

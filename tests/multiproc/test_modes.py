@@ -10,7 +10,7 @@ from hvd_session import assert_runtime_works, session
 
 import horovod.torch as hvd
 
-pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.over_gloo]
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.over_network]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def test_dtypes_and_forms(sets):
         assert_same_everywhere(results, process_set)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_unequal_rows(sets):
     for process_set in sets:
@@ -39,7 +39,7 @@ def test_unequal_rows(sets):
             assert_equal(hvd.allgather(tensor, process_set=process_set), want)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session
 def test_group_of_unlike_tensors():
     shapes = [lambda r: (r + 1,), lambda r: (2, 3), lambda r: (r, 2, 2)]

@@ -80,7 +80,7 @@ def test_small_integers():
             check(hvd.allreduce(mine((17,), dtype), op=op), of_all_ranks(hvd.global_process_set, (17,), dtype), op)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_shapes(sets):
     for process_set in sets:
@@ -90,7 +90,7 @@ def test_shapes(sets):
                     check(result, of_all_ranks(process_set, shape, dtype), hvd.Sum)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_grouped_forms(sets):
     shapes, dtypes = [(3,), (), (4, 5), (0, 2)], [torch.float32, torch.int32, torch.float64, torch.float16]
@@ -153,7 +153,7 @@ def test_parameters_are_reduced_in_place():
     assert other.is_leaf
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session
 def test_scaling():
     n = hvd.size()
@@ -244,7 +244,7 @@ def test_compression():
     assert hvd.allreduce(torch.tensor([3]), compression=hvd.Compression.fp16, op=hvd.Sum).tolist() == [3 * n]
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session
 def test_names_arrive_in_any_order():
     n, rank = hvd.size(), hvd.rank()
@@ -353,7 +353,7 @@ def test_adasum_is_refused_where_it_has_no_meaning():
     hvd.shutdown()
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session
 def test_results_do_not_depend_on_the_transport():
     """Awkward floats, reduced in rank order whichever rank does it: the same bits as a loop over the ranks."""

@@ -18,7 +18,7 @@ def sent(sender: int, receiver: int, splits, shape, dtype):
     return values(sender, shape, dtype)[start : start + splits[receiver]]
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_dtypes_and_forms(sets):
     for process_set in sets:
@@ -40,7 +40,7 @@ def test_dtypes_and_forms(sets):
                 assert_equal(received, given)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_unequal_splits(sets):
     for process_set in sets:

@@ -11,7 +11,7 @@ import horovod.torch as hvd
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_dtypes_and_forms(sets):
     for process_set in sets:

@@ -30,7 +30,7 @@ def check(actual, want):
     torch.testing.assert_close(actual, want)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_dtypes_and_forms(sets):
     for process_set in sets:
@@ -44,7 +44,7 @@ def test_dtypes_and_forms(sets):
                     assert_equal(tensor, mine(shape, dtype))
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session(sets=True)
 def test_groups(sets):
     shapes, dtypes = [(5, 2), (8,), (1, 3)], [torch.float32, torch.int64, torch.float16]

@@ -314,7 +314,7 @@ def test_training_goes_on_after_a_new_init():
     assert_close(weights(model), weights(single))
 
 
-@pytest.mark.ranks(2, 3, env={"HORA_TRANSPORT": "gloo"})
+@pytest.mark.ranks(2, 3, env={"HORA_TRANSPORT": "tcp"})
 @session
 def test_without_shared_memory():
     """As between hosts: reduce-scatter, step the slice, all-gather."""

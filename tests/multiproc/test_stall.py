@@ -19,7 +19,7 @@ from waiting import wait_until
 
 WARN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
 SHUTDOWN = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-GLOO = {"HORA_TRANSPORT": "gloo"}
+TCP = {"HORA_TRANSPORT": "tcp"}
 
 
 class Records(logging.Handler):
@@ -78,7 +78,7 @@ def test_the_coordinator_reports_itself(place):
     _late_rank_is_reported(0, place)
 
 
-@pytest.mark.ranks(3, env=WARN | GLOO)
+@pytest.mark.ranks(3, env=WARN | TCP)
 def test_without_shared_memory_too(place):
     _late_rank_is_reported(1, place)
 

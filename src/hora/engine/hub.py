@@ -3,7 +3,8 @@
 Every rank keeps one authenticated connection to rank 0: over a local socket inside rank 0's host, over TCP from other
 hosts. It carries who leaves and why, who was lost (the connection ended without a goodbye), and, for process sets that
 span hosts, announcements. Ranks of one host also fetch shared-memory descriptors from one another here; that a
-descriptor arrives is the proof that two ranks share a host.
+descriptor arrives is the proof that two ranks share a host. Ranks of several hosts open the streams here that carry
+tensors between them: past the same handshake, and then out of the hub's hands.
 
 Each process has one `Server` for all of it, whose thread sleeps unless something happens. The runtime gives callbacks.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -62,6 +64,9 @@ class Hub:
         self._links: dict[int, Peer] = {}  # rank 0's: to every other rank; theirs: to rank 0
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
         self._waiting_for_segment: list[tuple[str, Peer]] = []
+        self._streams: dict[tuple[str, int], socket.socket] = {}  # opened to us, by key and rank, until taken
+        self._streams_known: set[tuple[str, int]] = set()  # those too that were taken
+        self._closed = False
         self._changed = threading.Condition()
         self._hopeless = ""
         self._announcements: dict[int, list[tuple[int, bytes]]] = {}  # rank 0's, per set, until the next round
@@ -117,6 +122,32 @@ class Hub:
         link.number, link.name = 0, "rank 0"
         self._server.serve(link)
 
+    def open_stream(self, where: Where, key: str, *, limit_s: float) -> socket.socket:
+        """A connection to the rank that listens at `where`, for bytes in this direction only, of which the hub knows nothing.
+
+        The other rank finds it by `take_stream`, under the same key.
+        """
+        connection = self._connect(where, limit_s)
+        try:
+            connection.send({"want": "stream", "key": key, "rank": self.rank})
+            connection.receive(limit_s=limit_s)  # the other's hub has let go of it: what follows is not read there
+        except EOFError:
+            connection.close()
+            raise ConnectionError(f"the rank at {where} did not take a stream for {key!r}") from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection.sock
+
+    def take_stream(self, key: str, rank: int, *, limit_s: float) -> socket.socket:
+        """The stream that this rank opened to us."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or (key, rank) in self._streams, limit_s):
+                raise TimeoutError(f"waited {limit_s:g} s for a stream of rank {rank} for {key!r}")
+            if self._closed:
+                raise ConnectionError("Horovod has been shut down")
+            return self._streams.pop((key, rank))
+
     def _connect(self, where: Where, limit_s: float) -> Connection:
         return connect(where, self._credentials, timeout_s=limit_s, silence_limit_s=_SILENCE_LIMIT_S)
 
@@ -163,9 +194,14 @@ class Hub:
         """Stop the thread and close every socket and descriptor."""
         self._server.close()
         with self._changed:
+            self._closed = True
             segments, self._segments = self._segments, {}
+            streams, self._streams = self._streams, {}
+            self._changed.notify_all()
         for descriptor, _ in segments.values():
             os.close(descriptor)
+        for sock in streams.values():
+            sock.close()
 
     # In the server's thread.
 
@@ -225,12 +261,26 @@ class Hub:
             self._waiting_for_segment.append((str(header["key"]), peer))
             self._serve_segments()
             return
+        if header.get("want") == "stream":
+            self._keep_stream(peer, (str(header["key"]), int(header["rank"])))
+            return
         with self._changed:
             peer.number = int(header["rank"])
             peer.name = f"rank {peer.number}"
             self._links[peer.number] = peer
             self._changed.notify_all()
         self._server.call(self._send_rounds)
+
+    def _keep_stream(self, peer: Peer, name: tuple[str, int]) -> None:
+        peer.send({"t": "stream"})
+        if name in self._streams_known or not peer.drained:  # no rank opens one twice
+            peer.close()
+            return
+        sock = self._server.release(peer)
+        with self._changed:
+            self._streams_known.add(name)
+            self._streams[name] = sock
+            self._changed.notify_all()
 
     def _serve_segments(self) -> None:
         waiting, self._waiting_for_segment = self._waiting_for_segment, []

@@ -8,10 +8,12 @@ need. Nothing here knows of requests.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -21,9 +23,11 @@ from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
+from hora.engine.transport.stream import Streams
 from hora.engine.validation import check_ranks_at_init
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
+from hora.net.tls import Tls, available
 from hora.world import World
 
 __all__ = ["Peers"]
@@ -40,6 +44,7 @@ class _CommonSettings:
     fusion_threshold_bytes: int
     disable_group_fusion: bool
     transport: str
+    encrypt: str
     autotune: bool
     autotune_warmup_samples: int
     autotune_steps_per_sample: int
@@ -57,6 +62,7 @@ class _Introduction:
     hostname: str
     process_sets: list[list[int]]
     secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive it from
+    can_encrypt: bool
     settings: _CommonSettings
 
     def encode(self) -> bytes:
@@ -81,7 +87,9 @@ class Peers:
         self._epoch = epoch
         self._guard = guard
         self.secret = b""  # from `meet` on: of this world's ranks
+        self._tls: Tls | None = None  # where something is encrypted
         self._introductions: list[_Introduction] = []
+        self._places: list[tuple[str, int]] = []  # where each rank's hub listens, in worlds that need a network
         self._num_segments: dict[str, int] = {}
         self._meeting: Meeting = open_meeting(world, limit_s=config.init_timeout_s)
         self.hub = Hub(world.rank, world.size, events)
@@ -102,6 +110,7 @@ class Peers:
             world.hostname,
             process_sets,
             secret,
+            available(),
             common,
         )
         self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
@@ -110,6 +119,7 @@ class Peers:
         self.secret = derived or bytes.fromhex(self._introductions[0].secret)
         self.hub.start(self.secret)
         self.hosts = self._prove_hosts()
+        self._settle_encryption()
         with self.peers_may_go():
             self._join_hub()
         return self._introductions[0].process_sets
@@ -163,19 +173,33 @@ class Peers:
         answers = self.gather("hosts", json.dumps([leader if proven else rank]).encode())
         return _same_host_groups([json.loads(answer)[0] for answer in answers])
 
+    def _settle_encryption(self) -> None:
+        """All ranks come to the same decision, from what all of them said. Rank 0 tells it."""
+        unable = [peer for peer in self._introductions if not peer.can_encrypt]
+        if self.config.transport == "gloo" or not unable:
+            return
+        names = ", ".join(sorted({peer.hostname for peer in unable}))
+        missing = f"the package cryptography is not installed on {names} (pip install 'hora[tls]')"
+        if self.config.encrypt == "always":
+            raise ValueError(f"HORA_ENCRYPT=always, but {missing}")
+        if self.config.encrypt == "auto" and len(self.hosts) > 1 and self._world.rank == 0:
+            log.warning(
+                "tensors travel between hosts unencrypted: %s; HORA_ENCRYPT=never says that it is meant so", missing
+            )
+        self.config = replace(self.config, encrypt="never")
+
     def _join_hub(self) -> None:
         hub, world, limit_s = self.hub, self._world, self.config.init_timeout_s
-        where: list[str | int] = ["", 0]
-        if len(self.hosts) > 1:
+        if len(self.hosts) > 1 or not self._may_share:
             address = self._address()
-            mine = [address, hub.listen_tcp(address) if world.rank == 0 else 0]
-            where = json.loads(self.gather("hub", json.dumps(mine).encode())[0])
+            mine = [address, hub.listen_tcp(address)]
+            self._places = [tuple(json.loads(answer)) for answer in self.gather("hub", json.dumps(mine).encode())]
         if world.rank == 0:
             hub.wait_for_all(limit_s=limit_s)
         elif world.rank in self.hosts[0]:
             hub.join(self._introductions[0].hub_name, limit_s=limit_s)
         else:
-            hub.join((str(where[0]), int(where[1])), limit_s=limit_s)
+            hub.join(self._places[0], limit_s=limit_s)
 
     def _address(self) -> str:
         """This host's IPv4 address: of the interface that the user chose, or the one from which the others are reached."""
@@ -198,7 +222,7 @@ class Peers:
 
     @property
     def _may_share(self) -> bool:
-        return self.config.transport != "gloo" and futex.supported()
+        return self.config.transport == "auto" and futex.supported()
 
     def share(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment:
         """The same new memory for all these ranks, which are on one host (collective)."""
@@ -219,6 +243,49 @@ class Peers:
             segment = self.share(key, ranks, 1)  # the others wait for a segment: its size tells them
         return segment if segment.num_bytes >= num_bytes else None
 
+    def _streams(self, key: str, ranks: Sequence[int]) -> Streams:
+        """Connections between these ranks, one for each direction of each pair (collective)."""
+        me, limit_s = self._world.rank, self.config.init_timeout_s
+        outgoing: dict[int, socket.socket] = {}
+        incoming: dict[int, socket.socket] = {}
+        try:
+            for rank in ranks:
+                if rank != me:
+                    outgoing[rank] = self.hub.open_stream(self._places[rank], key, limit_s=limit_s)
+            for rank in ranks:
+                if rank != me:
+                    incoming[rank] = self.hub.take_stream(key, rank, limit_s=limit_s)
+            self._encrypt(ranks, outgoing, incoming)
+        except BaseException:
+            for sock in (*outgoing.values(), *incoming.values()):
+                sock.close()
+            raise
+        index = {rank: member for member, rank in enumerate(ranks)}
+        return Streams(
+            {index[rank]: sock for rank, sock in outgoing.items()},
+            {index[rank]: sock for rank, sock in incoming.items()},
+        )
+
+    def _encrypt(
+        self, ranks: Sequence[int], outgoing: dict[int, socket.socket], incoming: dict[int, socket.socket]
+    ) -> None:
+        """Put TLS on connections that leave the host. Every rank takes the pairs in one order: none waits in a circle."""
+        me = self._world.rank
+        for sender, receiver in itertools.permutations(ranks, 2):
+            if me not in (sender, receiver) or not self._encrypts(sender, receiver):
+                continue
+            if self._tls is None:
+                self._tls = Tls(self.secret)
+            streams, peer = (outgoing, receiver) if sender == me else (incoming, sender)
+            streams[peer].settimeout(self.config.init_timeout_s)
+            wrap = self._tls.wrap_client if sender == me else self._tls.wrap_server
+            streams[peer] = wrap(streams[peer])
+
+    def _encrypts(self, a: int, b: int) -> bool:
+        """Whether what these two send to one another is encrypted."""
+        same_host = any(a in host and b in host for host in self.hosts)
+        return self.config.encrypt == "always" or (self.config.encrypt == "auto" and not same_host)
+
     def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
         """What a transport of these ranks needs to know. `label` names their set for good."""
         prefix, limit_s = f"{self._epoch}/{label}/{device}", self.config.init_timeout_s
@@ -227,6 +294,9 @@ class Peers:
             member=list(ranks).index(self._world.rank),
             hosts=self.hosts if self._may_share else [[rank] for rank in ranks],
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
+            streams=None
+            if self.config.transport == "gloo"
+            else lambda name, some: self._streams(f"{label}/{device}/{name}", some),
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
             address=self._address(),
             guard=guard,

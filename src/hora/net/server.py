@@ -129,6 +129,14 @@ class Server:
         """Treat this peer as if it had come to us. From any thread."""
         self.call(lambda: self._admit(peer))
 
+    def release(self, peer: Peer) -> socket.socket:
+        """Let go of an authenticated peer whose connection serves something else from now on. In the server's thread."""
+        self._selector.unregister(peer.sock)
+        del self._peers[peer]
+        peer.open = False
+        peer.sock.setblocking(True)
+        return peer.sock
+
     def call(self, function: Callable[[], None]) -> None:
         """Run the function in the server's thread, soon. From any thread."""
         self._calls.append(function)

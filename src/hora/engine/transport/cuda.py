@@ -19,7 +19,7 @@ from hora.engine.request import Reduce
 from hora.engine.transport.base import Guard, Tensors, Transport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import connect
-from hora.engine.transport.nccl import share_a_gpu
+from hora.engine.transport.nccl import NcclGroup, share_a_gpu
 from hora.engine.transport.packing import Buffers, portions
 from hora.errors import HorovodInternalError
 
@@ -99,14 +99,15 @@ class CudaTransport:
             if shared:
                 self._chosen = HostMemoryTransport(self._make_cpu())
             else:
-                self._chosen = DistributedTransport(
+                group = NcclGroup(
                     PrefixStore("nccl", self._store),
                     self._member,
                     self._num_members,
-                    self._guard,
-                    self._limit_s,
                     device=device,
+                    guard=self._guard,
+                    limit_s=self._limit_s,
                 )
+                self._chosen = DistributedTransport(group, self._member, self._num_members, device)
             self.name = self._chosen.name
         return self._chosen
 

@@ -1,9 +1,9 @@
-"""The transport over torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
+"""The transport of members that can only send to one another: over our own streams, gloo or NCCL.
 
-gloo only moves bytes here. Reductions exchange the members' parts directly and combine them locally with
-`arithmetic`, in member order: that gives the same bits as shared memory does, for every dtype, and costs no
-more traffic than gloo's own ring. NCCL reduces by itself, in its own order, which is the same for all
-members. The engine calls it; `HierarchicalTransport` and `CudaTransport` build on it.
+For CPU tensors a group only moves bytes. Reductions exchange the members' parts directly and combine them locally with
+`arithmetic`, in member order: that gives the same bits as shared memory does, for every dtype, and costs no more traffic
+than a ring. NCCL reduces by itself, in its own order, which is the same for all members. The engine calls it;
+`HierarchicalTransport` and `CudaTransport` build on it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum_pair, arithmetic_of
-from hora.engine.transport.base import Guard, Tensors
-from hora.engine.transport.gloo import GlooGroup
-from hora.engine.transport.group import Pending
+from hora.engine.transport.base import Tensors
+from hora.engine.transport.group import Group, Pending
 from hora.engine.transport.nccl import NcclGroup
 from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, portions, runs, spread, unpack
 
@@ -49,33 +47,23 @@ class _Portion(NamedTuple):
 
 
 class DistributedTransport:
-    """See `Transport`. `device`: "cpu" or the CUDA device; `address`: where gloo listens; `weights`: see `Arithmetic`."""
+    """See `Transport`. `device`: "cpu" or the CUDA device, for which `group` is NCCL's; `weights`: see `Arithmetic`."""
 
     def __init__(
         self,
-        store: Store,
+        group: Group,
         member: int,
         num_members: int,
-        guard: Guard,
-        limit_s: float,
         device: str | torch.device = "cpu",
-        address: str | None = None,
         weights: tuple[int, ...] = (),
     ) -> None:
+        self._group = group
         self._member = member
         self._weights = weights
         self._num_members = num_members
         self._device = torch.device(device)
-        self._group: GlooGroup | NcclGroup
-        if self._device.type == "cuda":
-            self._group = NcclGroup(store, member, num_members, device=self._device, guard=guard, limit_s=limit_s)
-            self._portion_bytes = _CUDA_PORTION_BYTES
-        else:
-            self._group = GlooGroup(
-                store, member, num_members, address=address or "127.0.0.1", guard=guard, limit_s=limit_s
-            )
-            self._portion_bytes = _PORTION_BYTES
-        self.name = self._group.backend
+        self._portion_bytes = _CUDA_PORTION_BYTES if self._device.type == "cuda" else _PORTION_BYTES
+        self.name = group.backend
         self._buffers = Buffers(self._device, 2 * self._portion_bytes)
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
@@ -243,7 +231,7 @@ class DistributedTransport:
         self._group.finish(pending)
         reduced = received[: slices[me]]
         self._combine(arithmetic, received.split(max(slices[me], 1)), reduced)
-        # gloo's own allgather goes round a ring and through memory of its own; this goes directly.
+        # Not an allgather, which on gloo goes round a ring and through memory of its own: this goes directly.
         copies = self._take("copies", n * slices[me], portion)
         copies.view(n, slices[me]).copy_(reduced)
         gathered = portion.results[0] if portion.single else self._take("gathered", portion.total, portion)

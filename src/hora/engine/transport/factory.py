@@ -11,10 +11,12 @@ from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard, Transport
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
-from hora.engine.transport.group import connect
+from hora.engine.transport.gloo import GlooGroup
+from hora.engine.transport.group import Group, connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
+from hora.engine.transport.stream import StreamGroup, Streams
 
 __all__ = ["Topology", "make_transport"]
 
@@ -28,14 +30,16 @@ class Topology:
     """Where the members of a set are, and how they can be reached.
 
     `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
-    (collective); `store` makes a torch store with a name of its own; `address` is this host's address towards
-    the others.
+    (collective); `streams` makes connections, under a name of their own, between ranks that call it together (None: the
+    user wants gloo instead). For gloo and NCCL: `store` makes a torch store with a name of its own; `address` is this
+    host's address towards the others.
     """
 
     ranks: Sequence[int]
     member: int
     hosts: Sequence[Sequence[int]]
     share: Callable[[Sequence[int], int], Segment]
+    streams: Callable[[str, Sequence[int]], Streams] | None
     store: Callable[[str], Store | None]
     address: str
     guard: Guard
@@ -58,13 +62,25 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
     if device == "cpu" and len(groups) < num_members:
         (here,) = (group for group in groups if member in group)
         local = _shm_transport(topology, here) if len(here) > 1 else LocalTransport()
-        return HierarchicalTransport(
-            local, groups, member, _store(topology, "hosts"), topology.guard, limit_s, topology.address
-        )
-    store = _store(topology, "flat")
+        return HierarchicalTransport(local, groups, member, lambda name, some: _group(topology, name, some))
     if device == "cpu":
-        return DistributedTransport(store, member, num_members, topology.guard, limit_s, address=topology.address)
+        group = _group(topology, "flat", range(num_members))
+        return DistributedTransport(group, member, num_members)
+    store = _store(topology, "flat")
     return CudaTransport(store, member, num_members, topology.guard, limit_s, lambda: transport_for("cpu"))
+
+
+def _group(topology: Topology, name: str, members: Sequence[int]) -> Group:
+    """Connections between some members, who call this together."""
+    me, num_members = list(members).index(topology.member), len(members)
+    guard, limit_s, make = topology.guard, _COLLECTIVE_LIMIT_S, topology.streams
+    if make is None:
+        store = _store(topology, name)
+        return GlooGroup(store, me, num_members, address=topology.address, guard=guard, limit_s=limit_s)
+    ranks = [topology.ranks[member] for member in members]
+    what = f"{num_members} members to connect to one another"
+    streams = connect(lambda: make(name, ranks), what=what, guard=guard, limit_s=limit_s)
+    return StreamGroup(streams, me, num_members, guard=guard, limit_s=limit_s)
 
 
 def _shm_transport(topology: Topology, members: Sequence[int]) -> Transport:

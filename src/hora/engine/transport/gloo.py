@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from hora.engine.transport.base import Guard
-from hora.engine.transport.group import SLICE, Group, connect
+from hora.engine.transport.group import SLICE, ProcessGroup, connect
 from hora.errors import HorovodInternalError
 
 __all__ = ["GlooGroup"]
@@ -44,7 +44,7 @@ _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a program for the kernel's packet filter: return 0, which is nothing
 
 
-class GlooGroup(Group):
+class GlooGroup(ProcessGroup):
     """CPU tensors. Listens on `address` only."""
 
     backend = "gloo"

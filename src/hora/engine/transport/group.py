@@ -1,15 +1,17 @@
-"""One torch.distributed process group, built straight on a store, that never waits for ever.
+"""A group: members that can send bytes to one another, and never wait for ever.
 
-`init_process_group` is not used, so the user's own default group stays free. Every wait looks at the guard
-several times a second; when the guard raises, the limit passes or a peer's connection breaks, the group is
-discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again. What the
-bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `gloo` and `nccl` have the two kinds.
+Every wait looks at the guard several times a second; when the guard raises, the limit passes or a peer's connection
+breaks, the group is discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again.
+What the bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `stream` has our own kind; `gloo`
+and `nccl` have two of torch.distributed, built straight on a store (`init_process_group` is not used, so the user's own
+default group stays free).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from hora.engine.transport.base import Guard
 from hora.errors import HorovodInternalError
 
-__all__ = ["SLICE", "Group", "Pending", "connect"]
+__all__ = ["SLICE", "Group", "Pending", "ProcessGroup", "connect"]
 
 SLICE = timedelta(milliseconds=50)
 # A backend notices a broken connection before the engine has learnt who died, but only the engine can name the rank.
@@ -32,26 +34,83 @@ T = TypeVar("T")
 Pending = tuple[Any, str]
 
 
-class Group:
-    """What both kinds share: starting work, waiting for it, and letting go."""
+class Group(ABC):
+    """What all kinds share. Members start the same exchanges in the same order."""
 
     backend = "none"
 
     def __init__(self, *, guard: Guard, limit_s: float) -> None:
         self._guard = guard
         self._limit_s = limit_s
-        self._process_group: Any = None
         self._lost = ""
 
+    @abstractmethod
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Pending:
         """Element counts per member; everything travels directly from sender to receiver, in one step."""
+
+    @abstractmethod
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        """Equal parts from every member."""
+
+    @abstractmethod
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """The root's bytes into all members' tensors."""
+
+    def finish(self, pending: Pending) -> None:
+        """Wait for what was started; several may be under way."""
+        try:
+            self._wait(*pending)
+        except (RuntimeError, OSError) as error:
+            self._fail(error, pending[1])
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go in good order: no work is under way."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Let go while work may be under way, and make the peers notice."""
+
+    @abstractmethod
+    def _wait(self, work: Any, what: str) -> None:
+        """Return when the work is done."""
+
+    def _fail(self, error: Exception, what: str) -> NoReturn:
+        if isinstance(error, HorovodInternalError):
+            self._lost = str(error)
+            self.discard()
+            raise error
+        # torch raises nothing more specific than RuntimeError for a broken connection
+        self._lost = f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
+        self.discard()
+        self._ask_guard()
+        raise HorovodInternalError(self._lost) from error
+
+    def _ask_guard(self) -> None:
+        """Give the engine a moment to find out which peer is lost: its error names the rank, ours cannot."""
+        deadline = time.monotonic() + _GRACE_S
+        pause = threading.Event()
+        while time.monotonic() < deadline:
+            self._guard()
+            pause.wait(0.02)
+
+
+class ProcessGroup(Group):
+    """A group of torch.distributed."""
+
+    def __init__(self, *, guard: Guard, limit_s: float) -> None:
+        super().__init__(guard=guard, limit_s=limit_s)
+        self._process_group: Any = None
+
+    def start_alltoall(
+        self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Pending:
         counts = list(receive_counts), list(send_counts)
         return self._start("alltoall", lambda group: group.alltoall_base(output, input, *counts))
 
     def start_allgather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Equal parts from every member."""
         return self._start("allgather", lambda group: group._allgather_base(output, input))
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
@@ -59,19 +118,10 @@ class Group:
         options.rootRank, options.rootTensor = root, 0
         return self._start("broadcast", lambda group: group.broadcast([tensor], options))
 
-    def finish(self, pending: Pending) -> None:
-        """Wait for what was started. Members must start in the same order; several may be under way."""
-        try:
-            self._wait(*pending)
-        except RuntimeError as error:
-            self._fail(error, pending[1])
-
     def close(self) -> None:
-        """Let go in good order: no work is under way."""
         self._process_group = None
 
     def discard(self) -> None:
-        """Let go while work may be under way, and make the peers notice."""
         self._process_group = None
 
     def _start(self, what: str, begin: Callable[[Any], Any]) -> Pending:
@@ -81,28 +131,6 @@ class Group:
             return begin(self._process_group), what
         except RuntimeError as error:
             self._fail(error, what)
-
-    def _fail(self, error: RuntimeError, what: str) -> NoReturn:
-        if isinstance(error, HorovodInternalError):
-            self._lost = str(error)
-            self.discard()
-            raise error
-        # torch raises nothing more specific for a broken connection
-        self._lost = f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
-        self.discard()
-        self._ask_guard()
-        raise HorovodInternalError(self._lost) from error
-
-    def _wait(self, work: Any, what: str) -> None:
-        raise NotImplementedError
-
-    def _ask_guard(self) -> None:
-        """Give the engine a moment to find out which peer is lost: its error names the rank, ours cannot."""
-        deadline = time.monotonic() + _GRACE_S
-        pause = threading.Event()
-        while time.monotonic() < deadline:
-            self._guard()
-            pause.wait(0.02)
 
 
 def connect(make: Callable[[], T], *, what: str, guard: Guard, limit_s: float) -> T:

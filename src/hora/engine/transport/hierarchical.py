@@ -1,6 +1,6 @@
-"""The transport of a set whose members are on several hosts: memory inside a host, gloo between hosts.
+"""The transport of a set whose members are on several hosts: memory inside a host, a group between hosts.
 
-Every host has carriers, as many as the smallest host has members. Carrier i of all hosts form a gloo group
+Every host has carriers, as many as the smallest host has members. Carrier i of all hosts form a group
 and carry slice i of everything, so that each byte crosses the network once per host and all carriers work
 at the same time.
 
@@ -13,16 +13,16 @@ average where one is wanted, and the result. The engine makes it and gives it `l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.transport.arithmetic import HALVES, arithmetic_of
-from hora.engine.transport.base import Guard, Tensors, Transport
+from hora.engine.transport.base import Tensors, Transport
 from hora.engine.transport.distributed import DistributedTransport
+from hora.engine.transport.group import Group
 from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, portions, spread, unpack
 
 __all__ = ["HierarchicalTransport"]
@@ -69,17 +69,15 @@ class _Division:
 
 
 class HierarchicalTransport:
-    """See `Transport`. `hosts` lists each host's members; `local` connects those of this member's host."""
+    """See `Transport`. `hosts` lists each host's members; `local` connects those of this member's host, and `connect` makes
+    a group, with a name, of members that call it together."""
 
     def __init__(
         self,
         local: Transport,
         hosts: Sequence[Sequence[int]],
         member: int,
-        store: Store,
-        guard: Guard,
-        limit_s: float,
-        address: str | None = None,
+        connect: Callable[[str, Sequence[int]], Group],
     ) -> None:
         self._local = local
         self._hosts = sorted((sorted(host) for host in hosts), key=lambda host: host[0])
@@ -89,14 +87,16 @@ class HierarchicalTransport:
         self._here = self._hosts[self._host]
         self._index = self._here.index(member)
         self._num_carriers = min(len(host) for host in self._hosts)
-        self._store, self._guard, self._limit_s, self._address = store, guard, limit_s, address
+        self._connect = connect
         self._between: DistributedTransport | None = None
         self._flat: DistributedTransport | None = None
+        self.name = local.name
         if self._index < self._num_carriers:
+            group = connect(f"carrier{self._index}", [host[self._index] for host in self._hosts])
             sizes = tuple(len(host) for host in self._hosts)
-            self._between = self._connect(f"carrier{self._index}", self._host, len(self._hosts), weights=sizes)
+            self._between = DistributedTransport(group, self._host, len(self._hosts), weights=sizes)
+            self.name = f"{local.name}+{group.backend}"
         self._buffers = Buffers(torch.device("cpu"), 2 * _PORTION_BYTES)
-        self.name = f"{local.name}+gloo"
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         limit = _PORTION_BYTES // inputs[0].dtype.itemsize
@@ -243,16 +243,9 @@ class HierarchicalTransport:
     def _between_all(self) -> DistributedTransport:
         """A connection between all members, made when an operation first needs one."""
         if self._flat is None:
-            self._flat = self._connect("members", self._member, self._num_members)
+            group = self._connect("members", range(self._num_members))
+            self._flat = DistributedTransport(group, self._member, self._num_members)
         return self._flat
-
-    def _connect(
-        self, prefix: str, member: int, num_members: int, weights: tuple[int, ...] = ()
-    ) -> DistributedTransport:
-        store, guard, limit_s = PrefixStore(prefix, self._store), self._guard, self._limit_s
-        return DistributedTransport(
-            store, member, num_members, guard, limit_s, device="cpu", address=self._address, weights=weights
-        )
 
     def _carried(self, total: int) -> list[int]:
         """How many of `total` elements each member of this host carries."""

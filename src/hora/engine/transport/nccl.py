@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from hora.config import changed_environment
 from hora.engine.request import DTYPES, ReduceOp
 from hora.engine.transport.base import Guard
-from hora.engine.transport.group import Group, Pending, connect
+from hora.engine.transport.group import Pending, ProcessGroup, connect
 from hora.errors import HorovodInternalError
 
 __all__ = ["NcclGroup", "share_a_gpu"]
@@ -40,7 +40,7 @@ _QUIET_WATCHDOG = {
 _NEVER = timedelta(days=7)
 
 
-class NcclGroup(Group):
+class NcclGroup(ProcessGroup):
     """All members must be on GPUs of their own."""
 
     backend = "nccl"

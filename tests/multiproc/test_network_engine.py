@@ -1,4 +1,4 @@
-"""The engine over gloo inside one host (HORA_TRANSPORT=gloo): what meets through the store, and process sets."""
+"""The engine without shared memory, as if each rank were on a host of its own: process sets, gloo, encryption."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import horovod.torch as hvd
 from hora import engine
 
 gloo = {"HORA_TRANSPORT": "gloo"}
+tcp = {"HORA_TRANSPORT": "tcp"}
+tls = tcp | {"HORA_ENCRYPT": "always"}
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 def test_a_new_set_takes_over_a_number():
     """Set 1 is first ranks 0 and 1, then 1 and 2: members of the second one know different pasts."""
     hvd.init(process_sets="dynamic")
@@ -29,7 +31,7 @@ def test_a_new_set_takes_over_a_number():
     hvd.shutdown()
 
 
-@pytest.mark.ranks(4, env=gloo)
+@pytest.mark.ranks(4, env=tls)
 def test_sets_connect_at_the_same_time():
     """Each rank is in two sets of different partners; every rank starts with another one."""
     sets = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [2, 3], [1, 2], [0, 3], [0, 2], [1, 3])]

@@ -1,0 +1,43 @@
+"""Groups between the ranks of a pool, below the engine: over gloo, over plain streams, over encrypted ones."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+
+from hora.engine.transport.gloo import GlooGroup
+from hora.engine.transport.group import Group, connect
+from hora.engine.transport.stream import StreamGroup, Streams
+from hora.net.tls import Tls
+
+KINDS = ["gloo", "tcp", "tls"]
+SECRET = b"s" * 32
+
+
+def make_group(kind, store, member, num_members, guard=lambda: None, limit_s=600.0) -> Group:
+    if kind == "gloo":
+        return GlooGroup(store, member, num_members, address="127.0.0.1", guard=guard, limit_s=limit_s)
+    what = f"{num_members} members to connect over {kind}"
+    streams = connect(
+        lambda: _streams(store, member, num_members, Tls(SECRET) if kind == "tls" else None),
+        what=what, guard=guard, limit_s=limit_s,
+    )  # fmt: skip
+    return StreamGroup(streams, member, num_members, guard=guard, limit_s=limit_s)
+
+
+def _streams(store, member, num_members, tls) -> Streams:
+    """As the hub makes them, but without a handshake."""
+    outgoing, incoming = {}, {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store.set(f"port/{member}", str(listener.getsockname()[1]))
+        for sender, receiver in itertools.permutations(range(num_members), 2):
+            if sender == member:
+                sock = socket.create_connection(("127.0.0.1", int(store.get(f"port/{receiver}"))))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.sendall(bytes([member]))
+                outgoing[receiver] = tls.wrap_client(sock) if tls else sock
+            elif receiver == member:
+                sock, _ = listener.accept()
+                sender = sock.recv(1)[0]
+                incoming[sender] = tls.wrap_server(sock) if tls else sock
+    return Streams(outgoing, incoming)
