@@ -175,7 +175,7 @@ def test_scaling():
         assert hvd.allreduce(torch.tensor(contribution)).item() == math.trunc(first / n)
 
 
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 @session
 def test_half_precision_neither_overflows_nor_vanishes_on_the_way():
     n = hvd.size()

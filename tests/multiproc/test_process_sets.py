@@ -162,7 +162,7 @@ def test_dynamic_sets():
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.over_gloo
+@pytest.mark.over_network
 def test_removal_with_operations_in_flight():
     """What the members have agreed on is executed, although rank 1 looks for it only when it removes the set."""
     hvd.init(process_sets="dynamic")

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-from hora.config import EngineConfig
+from hora.config import EngineConfig, accept_risk
 from hora.engine.hub import Hub, HubEvents
 from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
@@ -174,18 +174,22 @@ class Peers:
         return _same_host_groups([json.loads(answer)[0] for answer in answers])
 
     def _settle_encryption(self) -> None:
-        """All ranks come to the same decision, from what all of them said. Rank 0 tells it."""
+        """All ranks come to the same decision, from what all of them said. Rank 0 tells of a risk."""
+        apart, rank_0 = len(self.hosts) > 1, self._world.rank == 0
+        if self.config.transport == "gloo":
+            if apart:
+                accept_risk("tensors travel between hosts over gloo, neither authenticated nor encrypted", warn=rank_0)
+            return
         unable = [peer for peer in self._introductions if not peer.can_encrypt]
-        if self.config.transport == "gloo" or not unable:
+        if not unable:
             return
         names = ", ".join(sorted({peer.hostname for peer in unable}))
         missing = f"the package cryptography is not installed on {names} (pip install 'hora[tls]')"
         if self.config.encrypt == "always":
             raise ValueError(f"HORA_ENCRYPT=always, but {missing}")
-        if self.config.encrypt == "auto" and len(self.hosts) > 1 and self._world.rank == 0:
-            log.warning(
-                "tensors travel between hosts unencrypted: %s; HORA_ENCRYPT=never says that it is meant so", missing
-            )
+        if self.config.encrypt == "auto" and apart:
+            wish = "HORA_ENCRYPT=never says that it is meant so"
+            accept_risk(f"tensors travel between hosts unencrypted: {missing}; {wish}", warn=rank_0)
         self.config = replace(self.config, encrypt="never")
 
     def _join_hub(self) -> None:

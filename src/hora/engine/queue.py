@@ -236,8 +236,13 @@ class OperationQueue:
         """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""
         self._farewell = why
         last = Request(Signature(int(Kind.RETIRE), "remove_process_set", None))
-        self.submit(last, background=False)
-        self.result(last)
+        try:
+            self.submit(last, background=False)
+            self.result(last)
+        except HorovodInternalError:
+            if self.status.is_open:
+                raise
+            # A rank that is no member has done its part, the removal, and shut down: the set ends with the world.
         self.close()
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def _memory(facts: Facts) -> Finding:
         return Finding(
             "problem",
             f"shared memory between processes does not work: {facts['memfd']}",
-            "free some memory, raise the container's memory limit, or set HORA_TRANSPORT=gloo",
+            "free some memory, raise the container's memory limit, or set HORA_TRANSPORT=tcp",
         )
     free = facts["memory_bytes"]
     text = "shared memory works (memfd" + (f", {_size(free)} available" if free is not None else "") + ")"

@@ -117,7 +117,7 @@ class SharedMemory:
 def _refusal(num_bytes: int, label: str, why: str) -> str:
     return (
         f"cannot reserve {num_bytes / 2**20:.1f} MiB of shared memory for {label}: {why}; free memory, "
-        "start fewer ranks on this host, or set HORA_TRANSPORT=gloo to do without shared memory"
+        "start fewer ranks on this host, or set HORA_TRANSPORT=tcp to do without shared memory"
     )
 
 
