@@ -1,17 +1,21 @@
-"""What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | straggler | hour`
+"""What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | slow | hang | hour | page`
 
 overhead    a training step unobserved, observed, and observed with a page open, in turns; bytes a rank sends in a second
-straggler   a rank that is a fifth slower: how often it is named, and nobody else, and after how many seconds
+slow        one of four ranks is a fifth slower, a random one each time: how often it is named, it alone, after how many seconds
+hang        one of four ranks hangs, a random one each time: how often the page has its guilty line, after how many seconds
 hour        a simulated hour of eight ranks: the recording's size, and the seconds until it can be shown
+page        in chromium: its size, its first paint, and the processor time it takes beside a job and when nothing happens
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -19,8 +23,14 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hora.watch.address import Page
+
+OBEDIENT = Path(__file__).parents[1] / "tests" / "integration" / "watched_job.py"
 
 
 def rank(model_name: str, num_steps: int) -> None:
@@ -49,33 +59,6 @@ def rank(model_name: str, num_steps: int) -> None:
     if hvd.rank() == 0:
         print(f"MEDIAN_MS {1e3 * statistics.median(times):.5f}", flush=True)
     hvd.shutdown()
-
-
-def slow_rank(slow: int) -> None:
-    """A training of which every step takes 50 ms; one rank needs a fifth more for its data."""
-    import torch
-
-    import horovod.torch as hvd
-
-    class Data(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 100_000
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            if hvd.rank() == slow:
-                time.sleep(0.010)
-            return torch.ones(64)
-
-    hvd.init()
-    model = torch.nn.Linear(64, 64)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-4), named_parameters=model.named_parameters()
-    )
-    for batch in torch.utils.data.DataLoader(Data(), batch_size=1):
-        optimizer.zero_grad()
-        time.sleep(0.05)
-        model(batch).pow(2).mean().backward()
-        optimizer.step()
 
 
 def _hora(*flags: str, np: int) -> list[str]:
@@ -183,55 +166,87 @@ def _meter_us() -> float:
     return (clock() - began) * 10
 
 
-def straggler(np: int, tries: int, at_once: int) -> dict:
+@contextlib.contextmanager
+def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
+    """A job that does what files in a folder order: the training of the page's tests. Its page, and the folder."""
     from hora.watch.client import page_from_url
 
-    def one(number: int) -> tuple[bool, float]:
-        slow = random.Random(number).randrange(np)
-        with tempfile.TemporaryDirectory() as folder:
-            printed = Path(folder, "stderr")
-            printed.touch(mode=0o600)
-            with printed.open("w") as errors:
-                env = {**os.environ, "OMP_NUM_THREADS": "1"}
-                job = subprocess.Popen(
-                    [*_hora("--dashboard", np=np), "slow", str(slow)], env=env, stdout=subprocess.DEVNULL, stderr=errors
-                )
-            try:
-                return _named(page_from_url(_page(printed)), slow)
-            finally:
-                job.send_signal(signal.SIGINT)
-                job.wait(60)
+    with tempfile.TemporaryDirectory() as name:
+        folder, printed = Path(name), Path(name, "stderr")
+        printed.touch(mode=0o600)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "ORDERS": name}
+        command = [sys.executable, "-m", "hora", "run", "-np", str(np), "--dashboard", sys.executable, str(OBEDIENT)]
+        with printed.open("w") as errors:
+            job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            yield page_from_url(_page(printed)), folder
+        finally:
+            job.send_signal(signal.SIGINT)
+            job.wait(60)
 
-    with ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(one, range(tries)))
-    times = sorted(seconds for right, seconds in found if right)
+
+def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict, int], bool | None]) -> dict:
+    """Order it of one rank after another. `found(news so far, rank)`: right, wrong, or None: nothing to see yet."""
+    from hora.watch.client import snapshots
+
+    chance, times, num_right = random.Random(0), [], 0
+    with _obedient_job(np) as (page, folder):
+        stream = _merged(snapshots(page))
+        for number in range(tries):
+            next(now for now in stream if _is_calm(now) and now["head"]["step"] > 40)
+            rank = chance.randrange(np)
+            (folder / what).write_text(str(rank))
+            began, answer = time.monotonic(), None
+            while answer is None and time.monotonic() - began < limit_s:
+                answer = found(next(stream), rank)
+            took_s = time.monotonic() - began
+            (folder / what).unlink()
+            num_right += bool(answer)
+            times += [took_s] if answer else []
+            print(f"{what} {number}: rank {rank} {'right' if answer else 'WRONG'} after {took_s:.1f} s", flush=True)
     result = {
         "tries": tries,
-        "right": sum(right for right, _ in found),
+        "right": num_right,
         "seconds_median": round(statistics.median(times), 1),
-        "seconds_most": round(times[-1], 1),
+        "seconds_most": round(max(times), 1),
     }
-    print("straggler", json.dumps(result), flush=True)
+    print(what, json.dumps(result), flush=True)
     return result
 
 
-def _named(page, slow: int) -> tuple[bool, float]:
-    """Whether the slow rank, and it alone, is named; and how long after the first steps that was."""
-    from hora.watch.client import snapshots
+def _merged(stream: Iterable[dict]) -> Iterator[dict]:
+    """What a page knows, as it grows."""
+    now: dict = {}
+    for news in stream:
+        now |= news.get("everything", news)
+        yield now
 
-    began = None
-    for news in snapshots(page):
-        head = news.get("everything", news).get("head")
-        if head is None:
-            continue
-        if began is None and head["step"] > 0:
-            began = time.monotonic()
-        if head["stragglers"]:
-            assert began is not None
-            return [one["rank"] for one in head["stragglers"]] == [slow], time.monotonic() - began
-        if began is not None and time.monotonic() - began > 30:
-            return False, 30.0
-    return False, 0.0
+
+def _is_calm(now: dict) -> bool:
+    head = now["head"]
+    return head["state"] == "training" and not head["stragglers"] and not head["pending"]
+
+
+def slow(np: int, tries: int) -> dict:
+    def found(now: dict, rank: int) -> bool | None:
+        named = [one["rank"] for one in now["head"]["stragglers"]]
+        return named == [rank] if named else None
+
+    return _tries("slow", np, tries, 30.0, found)
+
+
+def hang(np: int, tries: int) -> dict:
+    def found(now: dict, rank: int) -> bool | None:
+        head = now["head"]
+        if head["state"] != "waiting":
+            return None
+        if head["words"] != f"waiting for rank {rank}":
+            return False
+        stack = now["stacks"]["stacks"].get(str(rank))
+        fresh = stack is not None and stack["at"] > head["now"] - 20 and stack["threads"]
+        return True if fresh and any("the guilty line" in frame[3] for frame in stack["threads"][0][1]) else None
+
+    return _tries("hang", np, tries, 30.0, found)
 
 
 def hour() -> dict:
@@ -253,26 +268,78 @@ def hour() -> dict:
     return result
 
 
+def page() -> dict:
+    """Processor seconds of all of chromium's processes for a second of looking, beside an empty tab."""
+    from playwright.sync_api import sync_playwright
+
+    from hora.watch.recording import Recorder
+    from hora.watch.replay import open_recording
+    from hora.watch.simulation import Simulation, Slowness
+
+    site = Path(__file__).parents[1] / "src" / "hora" / "watch" / "site"
+    result: dict = {"kilobytes": round(sum(file.stat().st_size for file in site.iterdir()) / 1e3)}
+    with tempfile.TemporaryDirectory() as name, _obedient_job(4) as (live, _), sync_playwright() as driver:
+        simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)])
+        recorder = Recorder(Path(name, "run.hora"), simulation.facts)
+        for entry in simulation.entries(600.0):
+            recorder.take(entry)
+        recorder.close()
+        server, recorded = open_recording(Path(name, "run.hora"))
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        for what, url in (("empty tab", "about:blank"), ("live", live.full_url), ("recorded", recorded.full_url)):
+            tab = browser.new_page()
+            tab.goto(url)
+            if url.startswith("http"):
+                tab.wait_for_selector("#c-step canvas", timeout=60_000)
+                paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+                result[f"first paint, {what}, ms"] = round(tab.evaluate(paint))
+            time.sleep(5)
+            before, began = _chromium_s(), time.monotonic()
+            time.sleep(15)
+            share = (_chromium_s() - before) / (time.monotonic() - began)
+            result[f"processor, {what}, % of a core"] = round(100 * share, 2)
+            tab.close()
+        browser.close()
+        server.close()
+    print("page", json.dumps(result), flush=True)
+    return result
+
+
+def _chromium_s() -> float:
+    """The processor time of this process's chromium, all of its processes."""
+    import psutil
+
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "chrom" in process.name():
+                total += sum(process.cpu_times()[:2])
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "straggler", "hour", "rank", "slow"))
+    parser.add_argument("what", choices=("overhead", "slow", "hang", "hour", "page", "rank"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("-np", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tries", type=int, default=50)
-    parser.add_argument("--at-once", type=int, default=1)
     arguments = parser.parse_args()
     match arguments.what:
         case "rank":
             rank(arguments.rest[0], int(arguments.rest[1]))
-        case "slow":
-            slow_rank(int(arguments.rest[0]))
         case "overhead":
             overhead(arguments.np, arguments.rounds)
-        case "straggler":
-            straggler(max(arguments.np, 4), arguments.tries, arguments.at_once)
+        case "slow":
+            slow(max(arguments.np, 4), arguments.tries)
+        case "hang":
+            hang(max(arguments.np, 4), arguments.tries)
         case "hour":
             hour()
+        case "page":
+            page()
 
 
 if __name__ == "__main__":

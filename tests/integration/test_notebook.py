@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from hora.watch.client import choose_page, snapshots
+
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
 MODEL = """
@@ -112,6 +114,13 @@ def run(tmp_path, *cells, reactions):
     return notebook.cells
 
 
+def _look_at_the_page():
+    """What the live page of the job on Spark says while it runs, and its address."""
+    page = choose_page(None)
+    first = next(snapshots(page))["everything"]
+    return {"url": page.full_url, "title": first["facts"]["title"], "size": first["head"]["size"]}
+
+
 def shown(cell):
     assert all(output.output_type != "error" for output in cell.outputs), cell.outputs
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
@@ -119,20 +128,21 @@ def shown(cell):
 
 def test_a_notebook_trains_on_local_processes_and_on_spark_shows_logs_and_can_be_interrupted(tmp_path):
     go = tmp_path / "go"
+    seen = {}
     cells = run(
         tmp_path,
         MODEL,
         TRAIN,
         "size, local = HorovodRunner(np=-2).run(train_hvd, width=8); print('local size', size)",
         SPARK,
-        f"size, remote = HorovodRunner(np=2).run(train_hvd, width=8, go={str(go)!r}); print('spark', size)",
+        f"size, remote = HorovodRunner(np=2, dashboard=True).run(train_hvd, width=8, go={str(go)!r}); print('spark', size)",
         "print('equal', all(torch.equal(local[k], remote[k]) for k in local), len(local))",
         SLEEP.format(np=2),
         AFTER,
         SLEEP.replace("now", "locally").format(np=-2),
         AFTER,
         reactions={
-            "waiting for the reader": lambda client: go.touch(),
+            "waiting for the reader": lambda client: (seen.update(_look_at_the_page()), go.touch()),
             "sleeping now": interrupt,
             "sleeping locally": interrupt,
         },
@@ -141,6 +151,10 @@ def test_a_notebook_trains_on_local_processes_and_on_spark_shows_logs_and_can_be
     assert "epoch 2 loss" in shown(cells[2])
     assert "spark 2" in shown(cells[4])
     assert "equal True 4" in shown(cells[5])
+    assert (seen["title"], seen["size"]) == ("HorovodRunner", 2)
+    below_the_cell = str([output.data for output in cells[4].outputs if output.output_type == "display_data"])
+    assert f'<a href="{seen["url"]}"' in below_the_cell
+    assert "<iframe" in below_the_cell
     for index in (6, 8):
         errors = [output.ename for output in cells[index].outputs if output.output_type == "error"]
         assert errors == ["KeyboardInterrupt"], cells[index].outputs

@@ -15,6 +15,7 @@ from ssh_server import SSHD, SshServer
 import horovod
 from hora.launch.host.ssh import Ssh, check_hosts
 from hora.launch.host.supervisor import MARK
+from hora.watch.recording import read_run
 
 pytestmark = [
     pytest.mark.ssh,
@@ -78,18 +79,25 @@ def test_ranks_places_directory_and_environment_reach_the_hosts(hosts, tmp_path)
         assert json.loads(lines_of(out, rank)[0]) == [str(folder), *place, odd, *private, "2.0", "gloo"]
 
 
-def test_an_allreduce_across_another_host_and_this_one(hosts, tmp_path):
+def test_an_allreduce_across_another_host_and_this_one_is_seen_on_the_page(hosts, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch, horovod.torch as hvd\nhvd.init()\n"
+        "import torch, hora, horovod.torch as hvd\nhvd.init()\nhora.report(loss=0.5 + hvd.rank())\n"
         "print(hvd.allreduce(torch.arange(3.) + hvd.rank(), op=hvd.Sum).tolist())\n"
     )
+    record = tmp_path / "run.hora"
     code, out, err = run_command(
-        "hora", "run", "-np", "2", "-H", "nodeb:1,localhost:1", "python", str(script),
-        env={"HORA_SSH": hosts.command},
+        "hora", "run", "-np", "2", "-H", "nodeb:1,localhost:1", "--dashboard", "--record", str(record),
+        "python", str(script), env={"HORA_SSH": hosts.command},
     )  # fmt: skip
     assert code == 0, err
     assert [lines_of(out, rank) for rank in range(2)] == [["[1.0, 3.0, 5.0]"]] * 2
+    assert "see it live: http://127.0.0.1:" in err
+    seen = read_run(record)  # what the page was told
+    assert {place.host: place.state for place in seen.places.values()} == {"nodeb": "done", "localhost": "done"}
+    assert seen.hosts.keys() == {"nodeb", "localhost"}
+    assert "loss" in seen.grid.metrics
+    assert seen.outcome == "done"
 
 
 SPY = """
