@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,11 +187,9 @@ def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
 
 def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict, int], bool | None]) -> dict:
     """Order it of one rank after another. `found(news so far, rank)`: right, wrong, or None: nothing to see yet."""
-    from hora.watch.client import snapshots
-
     chance, times, num_right = random.Random(0), [], 0
     with _obedient_job(np) as (page, folder):
-        stream = _merged(snapshots(page))
+        stream = _followed(page)
         for number in range(tries):
             next(now for now in stream if _is_calm(now) and now["head"]["step"] > 40)
             rank = chance.randrange(np)
@@ -214,12 +212,15 @@ def _tries(what: str, np: int, tries: int, limit_s: float, found: Callable[[dict
     return result
 
 
-def _merged(stream: Iterable[dict]) -> Iterator[dict]:
-    """What a page knows, as it grows."""
+def _followed(page: Page) -> Iterator[dict]:
+    """What a page knows, as it grows. As a page does, it comes back when it was dropped for being slow."""
+    from hora.watch.client import snapshots
+
     now: dict = {}
-    for news in stream:
-        now |= news.get("everything", news)
-        yield now
+    while True:
+        for news in snapshots(page):
+            now |= news.get("everything", news)
+            yield now
 
 
 def _is_calm(now: dict) -> bool:

@@ -21,7 +21,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from hora.events import Timeline
 from hora.watch.recording import Recorder, read_run
+from hora.watch.replay import open_recording
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -252,7 +254,6 @@ def _pid_of_rank(rank: int) -> int:
 
 
 def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
-    from hora.watch.replay import open_recording
     from hora.watch.simulation import Simulation, Slowness
 
     simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)])
@@ -267,6 +268,22 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
         _shows(tab, "#link", "a recorded run", 10)
         assert tab.locator("#c-step canvas").count() == 1
         assert not tab.locator("#actions").is_visible()
+    finally:
+        server.close()
+
+
+def test_a_timeline_is_shown_in_the_same_page(tab, tmp_path):
+    timeline = Timeline(str(tmp_path / "timeline.json"))
+    timeline.arrived(["allreduce.<b>weight</b>"], "ALLREDUCE", 0)
+    timeline.arrived(["allreduce.<b>weight</b>"], "ALLREDUCE", 1)
+    timeline.agreed(["allreduce.<b>weight</b>"])
+    timeline.close()
+    server, page = open_recording(tmp_path / "timeline.json")
+    try:
+        tab.goto(page.full_url)
+        _shows(tab, "#t-late", "rank 1 came last in 100 % of 1 operations", 20)
+        assert tab.locator("#t-canvas").is_visible()
+        assert not tab.locator("#c-step").is_visible()
     finally:
         server.close()
 

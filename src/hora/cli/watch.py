@@ -1,4 +1,4 @@
-"""`hora view` and `hora top`: look at a recorded run in the browser, at a live one in the terminal."""
+"""`hora view` and `hora top`: look at a recorded run or a timeline in the browser, at a live run in the terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ __all__ = ["top", "view"]
 
 def view(argv: Sequence[str]) -> int:
     """`hora view FILE`."""
-    parser = argparse.ArgumentParser(prog="hora view", description="Show a recorded run in the browser.")
-    parser.add_argument("file", help="written by `hora run --record FILE`, or run.hora of a downloaded bundle")
+    parser = argparse.ArgumentParser(
+        prog="hora view", description="Show a recorded run, or a timeline, in the browser."
+    )
+    parser.add_argument(
+        "file", help="of `hora run --record FILE`, run.hora of a downloaded bundle, or of `--timeline-filename FILE`"
+    )
     parser.add_argument("--listen", default="", metavar="HOST:PORT", help="default: loopback, a free port")
     parser.add_argument("--open", action="store_true", help="open the browser too")
     arguments = parser.parse_args(argv)

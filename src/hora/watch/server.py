@@ -38,6 +38,7 @@ _FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/timeline.js": ("timeline.js", "text/javascript; charset=utf-8"),
     "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
     "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
 }
@@ -62,7 +63,8 @@ class Controls(Protocol):
 
 
 class Server:
-    """Serves one run. `controls`: None for a recorded one. `on_tick(run)` is called once a second, in the server's thread."""
+    """Serves one run, or a `timeline` (`hora.watch.timeline`). `controls`: None for a recorded one. `on_tick(run)` is called
+    once a second, in the server's thread."""
 
     def __init__(
         self,
@@ -71,12 +73,13 @@ class Server:
         *,
         controls: Controls | None = None,
         bundle: Callable[[], bytes] | None = None,
+        timeline: Mapping[str, Any] | None = None,
         on_entry: Callable[[Entry], None] | None = None,
         on_tick: Callable[[Run], None] | None = None,
         live: bool = True,
     ) -> None:
         self.run, self._access = run, access
-        self._controls, self._bundle = controls, bundle
+        self._controls, self._bundle, self._timeline = controls, bundle, timeline
         self._on_entry, self._on_tick = on_entry, on_tick
         self._live = live
         self._waiting: deque[Entry] = deque(maxlen=_MAX_WAITING_ENTRIES)
@@ -249,6 +252,8 @@ class Server:
                 return _json(self._everything())
             if request.path == "/metrics":
                 return Answer(prometheus.exposition(self.run).encode(), prometheus.CONTENT_TYPE)
+            if request.path == "/api/timeline" and self._timeline is not None:
+                return _json(self._timeline)
             if request.path == "/api/bundle" and self._bundle is not None:
                 return Answer(self._bundle(), "application/zip")
         elif request.method == "POST" and request.path.startswith("/api/"):
@@ -279,7 +284,7 @@ class Server:
         may = [] if self._controls is None else ["stacks", "profile", "stop", "commit", "remove"]
         if self._bundle is not None:
             may.append("bundle")
-        return {**view.everything(self.run), "may": may, "live": self._live}
+        return {**view.everything(self.run), "may": may, "live": self._live, "timeline": self._timeline is not None}
 
     async def _stream(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, extra: Mapping[str, str]

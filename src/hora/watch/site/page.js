@@ -75,6 +75,7 @@ function take(news) {
   if (news.everything) {
     Object.assign(run, news.everything); run.shownLines = 0;
     ["head", "columns", "events", "lines", "stacks", "facts"].forEach((k) => dirty.add(k));
+    if (run.timeline) { showFacts(); text("link", "A timeline. ui.perfetto.dev opens the same file."); showTimeline(); return; }
   } else {
     if (news.head) { run.head = news.head; dirty.add("head"); }
     if (news.columns) { merge(news.columns); dirty.add("columns"); }
@@ -263,7 +264,7 @@ function difference(rank, slow) {
   const other = Object.entries(run.stacks.profiles).find(([r, p]) => !slow.has(Number(r)) && Math.abs(p.at - mine.at) < 10);
   const theirs = other ? shares(other[1]) : new Map();
   const ranked = [...shares(mine)].map(([key, one]) => ({ ...one, usual: theirs.has(key) ? theirs.get(key).share : 0 })).sort((a, b) => b.share - b.usual - (a.share - a.usual));
-  const best = ranked[0], percent = (x) => `${Math.round(100 * x)} %`;
+  const best = ranked[0], percent = (x) => `${Math.round(100 * x)}\u00a0%`;
   return { frames: best.frames, words: `rank ${rank} is here in ${percent(best.share)} of its time` + (other ? `, rank ${other[0]} in ${percent(best.usual)}` : "") };
 }
 
@@ -279,8 +280,8 @@ function showAlerts() {
   for (const s of now.stragglers.slice(0, 2)) {
     const found = difference(s.rank, new Set(now.stragglers.map((one) => one.rank))), frames = found ? found.frames : mainFrames(s.rank);
     const note = found ? found.words : `rank ${s.rank} was here when last asked`;
-    const share = s.words ? `, ${Math.round(100 * s.excess[s.part])} % of it ${s.words}` : "";
-    cards.push(alertCard("", `rank ${s.rank} on ${s.host} is ${s.slowdown.toFixed(2)}× slower than the median since ${clock(s.since, false)}${share}`, `The others wait for it for ${s.late} % of every step.`, s.excess, frames ? [note, frames] : null));
+    const share = s.words ? `, ${Math.round(100 * s.excess[s.part])}\u00a0% of it ${s.words}` : "";
+    cards.push(alertCard("", `rank ${s.rank} on ${s.host} is ${s.slowdown.toFixed(2)}× slower than the median since ${clock(s.since, false)}${share}`, `The others wait for it for ${s.late}\u00a0% of every step.`, s.excess, frames ? [note, frames] : null));
   }
   if (now.state === "failed" && now.why) cards.push(alertCard("bad", now.why.split("\n")[0].slice(0, 200), now.why.split("\n").slice(1, 9).join("\n"), null, null));
   const key = JSON.stringify([now.stragglers, now.state, op && [op.missing, op.name, Math.round(op.waited_s)], run.stacks, now.why]);
@@ -406,6 +407,7 @@ function closeMenu() { $("menu").hidden = true; $("actions").setAttribute("aria-
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   for (const chart of Object.values(charts)) { chart.series = []; chart.key = ""; }
+  charts.timeline?.draw();
   ["head", "columns"].forEach((k) => dirty.add(k)); render();
 }
 const preferred = matchMedia("(prefers-color-scheme: dark)");
