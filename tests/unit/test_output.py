@@ -53,6 +53,31 @@ def test_a_progress_bar_is_shown_before_its_line_ends():
     assert sink.getvalue() == b"[0]<stdout>:10%\r"
 
 
+def bar(num_updates: int) -> bytes:
+    """What tqdm writes: a return first, then the bar, and a newline at its end."""
+    return b"".join(b"\rTrain %d%%" % percent for percent in range(num_updates)) + b"\n"
+
+
+def test_a_return_before_any_text_gets_no_prefix():
+    got = collect([(0, "stderr", bar(3))])
+    assert got == b"\r[0]<stderr>:Train 0%\r[0]<stderr>:Train 1%\r[0]<stderr>:Train 2%\n"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_a_file_keeps_the_last_state_of_a_line_that_was_written_over(tmp_path: Path, size: int):
+    data = b"before\n" + bar(50) + b"after\r\n" + b"cut 1%\rcut 2%\r"
+    chunks = [(0, "stderr", data[i : i + size]) for i in range(0, len(data), size)]
+    wanted = b"[0]<stderr>:before\n[0]<stderr>:Train 49%\n[0]<stderr>:after\n[0]<stderr>:cut 2%\n"
+    collect(chunks, directory=str(tmp_path))
+    assert (tmp_path / "rank.0/stderr").read_bytes() == wanted
+    with (tmp_path / "log").open("wb") as log:  # horovodrun … 2> log
+        output = Output(OutputOptions(stderr=log), {0: 0})
+        for worker, stream, piece in chunks:
+            output.feed(worker, stream, piece)
+        output.end(0)
+    assert (tmp_path / "log").read_bytes() == wanted
+
+
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_split_utf8_survives_on_text_streams(cut: int):
     data, sink = "grüße €\n".encode(), io.StringIO()

@@ -1,8 +1,9 @@
 """The workers' output: whole lines with a prefix that tells the rank, on the console and in files.
 
 Bytes go in as they arrive; lines come out as soon as they are complete (`\\n`, `\\r` or both end one), byte
-for byte what the worker wrote. Memory is bounded whatever a worker prints. Keeps the end of each worker's
-output for error reports. Called by the controller, from any thread.
+for byte what the worker wrote. Of a line that was written over and over (`\\r`, a progress bar) a file gets only the last
+state. Memory is bounded whatever a worker prints. Keeps the end of each worker's output for error reports. Called by the
+controller, from any thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 import logging
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -25,7 +27,7 @@ from hora.launch.tail import Tail
 __all__ = ["LogFile", "Output"]
 
 MAX_LINE_BYTES = 256 * 1024  # a longer line leaves in pieces
-_LINE_END = re.compile(rb"\r\n|\n|\r")
+_LINE_WITH_END = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
 
 _log = logging.getLogger("hora.launch")
 
@@ -48,6 +50,7 @@ class Output:
             "stderr": _Console(options.stderr if options.stderr is not None else sys.stderr),
         }
         self._files: dict[tuple[int, str], LogFile] = {}  # by rank
+        self._settled: dict[tuple[int, str], _Settled] = {}
         self._width = len(str(max(self._ranks.values(), default=0)))
         self._open_files()
 
@@ -85,7 +88,7 @@ class Output:
         with self._lock:
             for stream in ("stdout", "stderr"):
                 if (worker, stream) in self._streams:
-                    self._write((worker, stream), self._streams[worker, stream].end())
+                    self._write((worker, stream), self._streams[worker, stream].end(), last=True)
 
     def say(self, text: str, *, stream: str = "stdout") -> None:
         """A line of the launcher's own, or one that a worker wants shown as it is."""
@@ -109,14 +112,17 @@ class Output:
         name = self._names.get(worker) or self._ranks.get(worker, worker)
         return f"{when}[{self._options.tag}{name}]<{stream}>:".encode()
 
-    def _write(self, key: tuple[int, str], data: bytes) -> None:
-        if not data:
+    def _write(self, key: tuple[int, str], data: bytes, *, last: bool = False) -> None:
+        if not data and not last:
             return
-        if self._options.console:
-            self._consoles[key[1]].write(data, key, self._prefix(*key))
+        settled = self._settled.setdefault(key, _Settled()).feed(data, last=last)
+        console = self._consoles[key[1]]
+        shown = settled if console.is_file else data
+        if self._options.console and shown:
+            console.write(shown, key, self._prefix(*key))
         file = self._files.get((self._ranks.get(key[0], key[0]), key[1]))
-        if file is not None:
-            file.write(data)
+        if file is not None and settled:
+            file.write(settled)
 
 
 class _Lines:
@@ -149,17 +155,52 @@ class _Lines:
         last = len(whole) - (2 if whole.endswith(b"\r\n") else 1) if ended else len(whole)
         body, end = whole[:last], whole[last:]
         many = b"\r" in body  # plain newlines, the usual case, are replaced much faster
-        body = _LINE_END.sub(lambda m: m[0] + prefix, body) if many else body.replace(b"\n", b"\n" + prefix)
         start = b"" if self._inside else prefix
+        if many or end == b"\r":
+            text = self._dress_returns(body + end, prefix)
+        else:
+            text = start + body.replace(b"\n", b"\n" + prefix) + end
         self._inside = not ended
         self._after_return = end == b"\r"
-        return start + body + end
+        return text
+
+    def _dress_returns(self, text: bytes, prefix: bytes) -> bytes:
+        """With a prefix for every line but those that are nothing but a return: many bars begin with it, none needs it."""
+        pieces = _LINE_WITH_END.findall(text)
+        bare = [piece == b"\r" or (number == 0 and self._inside) for number, piece in enumerate(pieces)]
+        return b"".join(piece if is_bare else prefix + piece for piece, is_bare in zip(pieces, bare, strict=True))
 
     def end(self) -> bytes:
         last, self._partial = self._partial, b""
         if last or self._inside:
             return self._dress(last + b"\n")
         return b""
+
+
+class _Settled:
+    """Lines as they were when they ended: what `\\r` brought back to its beginning and wrote over is left out."""
+
+    def __init__(self) -> None:
+        self._held = b""  # a line that was returned from, and may be written over yet
+
+    def feed(self, data: bytes, *, last: bool = False) -> bytes:
+        data, self._held = self._held + data, b""
+        if b"\r" not in data:
+            return data
+        *whole, rest = data.replace(b"\r\n", b"\n").split(b"\n")
+        lines = [_last_state(line) + b"\n" for line in whole]
+        if last and rest:
+            lines.append(_last_state(rest) + b"\n")
+        elif b"\r" in rest and len(rest) < MAX_LINE_BYTES:
+            # The \r stays at its end: what comes now writes over it, or a \n leaves it as it is.
+            self._held = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")
+        else:
+            lines.append(rest)
+        return b"".join(lines)
+
+
+def _last_state(line: bytes) -> bytes:
+    return next((state for state in reversed(line.split(b"\r")) if state), b"")
 
 
 def _open_file(path: Path) -> LogFile:
@@ -215,6 +256,7 @@ class _Console:
         self._unfinished: object = None
         self._interrupted: set[object] = set()
         self._broken = stream is None
+        self.is_file = _is_file(self._stream)
 
     def write(self, data: bytes, key: object = None, prefix: bytes = b"") -> None:
         if key in self._interrupted:
@@ -245,6 +287,14 @@ class _Console:
         if key not in self._decoders:
             self._decoders[key] = codecs.getincrementaldecoder("utf-8")("replace")
         self._stream.write(self._decoders[key].decode(data))
+
+
+def _is_file(stream: IO[Any]) -> bool:
+    """Whether what is written stays as it is, in a file on a disk: no terminal, no notebook, no pipe to one."""
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _is_binary(stream: IO[Any]) -> bool:
