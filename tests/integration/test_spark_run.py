@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import horovod.spark
+from hora.errors import StartTimeoutError
 from horovod.spark import conf
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
@@ -52,9 +53,13 @@ def test_another_executable_is_used(spark, tmp_path):
     assert horovod.spark.run(fn, num_proc=1, executable=str(wrapper)) == ["1"]
 
 
-def test_too_few_slots_time_out_with_what_to_change(spark):
-    with pytest.raises(Exception, match=r"^Timed out waiting for Spark tasks to start\..*4"):
-        horovod.spark.run(lambda: None, num_proc=4, start_timeout=2)
+def test_too_few_slots_are_an_error_at_once_with_what_to_change(spark):
+    tracker = spark.sparkContext.statusTracker()
+    before = tracker.getJobIdsForGroup(None)
+    # Without a start timeout of one's own: ten minutes, which the test does not have.
+    with pytest.raises(StartTimeoutError, match=r"^Timed out waiting for Spark tasks to start\..*need 4 .* has 2"):
+        horovod.spark.run(lambda: None, num_proc=4)
+    assert tracker.getJobIdsForGroup(None) == before
     assert horovod.spark.run(lambda: 1, num_proc=2) == [1, 1]
 
 
@@ -76,7 +81,7 @@ def test_the_job_runs_in_its_own_group(spark, monkeypatch):
     cancel_group = spark.sparkContext.cancelJobGroup
     monkeypatch.setattr(spark.sparkContext, "cancelJobGroup", lambda group: (groups.append(group), cancel_group(group)))
     with pytest.raises(Exception, match="Timed out"):
-        horovod.spark.run(lambda: None, num_proc=4, start_timeout=1)
+        horovod.spark.run(lambda: None, num_proc=2, start_timeout=0.001)
     assert len(groups) == 1
     prefix, _, number = groups[0].rpartition(".")
     assert prefix == "horovod.spark.run"

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import cloudpickle
 
-from hora.errors import BadCallError
+from hora.errors import BadCallError, StartTimeoutError
 from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.pickling import pickle_call
@@ -53,13 +53,15 @@ def run(
     num_proc = context.defaultParallelism if num_proc is None else num_proc
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise ValueError(f"num_proc must be an integer of at least 1, but it is {num_proc!r}")
+    timeout_s = _start_timeout_s(start_timeout)
+    _check_slots(context, num_proc, timeout_s)
     job = SparkJob(
         function=pickle_call(fn, args, kwargs),
         num_proc=num_proc,
         group="horovod.spark.run",
         env=_variables(env, nics),
         output=_output(stdout, stderr, prefix_output_with_timestamp),
-        start_timeout_s=_start_timeout_s(start_timeout),
+        start_timeout_s=timeout_s,
         bind_gpus=False,
         executable=executable,
         verbose=verbose >= 2,
@@ -89,17 +91,19 @@ def run_elastic(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `num_proc` Spark tasks; results of the last workers in rank order.
 
-    The job goes on while at least `min_num_proc` workers live and takes in up to `max_num_proc` (both are `num_proc`
-    unless given). A worker that fails fails its Spark task, which Spark starts again: `spark.task.maxFailures` must
-    exceed the failures to be survived. The function uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names;
-    the other arguments are those of `run`.
+    The job goes on while at least `min_num_proc` workers live and takes in up to `max_num_proc`. Unless given, they are
+    what `spark.dynamicAllocation.minExecutors` and `maxExecutors` allow, else `num_proc`. A worker that fails fails its
+    Spark task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to be survived. The function
+    uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
     """
+    from hora.launch.spark.cluster import dynamic_limits
     from hora.launch.spark.elastic import run_elastic_on_spark  # jobs that never change size start faster without
 
     context = _context(fn, "run_elastic")
     num_proc = context.defaultParallelism if num_proc is None else num_proc
-    least = _renamed("min_np", min_np, "min_num_proc", min_num_proc) or num_proc
-    most = _renamed("max_np", max_np, "max_num_proc", max_num_proc) or num_proc
+    fewest, greatest = dynamic_limits(context)
+    least = _renamed("min_np", min_np, "min_num_proc", min_num_proc) or min(fewest or num_proc, num_proc)
+    most = _renamed("max_np", max_np, "max_num_proc", max_num_proc) or max(greatest or num_proc, num_proc)
     if not 1 <= least <= num_proc <= most:
         raise ValueError(
             "1 <= min_num_proc <= num_proc <= max_num_proc must hold, but they are "
@@ -138,6 +142,18 @@ def _context(fn: Callable[..., Any], caller: str) -> Any:
     if context is None:
         raise RuntimeError(f"Could not find an active SparkContext: create a SparkSession first, then call {caller}().")
     return context
+
+
+def _check_slots(context: Any, num_proc: int, timeout_s: float) -> None:
+    """An error at once for processes that never all fit. It begins as Horovod's does, for which callers look."""
+    from hora.launch.spark.cluster import require_slots
+
+    try:
+        require_slots(context, num_proc, limit_s=timeout_s)
+    except ValueError as error:
+        raise StartTimeoutError(
+            f"Timed out waiting for Spark tasks to start. They never all can, so this was not waited for: {error}"
+        ) from None
 
 
 def _variables(env: Mapping[str, str] | None, nics: Iterable[str] | None) -> dict[str, str]:

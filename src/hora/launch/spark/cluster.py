@@ -8,6 +8,8 @@ instead of a stage that waits for ever. Called on the driver: by the launcher's 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import math
 import socket
 import threading
 import time
@@ -22,6 +24,7 @@ __all__ = [
     "context_or_new",
     "count_slots",
     "driver_addresses",
+    "dynamic_limits",
     "is_local",
     "require_slots",
 ]
@@ -29,7 +32,12 @@ __all__ = [
 _POLL_S = 0.1
 # Spark itself gives executors of a new application this long to register before it schedules without them.
 _REGISTRATION_LIMIT_S = 30.0
+# No executor at all: a cluster that is being started, or has given all its cores away.
+_FIRST_EXECUTOR_LIMIT_S = 60.0
+_NOTICE_AFTER_S = 3.0
 _most_seen: dict[str, int] = {}  # application -> the most slots that it ever had
+
+_log = logging.getLogger("hora.launch")
 
 
 def active_context() -> Any | None:
@@ -105,33 +113,58 @@ def count_slots(context: Any) -> int:
         return int(context.defaultParallelism)
 
 
-def require_slots(context: Any, num_slots: int) -> int:
+def require_slots(context: Any, num_slots: int, *, limit_s: float = math.inf) -> int:
     """The cluster's slots, at least `num_slots` (0: whatever there is); ValueError if it has fewer.
 
     Where Spark allocates executors on demand, those that it may still start count too. Executors of a young
-    application may still be registering, so that is waited for; a cluster that has been up for a while
-    answers at once.
+    application may still be registering, so that is waited for, and where there is none at all a minute from now on, but
+    never longer than `limit_s`; a cluster that has been up for a while answers at once.
     """
     if allocates_dynamically(context):
         return _require_on_demand(context, num_slots)
     wanted = max(num_slots, 1)
+    began = time.time()
     # With num_slots=0 ("all of them") the first executor to register is not yet the whole cluster.
     settled = _settled_at(context)
     if 0 < num_slots <= _most_seen.get(context.applicationId, 0):
-        settled = max(settled, time.time() + _REGISTRATION_LIMIT_S)  # an executor was lost: another one will come
+        settled = max(settled, began + _REGISTRATION_LIMIT_S)  # an executor was lost: another one will come
+    noticed = False
     while True:
         slots = count_slots(context)
         _most_seen[context.applicationId] = max(slots, _most_seen.get(context.applicationId, 0))
         if slots >= wanted and (num_slots > 0 or time.time() >= settled or is_local(context)):
             return slots
-        if time.time() >= settled:
+        until = max(settled, began + _FIRST_EXECUTOR_LIMIT_S) if slots == 0 else settled
+        deadline = min(until, began + limit_s)
+        if time.time() >= deadline:
             raise ValueError(_too_few(context, num_slots, slots))
+        if not noticed and time.time() - began > _NOTICE_AFTER_S:
+            noticed = True
+            _log.warning(
+                "waiting for Spark executors to register with %s: %d of %d task slots are there, for %.0f s more at most",
+                context.master,
+                slots,
+                wanted,
+                deadline - time.time(),
+            )
         threading.Event().wait(_POLL_S)
 
 
 def allocates_dynamically(context: Any) -> bool:
     """Whether Spark starts and ends executors as tasks come and go."""
     return bool(context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true")
+
+
+def dynamic_limits(context: Any) -> tuple[int | None, int | None]:
+    """The fewest and the most slots that Spark keeps and starts on demand; None: it says nothing, or allocates once."""
+    if not allocates_dynamically(context):
+        return None, None
+    conf = context.getConf()
+    cores = conf.get("spark.executor.cores", "")
+    each = int(cores) // int(conf.get("spark.task.cpus", "1")) if cores else 1
+    found = (conf.get(f"spark.dynamicAllocation.{name}Executors", "") for name in ("min", "max"))
+    least, most = (int(text) * each if text.isdigit() else None for text in found)
+    return max(least, 1) if least is not None else None, most
 
 
 def _require_on_demand(context: Any, num_slots: int) -> int:

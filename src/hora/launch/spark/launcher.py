@@ -104,7 +104,7 @@ class _Patience:
 
     def go_on(self) -> bool:
         stage, now = self._driver.stage, time.monotonic()
-        if self._wanted.wait_for_slots and not self._driver.num_arrived() and stage.is_waiting():
+        if self._wanted.wait_for_slots and self._others_have_the_slots():
             self._started = now
             if now - self._began > _NOTICE_AFTER_S and not self._noticed:
                 self._noticed = True
@@ -112,6 +112,12 @@ class _Patience:
                 _log.warning("waiting for %d free Spark task slots (job group %s)", num_proc, stage.group)
             return True
         return now - self._started <= self._wanted.start_timeout_s
+
+    def _others_have_the_slots(self) -> bool:
+        """Whether there are enough slots, but busy ones. Executors that never come are no reason to wait for ever."""
+        if self._driver.num_arrived() or not self._driver.stage.is_waiting():
+            return False
+        return self._driver.stage.count_slots() >= self._wanted.num_proc
 
 
 class SparkLauncher:

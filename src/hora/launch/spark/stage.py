@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hora.launch.spark.cluster import allocates_dynamically
+from hora.launch.spark.cluster import allocates_dynamically, count_slots
 
 __all__ = ["SparkStage"]
 
@@ -64,6 +64,10 @@ class SparkStage:
             if any(stage is not None and stage.numActiveTasks for stage in stages):
                 return False
         return not self.ended.is_set()
+
+    def count_slots(self) -> int:
+        """The cluster's task slots, free or not."""
+        return count_slots(self._context)
 
     def failure_text(self) -> str:
         """Spark's reason for the failure in a few lines, without its Java stack."""
