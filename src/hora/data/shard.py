@@ -124,7 +124,8 @@ class Shard:
             return self._kept[number]
         group, begin, end = self._spans[number]
         table = group.to_table(columns=list(self._columns) if self._columns else None).slice(begin, end - begin)
-        rows: Rows = {name: _array(table.column(name), name) for name in table.column_names}
+        any_type = self._transform is not None
+        rows: Rows = {name: _array(table.column(name), name, any_type=any_type) for name in table.column_names}
         if self._transform is not None:
             rows = self._transform(rows)
         if self._kept is not None:
@@ -142,8 +143,8 @@ def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[
         first += num_rows
 
 
-def _array(column: Any, name: str) -> np.ndarray[Any, Any]:
-    """A column as an array: one dimension for numbers, two for lists of them."""
+def _array(column: Any, name: str, *, any_type: bool) -> np.ndarray[Any, Any]:
+    """A column as an array: one dimension for numbers, two for lists of them. `any_type`: texts and bytes as objects."""
     import pyarrow
 
     if column.null_count:
@@ -158,7 +159,7 @@ def _array(column: Any, name: str) -> np.ndarray[Any, Any]:
             raise ValueError(f"the rows of column {name!r} differ in shape")
         return flat.reshape(len(column), -1)
     found: np.ndarray[Any, Any] = column.to_numpy()
-    if found.dtype == object:
+    if found.dtype == object and not any_type:
         raise TypeError(f"column {name!r} holds {kind}, which no tensor can hold; leave it out or encode it")
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Backend", "SparkBackend"]
+__all__ = ["Backend", "SparkBackend", "default_num_proc"]
 
 
 class Backend:
@@ -30,8 +30,8 @@ class SparkBackend(Backend):
     """The tasks of the active Spark cluster, through `horovod.spark.run`; further arguments are that function's."""
 
     def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
-        self._num_proc = num_proc
-        self._env = dict(env or {})
+        self._num_proc = default_num_proc() if num_proc is None else num_proc
+        self._env = env
         self._kwargs = kwargs
 
     def run(
@@ -43,15 +43,18 @@ class SparkBackend(Backend):
     ) -> list[Any]:
         from hora.spark.run import run
 
-        variables = self._env | dict(env or {})
+        variables = dict(self._env or {}) | dict(env or {})
         return run(fn, args=args, kwargs=kwargs or {}, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
-        if self._num_proc is not None:
-            return self._num_proc
-        from hora.launch.spark.cluster import active_context
+        return self._num_proc
 
-        context = active_context()
-        if context is None:
-            raise RuntimeError("Could not find an active SparkContext: create a SparkSession first, or give num_proc.")
-        return int(context.defaultParallelism)
+
+def default_num_proc() -> int:
+    """As many processes as Spark would use by default: its default parallelism."""
+    from hora.launch.spark.cluster import active_context
+
+    context = active_context()
+    if context is None:
+        raise RuntimeError("Could not find an active SparkContext: create a SparkSession first, or give num_proc.")
+    return int(context.defaultParallelism)

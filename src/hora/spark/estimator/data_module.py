@@ -7,6 +7,7 @@ that give iterables of batches, dicts of column to array or `(features, label)`.
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +16,40 @@ import numpy as np
 
 from hora.data.shard import Rows, Shard, even_batches
 
-__all__ = ["ParquetDataModule"]
+__all__ = ["DataModule", "NVTabularDataModule", "ParquetDataModule"]
 
 
-class ParquetDataModule:
+class DataModule(abc.ABC):
+    """What feeds a training, on one rank: a context manager with batches to train on and batches to validate with.
+
+    Made with the keywords of `ParquetDataModule`, and more: a class of one's own takes those it needs, and `**kwargs`.
+    """
+
+    short_name = ""
+
+    @abc.abstractmethod
+    def __enter__(self) -> Any: ...
+
+    @abc.abstractmethod
+    def __exit__(self, *exc_info: object) -> None: ...
+
+    @abc.abstractmethod
+    def train_data(self) -> Iterable[Any]:
+        """Batches, dicts of column to array or `(features, label)`; asked again at their end."""
+
+    @abc.abstractmethod
+    def val_data(self) -> Iterable[Any]:
+        """The batches of one pass."""
+
+
+class NVTabularDataModule(DataModule):
+    """Horovod's reader on GPUs by NVTabular, which Hora has not: making one says so."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NVTabularDataModule:
+        raise ImportError("NVTabularDataModule needs nvtabular, which Hora does not use; leave data_module out")
+
+
+class ParquetDataModule(DataModule):
     """Every row once an epoch, on one rank; all ranks take the same number of steps.
 
     With `steps_per_epoch_train` an epoch is that many batches of the full size, and the next epoch goes on where the

@@ -25,7 +25,7 @@ _DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow pass over names with an u
 
 @dataclass(frozen=True)
 class Column:
-    """A column as it was: `kind` is scalar, array or vector; `size` is the number of elements in each row."""
+    """A column as it was: `kind` is scalar, array, vector or object; `size` is the number of elements in each row."""
 
     name: str
     kind: str
@@ -43,8 +43,11 @@ class Dataset:
     columns: Mapping[str, Column]
 
 
-def describe(frame: DataFrame, names: Sequence[str]) -> dict[str, Column]:
-    """The columns of a DataFrame, their sizes still unknown (0). ValueError for one that tensors cannot hold."""
+def describe(frame: DataFrame, names: Sequence[str], *, any_type: bool = False) -> dict[str, Column]:
+    """The columns of a DataFrame, their sizes still unknown (0). ValueError for one that tensors cannot hold.
+
+    `any_type`: that is the business of a transformation while reading; such a column is an "object".
+    """
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types
 
@@ -57,12 +60,15 @@ def describe(frame: DataFrame, names: Sequence[str]) -> dict[str, Column]:
             kind, of = "vector", types.DoubleType()
         elif isinstance(of, types.ArrayType):
             kind, of = "array", of.elementType
-        if not isinstance(of, types.NumericType | types.BooleanType):
+        if not isinstance(of, types.NumericType | types.BooleanType) and any_type:
+            kind, of = "object", frame.schema[name].dataType
+        elif not isinstance(of, types.NumericType | types.BooleanType):
             raise ValueError(
                 f"column {name!r} has type {frame.schema[name].dataType.simpleString()}; "
                 "numbers, booleans, arrays of them and vectors can be trained on"
             )
-        found[name] = Column(name=name, kind=kind, type=of.simpleString(), size=1 if kind == "scalar" else 0)
+        size = 0 if kind in ("vector", "array") else 1
+        found[name] = Column(name=name, kind=kind, type=of.simpleString(), size=size)
     return found
 
 
@@ -105,6 +111,7 @@ def open_dataset(
     *,
     columns: Mapping[str, Column] | None = None,
     with_validation: bool,
+    any_type: bool = False,
 ) -> Dataset:
     """The dataset that lies in the store; measured the first time, remembered next to the data."""
     path = store.get_train_data_path(index)
@@ -120,7 +127,7 @@ def open_dataset(
     frame = spark.read.parquet(path)
     dataset = Dataset(
         index=index,
-        columns=_measured(frame, columns or describe(frame, frame.columns), path),
+        columns=_measured(frame, columns or describe(frame, frame.columns, any_type=any_type), path),
         train_rows=_count(store, path),
         val_rows=_count(store, store.get_val_data_path(index)) if with_validation else 0,
     )
@@ -168,7 +175,7 @@ def _measured(frame: DataFrame, columns: Mapping[str, Column], path: str) -> dic
 
     wanted = []
     for name, column in columns.items():
-        size = sql.lit(1) if column.kind == "scalar" else sql.size(f"`{name}`")
+        size = sql.size(f"`{name}`") if column.kind in ("vector", "array") else sql.lit(1)
         wanted += [sql.min(size).alias(f"min {name}"), sql.max(size).alias(f"max {name}")]
         wanted.append(sql.count(sql.when(sql.col(f"`{name}`").isNull(), 1)).alias(f"null {name}"))
     measured = frame.agg(*wanted).collect()[0]

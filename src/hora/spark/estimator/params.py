@@ -14,12 +14,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hora.spark.estimator.dataset import Column
 
-__all__ = ["ESTIMATOR", "check_columns", "check_values", "signature_of", "with_params"]
+__all__ = [
+    "ESTIMATOR",
+    "MODEL",
+    "ParamTable",
+    "check_columns",
+    "check_torch_values",
+    "check_validation_value",
+    "check_values",
+    "signature_of",
+    "with_params",
+]
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
 
 C = TypeVar("C", bound=type)
+
+ParamTable = Mapping[str, tuple[Any, str]]  # name -> default, meaning
 
 ESTIMATOR: dict[str, tuple[Any, str]] = {
     "num_proc": (None, "processes; the default parallelism of Spark unless given"),
@@ -67,6 +79,20 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "data_module": (None, "the class that feeds the training"),
 }
 
+MODEL: dict[str, tuple[Any, str]] = {
+    "history": (None, "a dict for each epoch"),
+    "model": (None, "the trained module, on the CPU, in eval mode"),
+    "feature_columns": (None, "columns for the model's forward, in order"),
+    "input_shapes": (None, "a shape for each feature"),
+    "label_columns": (None, "columns that were learnt"),
+    "outputCols": (None, "names of the predictions; <label>__output unless given"),
+    "optimizer": (None, "the optimizer after the training"),
+    "run_id": (None, "name of the run in the store"),
+    "_metadata": (None, "the training data's columns"),
+    "loss": (None, "what was minimised"),
+    "loss_constructors": (None, "what made the losses"),
+}
+
 # Horovod's accessors that are not made of the parameter's name.
 _OTHER_NAMES = {
     "shuffle_buffer_size": "ShufflingBufferSize",
@@ -76,13 +102,13 @@ _OTHER_NAMES = {
 }
 
 
-def signature_of(table: Mapping[str, tuple[Any, str]]) -> inspect.Signature:
+def signature_of(table: ParamTable) -> inspect.Signature:
     """A constructor's signature: every parameter of the table as a keyword."""
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([inspect.Parameter(name, kind, default=value) for name, (value, _) in table.items()])
 
 
-def with_params(table: Mapping[str, tuple[Any, str]], other_names: Mapping[str, str] | None = None) -> Callable[[C], C]:
+def with_params(table: ParamTable, other_names: Mapping[str, str] | None = None) -> Callable[[C], C]:
     """Give a class the parameters of `table`, each with its setter and getter."""
 
     from pyspark.ml.param import Param, Params  # ranks have the table without
@@ -120,17 +146,12 @@ def check_values(values: Mapping[str, Any]) -> None:
     """ValueError for parameters that make no sense, whatever the data are."""
     if values["model"] is None:
         raise ValueError("Model parameter is required: TorchEstimator(model=…)")
-    if values["optimizer"] is None:
-        raise ValueError(
-            "Optimizer parameter is required: TorchEstimator(optimizer=…), made from the model's parameters"
-        )
     if values["store"] is None:
         raise ValueError("Store parameter is required: TorchEstimator(store=Store.create('/shared/folder'))")
     if values["num_proc"] is not None and values["backend"] is not None:
         raise ValueError("give num_proc or backend, not both: a backend knows its number of processes")
-    if bool(values["loss"]) == bool(values["loss_constructors"]):
-        which = "both are" if values["loss"] else "none of them is"
-        raise ValueError(f"one of loss and loss_constructors must be given, but {which}")
+    if values["loss"] and values["loss_constructors"]:
+        raise ValueError("one of loss and loss_constructors must be given, but both are")
     if not values["label_cols"]:
         raise ValueError("label_cols must name at least one column")
     for name in ("partitions_per_process", "backward_passes_per_step", "batch_size", "epochs"):
@@ -145,11 +166,22 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise ValueError(
             f"mp_start_method must be one of {', '.join(methods)}, but it is {values['mp_start_method']!r}"
         )
-    _check_validation(values["validation"])
+    check_validation_value(values["validation"])
     _check_lengths(values)
 
 
-def _check_validation(validation: Any) -> None:
+def check_torch_values(values: Mapping[str, Any]) -> None:
+    """ValueError for what a plain module cannot be trained without."""
+    if values["optimizer"] is None:
+        raise ValueError(
+            "Optimizer parameter is required: TorchEstimator(optimizer=…), made from the model's parameters"
+        )
+    if not values["loss"] and not values["loss_constructors"]:
+        raise ValueError("one of loss and loss_constructors must be given, but none of them is")
+
+
+def check_validation_value(validation: Any) -> None:
+    """ValueError for what is neither a part of the rows nor a column's name."""
     if validation is None or isinstance(validation, str):
         return
     if isinstance(validation, bool) or not isinstance(validation, int | float):

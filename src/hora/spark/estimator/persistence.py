@@ -21,7 +21,15 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 
 from hora.spark.estimator import unpickling
 
-__all__ = ["ModelAndOptimizer", "ParamsReader", "ParamsWriter", "metadata_handle", "pack_model", "unpack_model"]
+__all__ = [
+    "ModelAndOptimizer",
+    "ParamsReader",
+    "ParamsWriter",
+    "metadata_handle",
+    "pack_model",
+    "serialize_param",
+    "unpack_model",
+]
 
 _NOT_KEPT = ("store", "backend")
 _OLD_PACKAGE = "hora.estimator."  # where these classes were when the first files were written
@@ -79,6 +87,8 @@ def _loaded(data: bytes, path: str) -> dict[str, Any]:
         values["model"], values["optimizer"] = model.unpack(load=load)
     elif model is not None:
         values["model"] = unpack_model(model, load=load)
+    if "output_cols" in values:  # its name in the first files
+        values["outputCols"] = values.pop("output_cols")
     return values
 
 
@@ -100,6 +110,14 @@ def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
     elif "model" in packed:
         packed["model"] = pack_model(packed["model"])
     return packed
+
+
+def serialize_param(name: str, value: Any) -> str | None:
+    """A parameter as text; None for what is not kept."""
+    if name in _NOT_KEPT or value is None:
+        return None
+    packed = pack_model(value) if isinstance(value, torch.nn.Module) else cloudpickle.dumps(value)
+    return base64.b64encode(packed).decode()
 
 
 def pack_model(model: torch.nn.Module) -> bytes:

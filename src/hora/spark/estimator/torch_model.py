@@ -1,47 +1,36 @@
-"""`TorchModel`: a trained model that a DataFrame can be sent through. Users import it from `horovod.spark.torch`."""
+"""`TorchModel`: a trained model that a DataFrame can be sent through. Users import it from `horovod.spark.torch`.
+
+Predictions are made by a pandas UDF over the feature columns: the model is loaded once for each Python worker and task, and
+the same way works on classic Spark and through Spark Connect.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLWritable
 
-from hora.spark.estimator.params import with_params
-from hora.spark.estimator.persistence import ParamsReader, ParamsWriter, pack_model, unpack_model
+from hora.spark.estimator.base import HorovodModel
+from hora.spark.estimator.persistence import pack_model, unpack_model
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, Row
-    from pyspark.sql.types import DataType, StructField
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import DataType
 
 __all__ = ["TorchModel"]
 
-_ROWS_AT_ONCE = 1024
-
-_PARAMS: dict[str, tuple[Any, str]] = {
-    "history": (None, "a dict for each epoch"),
-    "model": (None, "the trained module, on the CPU, in eval mode"),
-    "feature_columns": (None, "columns for the model's forward, in order"),
-    "input_shapes": (None, "a shape for each feature"),
-    "label_columns": (None, "columns that were learnt"),
-    "output_cols": (None, "names of the predictions; <label>__output unless given"),
-    "optimizer": (None, "the optimizer after the training"),
-    "run_id": (None, "name of the run in the store"),
-    "_metadata": (None, "the training data's columns"),
-    "loss": (None, "what was minimised"),
-    "loss_constructors": (None, "what made the losses"),
-}
+PredictRow = Callable[[torch.nn.Module, Any], Any]
 
 
-# Horovod misspelt a setter, and programs have learnt it.
-@with_params(_PARAMS, {"label_columns": "LabelColoumns", "_metadata": "Metadata"})
-class TorchModel(Model, MLWritable, MLReadable[Any]):
-    """A trained torch model. `transform(df)` adds a column of predictions for each label."""
+class TorchModel(HorovodModel):
+    """A trained torch model. `transform(df)` adds a column of predictions for each label.
+
+    A subclass may override `get_prediction_fn`; then rows are predicted one by one.
+    """
 
     def __init__(
         self,
@@ -56,69 +45,86 @@ class TorchModel(Model, MLWritable, MLReadable[Any]):
         loss: Any = None,
         loss_constructors: Any = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in _PARAMS and value is not None}
+        given = {name: value for name, value in locals().items() if name in self.table and value is not None}
         super().__init__()
-        self._setDefault(**{name: default for name, (default, _) in _PARAMS.items()})
         self._set(**given)
+        if label_columns:
+            self._setDefault(outputCols=[f"{label}__output" for label in label_columns])
 
-    def write(self) -> ParamsWriter:
-        return ParamsWriter(self)
+    def get_prediction_fn(self) -> PredictRow:
+        """A function `(model, row) -> tensor, or one for each label`, with the gradients off and the model in eval mode."""
+        features = list(self.getOrDefault("feature_columns") or ())
+        shapes = list(self.getOrDefault("input_shapes") or [(1, -1)] * len(features))
 
-    @classmethod
-    def read(cls) -> ParamsReader:
-        return ParamsReader(cls)
+        def predict(model: torch.nn.Module, row: Any) -> Any:
+            inputs = [
+                torch.tensor([row[name]]).reshape(tuple(shape)) for name, shape in zip(features, shapes, strict=True)
+            ]
+            with torch.no_grad():
+                return model(*inputs)
+
+        return predict
+
+    def _get_optimizer(self) -> torch.optim.Optimizer | None:
+        return self.getOrDefault("optimizer")
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        from pyspark.sql.types import StructType
-
         labels = list(self.getOrDefault("label_columns") or ())
-        names = list(self.getOrDefault("output_cols") or [f"{label}__output" for label in labels])
+        names = list(self.getOrDefault("outputCols") or [f"{label}__output" for label in labels])
         if not labels or len(names) != len(labels):
             raise ValueError(f"there are {len(labels)} label columns {labels}, but {len(names)} output columns {names}")
         features = list(self.getOrDefault("feature_columns") or ())
         missing = [name for name in features if name not in dataset.columns]
         if missing:
             raise ValueError(f"the DataFrame has no column {', '.join(missing)}; it has {', '.join(dataset.columns)}")
+        own = type(self).get_prediction_fn is not TorchModel.get_prediction_fn
+        # A subclass's function gets whole rows, and may use any column.
+        read = list(dataset.columns) if own else features
+        predict = self._predict(read, own)
+        outputs = _evaluated(predict, dataset, read, len(labels))
+        sizes = self._sizes(predict, dataset, read, len(labels))
+        predicted = [
+            _as_label(outputs[f"o{number}"], *self._label(dataset, label), size).alias(name)
+            for number, (label, name, size) in enumerate(zip(labels, names, sizes, strict=True))
+        ]
+        kept = [f"`{name}`" for name in dataset.columns if name not in names]
+        return dataset.select(*kept, *predicted)
+
+    def _predict(self, read: Sequence[str], own: bool) -> _Predict:
         model = self.getOrDefault("model")
         if model is None:
             raise ValueError("there is no model: TorchModel(model=…)")
-        predict = _Predict(
+        return _Predict(
             model=pack_model(copy.deepcopy(model).cpu().eval()),
-            features=tuple(features),
+            columns=tuple(read),
             input_shapes=tuple(map(tuple, self.getOrDefault("input_shapes") or ())),
+            predict_row=self.get_prediction_fn() if own else None,
         )
-        fields = self._fields(dataset, labels, names, predict)
-        kept = [field for field in dataset.schema.fields if field.name not in names]
-        rows = dataset.select(*(f"`{field.name}`" for field in kept)).rdd.mapPartitions(
-            _PartitionPredictor(predict, tuple(field.dataType for field in fields))
-        )
-        return dataset.sparkSession.createDataFrame(rows, StructType([*kept, *fields]), verifySchema=False)
 
-    def _fields(
-        self, frame: DataFrame, labels: Sequence[str], names: Sequence[str], predict: _Predict
-    ) -> list[StructField]:
-        from pyspark.ml.linalg import VectorUDT
-        from pyspark.sql.types import StructField
-
+    def _sizes(self, predict: _Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> list[int]:
+        """How many numbers each prediction has: as in the training, else as the first row's."""
         sizes = list((self.getOrDefault("_metadata") or {}).get("output_sizes", ()))
-        if len(sizes) != len(labels):
-            first = frame.select(*(f"`{name}`" for name in predict.features)).head(1)
-            sizes = [output.shape[1] for output in predict(first)] if first else [1] * len(labels)
-        fields = []
-        for label, name, size in zip(labels, names, sizes, strict=True):
-            kind, of = self._label(frame, label)
-            wanted = VectorUDT() if kind == "vector" or size > 1 else of
-            fields.append(StructField(name, wanted, nullable=True))
-        return fields
+        if len(sizes) == num_labels:
+            return sizes
+        first = frame.select(*(_plain(frame, name) for name in read)).head(1)
+        if not first:
+            return [1] * num_labels
+        found = predict.load()([[first[0][name]] for name in read])
+        return [output.shape[1] for output in found]
 
     def _label(self, frame: DataFrame, label: str) -> tuple[str, DataType]:
         """Kind and type of a label: as it was in training, else as it is here, else a float."""
         from pyspark.ml.linalg import VectorUDT
         from pyspark.sql import types
 
-        known = (self.getOrDefault("_metadata") or {}).get("columns", {}).get(label)
+        metadata = self.getOrDefault("_metadata") or {}
+        known = metadata.get("columns", {}).get(label)
         if known is not None:
             return known["kind"], types._parse_datatype_string(known["type"])
+        horovods = metadata.get(label, {}).get("spark_data_type")  # a class: DoubleType, DenseVector
+        if isinstance(horovods, type):
+            is_type = issubclass(horovods, types.DataType)
+            return ("scalar", horovods()) if is_type else ("vector", VectorUDT())
         if label not in frame.columns:
             return "scalar", types.FloatType()
         of = frame.schema[label].dataType
@@ -129,67 +135,99 @@ class TorchModel(Model, MLWritable, MLReadable[Any]):
 
 @dataclass(frozen=True)
 class _Predict:
-    """Rows in, one two-dimensional array of predictions for each output."""
+    """Columns of rows in, one two-dimensional array of predictions for each output. `load` gives the function."""
 
     model: bytes
-    features: tuple[str, ...]
+    columns: tuple[str, ...]
     input_shapes: tuple[tuple[int, ...], ...]
+    predict_row: PredictRow | None
 
-    def __call__(self, rows: Sequence[Row], model: torch.nn.Module | None = None) -> list[np.ndarray[Any, Any]]:
-        module = unpack_model(self.model) if model is None else model
+    def load(self) -> Callable[[Sequence[Sequence[Any]]], list[np.ndarray[Any, Any]]]:
+        module = unpack_model(self.model)
+        return lambda columns: self._rows(module, columns) if self.predict_row else self._batch(module, columns)
+
+    def _batch(self, module: torch.nn.Module, columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
         inputs = [
-            torch.tensor(np.array([_values(row[name]) for row in rows]), dtype=torch.float32) for name in self.features
+            torch.tensor(np.array([_values(value) for value in column]), dtype=torch.float32) for column in columns
         ]
         if self.input_shapes:
             inputs = [tensor.reshape(shape) for tensor, shape in zip(inputs, self.input_shapes, strict=True)]
         with torch.no_grad():
             outputs = module(*inputs)
-        found = outputs if isinstance(outputs, tuple | list) else [outputs]
-        return [output.reshape(len(rows), -1).numpy() for output in found]
+        num_rows = len(columns[0])
+        return [output.reshape(num_rows, -1).float().numpy() for output in _as_list(outputs)]
+
+    def _rows(self, module: torch.nn.Module, columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
+        from pyspark.sql import Row
+
+        assert self.predict_row is not None
+        kind = Row(*self.columns)
+        found = []
+        with torch.no_grad():
+            for values in zip(*columns, strict=True):
+                outputs = _as_list(self.predict_row(module, kind(*values)))
+                found.append([np.asarray(output.detach().cpu().float()).reshape(1, -1) for output in outputs])
+        return [np.concatenate(rows) for rows in zip(*found, strict=True)]
 
 
-@dataclass(frozen=True)
-class _PartitionPredictor:
-    """What Spark runs on a partition: the rows with their predictions."""
+def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
+    """A column of structs with the predictions `o0`, `o1`, …, each an array of doubles."""
+    import pandas
+    from pyspark.sql import functions as sql
+    from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
-    predict: _Predict
-    types: tuple[DataType, ...]
+    fields = [StructField(f"o{number}", ArrayType(DoubleType())) for number in range(num_labels)]
 
-    def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
-        model: torch.nn.Module | None = None
-        waiting: list[Row] = []
-        for row in rows:
-            waiting.append(row)
-            if len(waiting) == _ROWS_AT_ONCE:
-                model = model or unpack_model(self.predict.model)
-                yield from self._with_predictions(waiting, model)
-                waiting = []
-        if waiting:
-            yield from self._with_predictions(waiting, model or unpack_model(self.predict.model))
+    def batches(frames: Iterator[Any]) -> Iterator[Any]:
+        function = predict.load()
+        for columns in frames:
+            series = [columns] if isinstance(columns, pandas.Series) else list(columns)
+            if not len(series[0]):
+                yield pandas.DataFrame({f"o{number}": [] for number in range(num_labels)}, dtype=object)
+                continue
+            outputs = function([list(one) for one in series])
+            if len(outputs) != num_labels:
+                raise ValueError(f"the model has {len(outputs)} outputs, but there are {num_labels} label columns")
+            yield pandas.DataFrame(
+                {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
+            )
 
-    def _with_predictions(self, rows: Sequence[Row], model: torch.nn.Module) -> Iterator[tuple[Any, ...]]:
-        outputs = self.predict(rows, model)
-        for number, row in enumerate(rows):
-            yield (*row, *(_spark_value(output[number], of) for output, of in zip(outputs, self.types, strict=True)))
+    from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
+
+    evaluate: Any = pandas_udf(batches, StructType(fields), PandasUDFType.SCALAR_ITER)  # type: ignore[call-overload]
+    return evaluate(*(_plain(frame, name) for name in read)) if read else sql.lit(None)
+
+
+def _plain(frame: DataFrame, name: str) -> Column:
+    """The column as pandas takes it: vectors as arrays."""
+    from pyspark.ml.functions import vector_to_array
+    from pyspark.ml.linalg import VectorUDT
+
+    value = frame[f"`{name}`"]
+    return vector_to_array(value).alias(name) if isinstance(frame.schema[name].dataType, VectorUDT) else value
+
+
+def _as_label(found: Column, kind: str, of: DataType, size: int) -> Column:
+    """A prediction in the label's own type, rounded where that has no fractions; several numbers are a vector."""
+    from pyspark.ml.functions import array_to_vector
+    from pyspark.sql import functions as sql
+    from pyspark.sql import types
+
+    if kind == "vector" or size > 1:
+        return array_to_vector(found)
+    value = found[0]
+    if isinstance(of, types.DoubleType | types.FloatType):
+        return value.cast(of)
+    # None for what no whole number or decimal can be. `bround` rounds halves as Python does.
+    finite = sql.when(~(sql.isnan(value) | (sql.abs(value) == float("inf"))), value)
+    if isinstance(of, types.BooleanType):
+        return sql.bround(finite) != 0
+    return (sql.bround(finite) if isinstance(of, types.IntegralType) else finite).cast(of)
+
+
+def _as_list(outputs: Any) -> list[torch.Tensor]:
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
 def _values(value: Any) -> Any:
     return value.toArray() if hasattr(value, "toArray") else value
-
-
-def _spark_value(values: np.ndarray[Any, Any], of: DataType) -> Any:
-    from decimal import Decimal
-
-    from pyspark.ml.linalg import Vectors, VectorUDT
-    from pyspark.sql import types
-
-    if isinstance(of, VectorUDT):
-        return Vectors.dense(values.astype(float))
-    value = float(values[0])
-    if not np.isfinite(value) and not isinstance(of, types.FractionalType):
-        return None
-    if isinstance(of, types.IntegralType):
-        return round(value)
-    if isinstance(of, types.BooleanType):
-        return bool(round(value))
-    return Decimal(str(value)) if isinstance(of, types.DecimalType) else value

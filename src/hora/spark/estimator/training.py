@@ -14,7 +14,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from hora.workflow.history import Tally
 from hora.workflow.objective import Scored
 from hora.workflow.step import Recipe, Stepper, score_all
 
-__all__ = ["TrainingResult", "TrainingSpec", "train"]
+__all__ = ["TrainingResult", "TrainingSpec", "rank_device", "train"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,9 @@ class TrainingSpec:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Rank 0's report: the trained model, the optimizer's state, and a dict for each epoch."""
+    """Rank 0's report: the trained model with its optimizer, and a dict for each epoch."""
 
-    model: bytes
-    optimizer_state: dict[str, Any]
+    trained: ModelAndOptimizer
     history: list[dict[str, Any]]
     output_sizes: tuple[int, ...]
 
@@ -62,7 +61,7 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
     values = spec.values
     if values["random_seed"] is not None:
         torch.manual_seed(int(values["random_seed"]))
-    device = _device(bool(values["use_gpu"]))
+    device = rank_device(bool(values["use_gpu"]))
     model, inner = spec.model_and_optimizer.unpack(device)
     history = _resume(spec, model, inner)
     optimizer = _distributed(values, model, inner)
@@ -84,7 +83,9 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
         return None
     for group in inner.param_groups:
         group["lr"] = group["lr"] / hvd.size()
-    return TrainingResult(pack_model(model.cpu().eval()), inner.state_dict(), history, objective.output_sizes)
+    packed = pack_model(model.cpu().eval())
+    trained = replace(spec.model_and_optimizer, model=packed, state=inner.state_dict())
+    return TrainingResult(trained, history, objective.output_sizes)
 
 
 class _Trainer:
@@ -150,7 +151,7 @@ def _distributed(
     )
 
 
-def _device(use_gpu: bool) -> torch.device:
+def rank_device(use_gpu: bool) -> torch.device:
     """This rank's device. RuntimeError unless all ranks have one of the same kind."""
     from hora.launch.spark.variables import assigned_gpus
 

@@ -1,0 +1,244 @@
+"""What all estimators and their models share: parameters, the way from a DataFrame to a model, saving and loading.
+
+`HorovodEstimator` checks what was asked for, has the data written to the store, runs a training through a backend and wraps
+what comes back. A subclass says which function trains (`_training`) and what its result means (`_create_model`). Other
+packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`, `_fit_on_prepared_data`,
+`_read_checkpoint`, `get_model_class`, `_get_model_kwargs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pyspark.ml import Estimator, Model
+from pyspark.ml.param import Params
+from pyspark.ml.util import MLReadable, MLWritable
+
+from hora.spark.estimator.backend import SparkBackend
+from hora.spark.estimator.dataset import Column, Dataset, InUse, describe, materialise, open_dataset
+from hora.spark.estimator.params import ESTIMATOR, MODEL, ParamTable, check_columns, with_params
+from hora.spark.estimator.persistence import ParamsReader, ParamsWriter
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["EstimatorParams", "HorovodEstimator", "HorovodModel", "ModelParams"]
+
+_in_use = InUse()
+_naming = threading.Lock()
+_named: set[str] = set()
+
+
+@with_params(ESTIMATOR)
+class EstimatorParams(Params):
+    """The parameters of an estimator, with `setX` and `getX` for each. `table` has them all, a subclass's own included."""
+
+    table: ClassVar[ParamTable] = ESTIMATOR
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(**{name: default for name, (default, _) in self.table.items()})
+
+    def setParams(self, **kwargs: Any) -> EstimatorParams:  # noqa: N802 - pyspark's name
+        """Set these parameters; None leaves one as it is. TypeError for a name that there is not."""
+        unknown = sorted(set(kwargs) - set(self.table))
+        if unknown:
+            kind = type(self).__name__
+            raise TypeError(f"{kind} has no parameter {', '.join(unknown)}; it has {', '.join(self.table)}")
+        for name, value in kwargs.items():
+            if value is not None:
+                getattr(self, "set" + "".join(part.capitalize() for part in name.split("_")))(value)
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """All of them by name."""
+        return {name: self.getOrDefault(name) for name in self.table}
+
+
+# Horovod misspelt a setter, and programs have learnt it.
+@with_params(MODEL, {"label_columns": "LabelColoumns", "_metadata": "Metadata", "outputCols": "OutputCols"})
+class ModelParams(Params):
+    """The parameters of a trained model."""
+
+    table: ClassVar[ParamTable] = MODEL
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(**{name: default for name, (default, _) in self.table.items()})
+
+    def _get_metadata(self) -> Any:
+        return self.getOrDefault("_metadata")
+
+
+class HorovodModel(Model, ModelParams, MLWritable, MLReadable[Any]):
+    """A trained model. `transform(df)` adds a column of predictions for each label."""
+
+    def write(self) -> ParamsWriter:
+        return ParamsWriter(self)
+
+    @classmethod
+    def read(cls) -> ParamsReader:
+        return ParamsReader(cls)
+
+
+class HorovodEstimator(Estimator[Any], EstimatorParams, MLWritable, MLReadable[Any]):
+    """Fits a model on a DataFrame, on several processes."""
+
+    def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
+        """Train on the Parquet data that already lies at the store's train (and, if asked for, validation) path."""
+        return (self.copy(dict(params)) if params else self)._fit_on_parquet(dataset_idx)
+
+    def write(self) -> ParamsWriter:
+        return ParamsWriter(self)
+
+    @classmethod
+    def read(cls) -> ParamsReader:
+        return ParamsReader(cls)
+
+    # ---- from data to a model: methods that other packages override have Horovod's names -----------------------------
+
+    def _fit(self, dataset: DataFrame) -> Any:
+        values = self.values()
+        self._check_values(values)
+        features = _features(values, dataset.columns)
+        weight, validation = values["sample_weight_col"], values["validation"]
+        names = list(dict.fromkeys([*features, *values["label_cols"], *([weight] if weight else [])]))
+        columns = describe(dataset, names, any_type=values["transformation_fn"] is not None)
+        if isinstance(validation, str) and describe(dataset, [validation])[validation].kind != "scalar":
+            raise ValueError(f"the validation column {validation!r} must hold booleans or numbers")
+        backend = self._get_or_create_backend()
+        num_partitions = max(values["partitions_per_process"], 1) * backend.num_processes()
+
+        def make(index: int) -> Dataset:
+            return materialise(
+                dataset,
+                columns,
+                values["store"],
+                index,
+                validation=validation,
+                num_partitions=num_partitions,
+                seed=values["random_seed"],
+            )
+
+        key = (id(dataset), tuple(names), validation, num_partitions)
+        with _in_use.borrow(values["store"], key, make) as prepared:
+            return self._fit_on(backend, prepared)
+
+    def _fit_on_parquet(self, dataset_idx: int | None = None) -> Any:
+        values = self.values()
+        self._check_values(values)
+        from pyspark.sql import SparkSession
+
+        spark = SparkSession.builder.getOrCreate()
+        dataset = open_dataset(
+            spark,
+            values["store"],
+            dataset_idx,
+            with_validation=bool(values["validation"]),
+            any_type=values["transformation_fn"] is not None,
+        )
+        return self._fit_on(self._get_or_create_backend(), dataset)
+
+    def _get_or_create_backend(self) -> Any:
+        """Who runs the training function on every process."""
+        return self.getOrDefault("backend") or SparkBackend(self.getOrDefault("num_proc"))
+
+    def _fit_on(self, backend: Any, dataset: Dataset) -> Any:
+        return self._fit_on_prepared_data(
+            backend, dataset.train_rows, dataset.val_rows, dataset.columns, 0, dataset_idx=dataset.index
+        )
+
+    def _fit_on_prepared_data(
+        self,
+        backend: Any,
+        train_rows: int,
+        val_rows: int,
+        metadata: Mapping[str, Column],
+        avg_row_size: float,
+        dataset_idx: int | None = None,
+    ) -> Any:
+        """Train on what lies in the store. `metadata`: its columns. `avg_row_size` is Horovod's, and not needed."""
+        dataset = Dataset(index=dataset_idx, train_rows=train_rows, val_rows=val_rows, columns=metadata)
+        values = self.values()
+        features = _features(values, list(metadata))
+        missing = [name for name in [*features, *values["label_cols"]] if name not in metadata]
+        if missing and values["transformation_fn"] is None:
+            raise ValueError(f"the data have no column {', '.join(missing)}; they have {', '.join(metadata)}")
+        check_columns(values, features, metadata)
+        num_proc = backend.num_processes()
+        if train_rows < num_proc:
+            raise ValueError(f"{train_rows} training rows are too few for {num_proc} processes; use fewer")
+        run_id = values["run_id"] or _new_run(values["store"])
+        function, spec = self._training(values, dataset, features, run_id)
+        results = backend.run(function, args=(spec,), kwargs={}, env={})
+        columns = {name: dataclasses.asdict(column) for name, column in metadata.items()}
+        return self._create_model(results, run_id, {"columns": columns, "features": features})
+
+    def _has_checkpoint(self, run_id: str) -> bool:
+        store = self.getOrDefault("store")
+        path = store.get_checkpoint_path(run_id)
+        return path is not None and store.exists(path)
+
+    def _read_checkpoint(self, run_id: str) -> bytes | None:
+        """What the run has left in the store, to go on from."""
+        store = self.getOrDefault("store")
+        return store.read(store.get_checkpoint_path(run_id)) if self._has_checkpoint(run_id) else None
+
+    def get_model_class(self) -> type[Any]:
+        """The class of what `fit` returns."""
+        raise NotImplementedError
+
+    def _get_model_kwargs(
+        self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What it is made with."""
+        return {
+            "history": history,
+            "model": model,
+            "feature_columns": list(metadata["features"]),
+            "input_shapes": self.getOrDefault("input_shapes"),
+            "label_columns": list(self.getOrDefault("label_cols")),
+            "optimizer": optimizer,
+            "run_id": run_id,
+            "_metadata": metadata,
+            "loss": self.getOrDefault("loss"),
+            "loss_constructors": self.getOrDefault("loss_constructors"),
+        }
+
+    # ---- for subclasses ----------------------------------------------------------------------------------------------
+
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        """ValueError for parameters that make no sense, whatever the data are."""
+        raise NotImplementedError
+
+    def _training(
+        self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str
+    ) -> tuple[Callable[[Any], Any], Any]:
+        """The function that every process calls, and what with."""
+        raise NotImplementedError
+
+    def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
+        """The model of what the processes returned, in rank order."""
+        raise NotImplementedError
+
+
+def _features(values: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
+    """The feature columns: as given, or all that are neither label, weight nor validation mark."""
+    if values["feature_cols"]:
+        return list(values["feature_cols"])
+    others = {*values["label_cols"], values["sample_weight_col"], values["validation"]}
+    return [name for name in columns if name not in others]
+
+
+def _new_run(store: Any) -> str:
+    """A name that no run has: trainings that begin in the same second must not resume one another."""
+    with _naming:
+        second = int(time.time())
+        while (name := f"pytorch_{second}") in _named or store.exists(store.get_run_path(name)):
+            second += 1
+        _named.add(name)
+    return name

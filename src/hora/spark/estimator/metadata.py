@@ -1,0 +1,235 @@
+"""Columns as Horovod describes them, and the small functions around that which other estimators and tests import.
+
+Ours describe a column as `dataset.Column`. Users know this module as `horovod.spark.common.util`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hora.config import on_databricks
+from hora.launch.environment import variables
+from hora.launch.spark.task import host_hash
+from hora.launch.spark.variables import assigned_gpus
+from hora.spark.estimator.dataset import Dataset, describe, materialise, open_dataset
+from hora.spark.estimator.params import check_validation_value
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row
+    from pyspark.sql.types import DataType, StructType
+
+    from hora.spark.estimator.store import Store
+
+__all__ = [
+    "check_shape_compatibility",
+    "check_validation",
+    "clear_training_cache",
+    "column_metadata",
+    "data_type_to_numpy",
+    "get_dataset_properties",
+    "get_output_cols",
+    "get_simple_meta_from_parquet",
+    "gpu_or_local_rank",
+    "has_vector_column",
+    "host_hash",
+    "is_databricks",
+    "prepare_data",
+    "spark_scalar_to_python_type",
+    "to_list",
+    "to_petastorm_fn",
+]
+
+ARRAY, NOCHANGE = "array", "nochange"
+_prepared: dict[int, Dataset] = {}
+is_databricks = on_databricks
+
+
+@contextlib.contextmanager
+def prepare_data(
+    num_processes: int,
+    store: Store,
+    df: DataFrame,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str],
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+    compress_sparse: bool = False,
+    partitions_per_process: int = 10,
+    verbose: int = 0,
+) -> Iterator[int]:
+    """Write the columns to the store; the index under which they lie there. See `get_dataset_properties`."""
+    check_validation(validation, df)
+    names = [*feature_columns, *label_columns, *([sample_weight_col] if sample_weight_col else [])]
+    index = next(number for number in range(len(_prepared) + 1) if number not in _prepared)
+    partitions = max(1, partitions_per_process) * num_processes
+    columns = describe(df, list(dict.fromkeys(names)))
+    _prepared[index] = materialise(
+        df, columns, store, index, validation=validation, num_partitions=partitions, seed=None
+    )
+    try:
+        yield index
+    finally:
+        _prepared.pop(index, None)
+
+
+def get_dataset_properties(dataset_idx: int) -> tuple[int, int, Mapping[str, Any], int]:
+    """Training rows, validation rows, columns, and bytes a row (0: nothing here asks for them)."""
+    dataset = _prepared[dataset_idx]
+    return dataset.train_rows, dataset.val_rows, dataset.columns, 0
+
+
+def clear_training_cache() -> None:
+    """Forget which indices are in use."""
+    _prepared.clear()
+
+
+def get_simple_meta_from_parquet(
+    store: Store,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str],
+    sample_weight_col: str | None = None,
+    dataset_idx: int | None = None,
+) -> tuple[int, int, Mapping[str, Any], int]:
+    """The same of data that lie in the store already."""
+    from pyspark.sql import SparkSession
+
+    validated = store.is_parquet_dataset(store.get_val_data_path(dataset_idx))
+    session = SparkSession.builder.getOrCreate()
+    dataset = open_dataset(session, store, dataset_idx, with_validation=validated)
+    wanted = {*label_columns, *feature_columns, *([sample_weight_col] if sample_weight_col else [])}
+    columns = {name: column for name, column in dataset.columns.items() if name in wanted}
+    return dataset.train_rows, dataset.val_rows, columns, 0
+
+
+def column_metadata(df: DataFrame) -> dict[str, dict[str, Any]]:
+    """Horovod's description of each column of a DataFrame."""
+    from pyspark.ml.linalg import DenseVector, SparseVector, VectorUDT
+    from pyspark.sql.types import ArrayType
+
+    first = df.head(1)
+    found = {}
+    for field in df.schema.fields:
+        value = first[0][field.name] if first else None
+        is_vector, is_array = isinstance(field.dataType, VectorUDT), isinstance(field.dataType, ArrayType)
+        sparse = isinstance(value, SparseVector)
+        size = len(value) if value is not None and (is_vector or is_array) else None
+        found[field.name] = {
+            "spark_data_type": (SparseVector if sparse else DenseVector) if is_vector else type(field.dataType),
+            "is_sparse_vector_only": sparse,
+            "shape": size if is_vector or is_array else 1,
+            "intermediate_format": ARRAY if is_vector else NOCHANGE,
+            "max_size": size if is_vector or is_array else 1,
+        }
+    return found
+
+
+def has_vector_column(df: DataFrame) -> bool:
+    from pyspark.ml.linalg import VectorUDT
+
+    return any(isinstance(field.dataType, VectorUDT) for field in df.schema.fields)
+
+
+def to_petastorm_fn(schema_cols: Sequence[str], metadata: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Row]:
+    """A function from a row to one whose vectors are arrays."""
+    from pyspark.sql import Row
+
+    def convert(row: Any) -> Row:
+        values = row.asDict() if hasattr(row, "asDict") else dict(row)
+        as_arrays = {name for name in schema_cols if metadata[name]["intermediate_format"] == ARRAY}
+        return Row(**{n: values[n].toArray().tolist() if n in as_arrays else values[n] for n in schema_cols})
+
+    return convert
+
+
+def check_validation(validation: float | str | None, df: DataFrame | None = None) -> None:
+    """ValueError for what is neither a part of the rows nor a column of theirs."""
+    check_validation_value(validation)
+    if isinstance(validation, str) and df is not None and validation not in df.columns:
+        raise ValueError(f"there is no validation column {validation!r}; the DataFrame has {', '.join(df.columns)}")
+
+
+def check_shape_compatibility(
+    metadata: Mapping[str, Mapping[str, Any]],
+    feature_columns: Sequence[str],
+    label_columns: Sequence[str],
+    input_shapes: Sequence[Sequence[int]] | None = None,
+    output_shapes: Sequence[Sequence[int]] | None = None,
+    label_shapes: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """ValueError where the shapes do not fit the columns."""
+    import math
+
+    wanted = (("feature", feature_columns, input_shapes), ("label", label_columns, label_shapes or output_shapes))
+    for kind, names, shapes in wanted:
+        if shapes is None:
+            continue
+        if len(shapes) != len(names):
+            raise ValueError(f"there are {len(shapes)} {kind} shapes, but {len(names)} columns: {', '.join(names)}")
+        for name, shape in zip(names, shapes, strict=True):
+            size = metadata[name]["shape"]
+            elements = abs(math.prod(int(extent) for extent in shape))
+            if size is not None and size != elements:
+                raise ValueError(f"the {kind} shape {list(shape)} of {name!r} does not fit its {size} elements a row")
+
+
+def to_list(var: Any, length: int) -> list[Any] | None:
+    """A list of this length: None is None, one element is repeated."""
+    if var is None:
+        return None
+    found = list(var) if isinstance(var, list | tuple) else [var]
+    if len(found) == 1:
+        return found * length
+    if len(found) != length:
+        raise ValueError(f"a list of 1 or {length} elements is needed, but it has {len(found)}")
+    return found
+
+
+def get_output_cols(schema: StructType, output_cols: Sequence[str]) -> list[str]:
+    """The names of a DataFrame's columns with these after them."""
+    return [*(field.name for field in schema.fields), *output_cols]
+
+
+def spark_scalar_to_python_type(dtype: DataType | type[DataType]) -> type[Any]:
+    """The Python type of Spark's scalars; ValueError for another."""
+    from pyspark.sql import types
+
+    kind = dtype if isinstance(dtype, type) else type(dtype)
+    if issubclass(kind, types.BooleanType):
+        return bool
+    if issubclass(kind, types.IntegralType):
+        return int
+    if issubclass(kind, types.FractionalType):
+        return float
+    if issubclass(kind, types.StringType):
+        return str
+    if issubclass(kind, types.BinaryType):
+        return bytes
+    raise ValueError(f"{kind.__name__} is no scalar that Python has a type for")
+
+
+def data_type_to_numpy(dtype: DataType | type[DataType] | type[Any]) -> Any:
+    """numpy's type of a column's numbers."""
+    import numpy as np
+    from pyspark.sql import types
+
+    kind = dtype if isinstance(dtype, type) else type(dtype)
+    exact: dict[type[Any], Any] = {
+        types.ByteType: np.int8,
+        types.ShortType: np.int16,
+        types.IntegerType: np.int32,
+        types.LongType: np.int64,
+        types.FloatType: np.float32,
+        types.BooleanType: np.bool_,
+        types.StringType: np.str_,
+        types.BinaryType: np.bytes_,
+    }
+    return exact.get(kind, np.float64)
+
+
+def gpu_or_local_rank(local_rank: int) -> int:
+    """The GPU that Spark gave this rank, else its local rank (also with HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX=1)."""
+    gpus = assigned_gpus()
+    own = variables().get("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "0") == "1"
+    return int(gpus[0]) if gpus and not own else local_rank

@@ -1,0 +1,176 @@
+"""The rows of a rank as a LightningDataModule: `ParquetLightningData`, under Horovod's name `PetastormDataModule`.
+
+Reading and sharding are `hora.data.shard`'s: every row once an epoch, on one rank, and all ranks take the same number of steps.
+A transformation is of single rows here, as it is for Lightning in Horovod; the torch estimator's is of DataFrames.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hora.data.shard import Rows, Shard
+from hora.spark.lightning.package import Package
+
+__all__ = ["RowTransformation", "parquet_data_module"]
+
+
+class RowTransformation:
+    """A user's function from one row, a dict, to another. `edit_fields` are `(name, dtype, shape or None, nullable)`."""
+
+    def __init__(
+        self,
+        function: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
+        edit_fields: Sequence[Any] | None = None,
+        removed_fields: Sequence[str] | None = None,
+    ) -> None:
+        self._function = function
+        self._edited = {str(entry[0]): entry for entry in edit_fields or ()}
+        self._removed = set(removed_fields or ())
+
+    def __call__(self, rows: Rows) -> Rows:
+        names = list(rows)
+        changed = [
+            row if self._function is None else self._function(row)
+            for row in (dict(zip(names, values, strict=True)) for values in zip(*rows.values(), strict=True))
+        ]
+        kept = [name for name in changed[0] if name not in self._removed]
+        return {name: self._array(name, [row[name] for row in changed]) for name in kept}
+
+    def _array(self, name: str, values: list[Any]) -> np.ndarray[Any, Any]:
+        array = np.stack([np.asarray(value) for value in values])
+        if name in self._edited:
+            _, dtype, shape, *_ = self._edited[name]
+            array = array.astype(dtype)
+            array = array if shape is None or shape == () else array.reshape(len(array), *shape)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"column {name!r} holds {array.dtype}, which no tensor can hold; change or remove it")
+        return array
+
+
+@functools.cache
+def parquet_data_module(package: Package) -> type[Any]:
+    """The class of the data module for this package."""
+    base = package.module.LightningDataModule
+    return type("PetastormDataModule", (_ParquetData, base), {"__module__": __name__, "__doc__": _ParquetData.__doc__})
+
+
+class _Batches:
+    """An epoch's batches, as a loader: `steps` of them, then the next iteration goes on where this one stopped."""
+
+    def __init__(self, source: Callable[[], Iterator[Rows]], steps: int, *, fresh: bool) -> None:
+        self._source, self._steps, self._fresh = source, steps, fresh
+        self._running: Iterator[Rows] | None = None
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        if self._running is None or self._fresh:
+            self._running = self._source()
+        for rows in itertools.islice(self._running, self._steps):
+            yield {name: torch.from_numpy(np.array(values)) for name, values in rows.items()}
+
+
+class _ParquetData:
+    """A rank's rows of the store's data. The keywords are Horovod's; others are passed over."""
+
+    def __init__(
+        self,
+        train_dir: str,
+        val_dir: str | None,
+        num_train_epochs: int = 1,
+        has_val: bool = True,
+        train_batch_size: int = 32,
+        val_batch_size: int = 32,
+        shuffle: bool = True,
+        num_reader_epochs: int | None = None,
+        reader_pool_type: str = "thread",
+        reader_worker_count: int = 2,
+        transformation: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
+        transformation_edit_fields: Sequence[Any] | None = None,
+        transformation_removed_fields: Sequence[str] | None = None,
+        inmemory_cache_all: bool = False,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        schema_fields: Sequence[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        steps_per_epoch_train: int | None = None,
+        steps_per_epoch_val: int | None = None,
+        verbose: bool = True,
+        debug_data_loader: bool = False,
+        train_async_data_loader_queue_size: int | float | None = None,
+        val_async_data_loader_queue_size: int | float | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__", "kwargs")}
+        super().__init__()
+        self.__dict__.update(given)
+        self._given = given
+        self.train_reader: Shard | None = None
+        self.val_reader: Shard | None = None
+        self.train_dl: _Batches | None = None
+        self.val_dl: _Batches | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        if stage not in (None, "fit") or self.train_reader is not None:
+            return
+        given = self._given
+        self.train_reader = self._shard(given["train_dir"])
+        self.train_dl = self._loader(self.train_reader, given["train_batch_size"], given["steps_per_epoch_train"])
+        if given["has_val"]:
+            self.val_reader = self._shard(given["val_dir"])
+            self.val_dl = self._loader(
+                self.val_reader, given["val_batch_size"], given["steps_per_epoch_val"], validation=True
+            )
+
+    def teardown(self, stage: str | None = None) -> None:
+        self.train_reader = self.val_reader = self.train_dl = self.val_dl = None
+
+    def train_dataloader(self) -> Any:
+        self.setup("fit")
+        return self.train_dl
+
+    def val_dataloader(self) -> Any:
+        self.setup("fit")
+        return self.val_dl if self._given["has_val"] else None
+
+    def _shard(self, path: str) -> Shard:
+        import fsspec
+
+        given = self._given
+        filesystem, place = fsspec.core.url_to_fs(path, **dict(given["storage_options"] or {}))
+        wanted = (
+            given["transformation"],
+            given["transformation_edit_fields"],
+            given["transformation_removed_fields"],
+        )
+        transform = RowTransformation(*wanted) if any(wanted) else None
+        return Shard(
+            place,
+            filesystem=filesystem,
+            num_readers=0 if given["reader_pool_type"] == "dummy" else given["reader_worker_count"],
+            cur_shard=given["cur_shard"],
+            shard_count=given["shard_count"],
+            columns=given["schema_fields"],
+            transform=transform,
+            keep=given["inmemory_cache_all"],
+        )
+
+    def _loader(self, shard: Shard, batch_size: int, steps: int | None, *, validation: bool = False) -> _Batches:
+        """`steps` full batches, or every row once in as many steps as all ranks need."""
+        given = self._given
+        rng = np.random.default_rng(given["seed"]) if given["shuffle"] and not validation else None
+
+        def source() -> Iterator[Rows]:
+            full = min(batch_size, shard.num_rows)
+            sizes = itertools.repeat(full) if steps else itertools.cycle(shard.even_sizes(batch_size))
+            return shard.batches(sizes, rng=rng)
+
+        return _Batches(source, steps or shard.num_steps(batch_size), fresh=validation)

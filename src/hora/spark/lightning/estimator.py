@@ -1,0 +1,142 @@
+"""`TorchEstimator` for LightningModules. Users import it from `horovod.spark.lightning`.
+
+The way from data to a model is that of all estimators (`hora.spark.estimator.base`); the training is in `training`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from hora.spark.estimator.base import HorovodEstimator
+from hora.spark.estimator.dataset import Dataset
+from hora.spark.estimator.params import (
+    ESTIMATOR,
+    ParamTable,
+    check_torch_values,
+    check_values,
+    signature_of,
+    with_params,
+)
+from hora.spark.estimator.persistence import pack_model, unpack_model
+from hora.spark.estimator.torch_model import TorchModel as _TorchModel
+from hora.spark.lightning.module import to_lightning_module
+from hora.spark.lightning.package import default_package, package_of
+from hora.spark.lightning.training import LightningResult, LightningSpec, train
+
+__all__ = ["LIGHTNING", "TorchEstimator", "TorchModel"]
+
+_OWN: dict[str, tuple[Any, str]] = {
+    "trainer_args": (None, "arguments of Trainer; they win over the estimator's"),
+    "num_gpus": (None, "GPUs of a process: 1 where there are any unless given, 0 for none"),
+    "logger": (None, "a Lightning logger; TensorBoard in the run's logs unless given"),
+    "log_every_n_steps": (50, "steps between two entries of the logger"),
+    "loader_num_epochs": (None, "passes of the reader; endless unless given"),
+    "terminate_on_nan": (False, "stop when the loss is not finite"),
+    "profiler": (None, "a Lightning profiler, or its name"),
+    "debug_data_loader": (False, "accepted: readers have nothing to print"),
+    "train_async_data_loader_queue_size": (None, "for data modules that have such a queue"),
+    "val_async_data_loader_queue_size": (None, "for data modules that have such a queue"),
+}
+# Accumulation is Lightning's own (`trainer_args={"accumulate_grad_batches": 4}`).
+LIGHTNING: dict[str, tuple[Any, str]] = {
+    name: entry for name, entry in (ESTIMATOR | _OWN).items() if name != "backward_passes_per_step"
+}
+
+
+class TorchModel(_TorchModel):
+    """A trained model. `getHistory()` is what was logged at the end; `getEpochs()` has a dict for each epoch."""
+
+    def getEpochs(self) -> list[dict[str, Any]]:  # noqa: N802 - as its kin
+        return list((self.getOrDefault("_metadata") or {}).get("epochs", ()))
+
+
+@with_params(_OWN, {"num_gpus": "NumGPUs", "log_every_n_steps": "LogEveryNSteps"})
+class TorchEstimator(HorovodEstimator):
+    """Fits a LightningModule, or a plain module with optimizer and loss, on a DataFrame. Keywords: `LIGHTNING`."""
+
+    table: ClassVar[ParamTable] = ESTIMATOR | _OWN
+    __signature__ = signature_of(LIGHTNING)
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.setParams(**kwargs)
+
+    def get_model_class(self) -> type[Any]:
+        return TorchModel
+
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        check_values(values)
+        package = package_of(values["model"])
+        (package or default_package()).check_version()
+        if package is None:
+            check_torch_values(values)
+            if values["loss_weights"]:
+                warnings.warn("loss_weights is deprecated: weigh in the loss", DeprecationWarning, stacklevel=3)
+        for name in ("optimizer", "loss", "loss_constructors", "loss_weights") if package else ():
+            if values[name]:
+                raise ValueError(f"{name} cannot be given with a LightningModule, which has its own")
+        for name in ("train_async_data_loader_queue_size", "val_async_data_loader_queue_size"):
+            if values[name] is not None and (
+                isinstance(values[name], bool) or not isinstance(values[name], int | float)
+            ):
+                raise RuntimeError(f"{name} must be a number of batches or a share of the steps, not {values[name]!r}")
+        for name in ("train_minibatch_fn", "gradient_compression", "metrics"):
+            if values[name]:
+                raise ValueError(f"{name} has no meaning for Lightning: the module's own steps and logs do that")
+
+    def _training(
+        self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str
+    ) -> tuple[Callable[[Any], Any], Any]:
+        num_proc = self._get_or_create_backend().num_processes()
+        if 0 < dataset.val_rows < num_proc:
+            raise ValueError(f"{dataset.val_rows} validation rows are too few for {num_proc} processes; use fewer")
+        store = values["store"]
+        package = package_of(values["model"]) or default_package()
+        left = ("model", "optimizer", "store", "backend", "loss", "loss_constructors")
+        spec = LightningSpec(
+            package=package,
+            module=pack_model(self._lightning_module(values, features)),
+            store=store,
+            remote=store.to_remote(run_id, dataset.index),
+            dataset=dataset,
+            features=tuple(features),
+            values=values | dict.fromkeys(left),
+            checkpoint=self._read_checkpoint(run_id),
+        )
+        return train, spec
+
+    def _lightning_module(self, values: Mapping[str, Any], features: Sequence[str]) -> Any:
+        if package_of(values["model"]) is not None:
+            return values["model"]
+        losses = values["loss"]
+        if losses is None:
+            makers = values["loss_constructors"]
+            losses = [maker(**values) for maker in (makers if isinstance(makers, list | tuple) else [makers])]
+        return to_lightning_module(
+            values["model"],
+            values["optimizer"],
+            losses,
+            values["loss_weights"],
+            features,
+            values["label_cols"],
+            values["sample_weight_col"],
+            values["validation"],
+        )
+
+    def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
+        result = run_results[0]
+        assert isinstance(result, LightningResult), "rank 0 gave no result"
+        given = self.getOrDefault("model")
+        plain = package_of(given) is None
+        model: torch.nn.Module = unpack_model(pack_model(given))  # the user's own stays as it was
+        state = {name.removeprefix("_model."): value for name, value in result.state.items()} if plain else result.state
+        model.load_state_dict(state)
+        optimizer = self.getOrDefault("optimizer")
+        metadata = metadata | {"epochs": result.history}
+        return self.get_model_class()(
+            **self._get_model_kwargs(model.eval(), result.logged_metrics, optimizer, run_id, metadata)
+        )

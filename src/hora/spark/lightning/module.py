@@ -1,0 +1,167 @@
+"""LightningModules: one made around a plain module, and old ones made acceptable to today's Lightning.
+
+`to_lightning_module` gives a plain `torch.nn.Module` the steps that an estimator's losses and columns ask for. `modern` lets
+modules with hooks that Lightning has removed (`training_epoch_end` and its kin) train again.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hora.spark.lightning.package import Package, default_package
+
+__all__ = ["modern", "to_lightning_module"]
+
+# The hook that Lightning removed, the step whose outputs it gets, and the hook from which it is called now.
+_REMOVED = (
+    ("training_epoch_end", "training_step", "on_train_epoch_end"),
+    ("validation_epoch_end", "validation_step", "on_validation_epoch_end"),
+    ("test_epoch_end", "test_step", "on_test_epoch_end"),
+)
+
+
+def to_lightning_module(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fns: Any,
+    loss_weights: Sequence[float] | None,
+    feature_cols: Sequence[str],
+    label_cols: Sequence[str],
+    sample_weights_col: str | None,
+    validation: Any,
+    package: Package | None = None,
+) -> Any:
+    """A LightningModule around a plain module: inputs by keyword, named as the feature columns."""
+    losses = list(loss_fns) if isinstance(loss_fns, list | tuple) else [loss_fns]
+    if len(losses) == 1:
+        losses *= len(label_cols)
+    made = _classes(package or default_package())["validating" if validation else "training"]()
+    made._model = model
+    made._optimizer = optimizer
+    made._losses = losses
+    made._loss_weights = list(loss_weights or [1.0 / len(label_cols)] * len(label_cols))
+    made._columns = (list(feature_cols), list(label_cols), sample_weights_col)
+    return made
+
+
+@functools.cache
+def _classes(package: Package) -> dict[str, type[Any]]:
+    base = package.module.LightningModule
+    training = type("_TrainingModule", (_Training, base), {})
+    return {"training": training, "validating": type("_ValidatingModule", (_Validation, training), {})}
+
+
+class _Training:
+    """What a plain module lacks. The attributes are set by `to_lightning_module`."""
+
+    _model: Any
+    _optimizer: Any
+    _losses: list[Callable[..., Any]]
+    _loss_weights: list[float]
+    _columns: tuple[list[str], list[str], str | None]
+    log: Callable[..., None]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The given optimizer's class and state, its groups kept, on this module's parameters."""
+        from hora.spark.estimator.persistence import ModelAndOptimizer
+
+        given = ModelAndOptimizer.of(self._model, self._optimizer)
+        named = dict(self._model.named_parameters())
+        groups = [{"params": [named[name] for name in group]} for group in given.groups]
+        made = given.optimizer_class(groups, **given.options)
+        made.load_state_dict(given.state)
+        return made
+
+    def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
+        loss = self._step(batch)
+        self.log("train_loss", loss.detach(), on_step=False, on_epoch=True, sync_dist=True, batch_size=_rows(batch))
+        return {"loss": loss}
+
+    def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        features, labels, weight = self._columns
+        outputs, wanted = self._transform_outputs(
+            self.forward(**{name: batch[name].float() for name in features}), [batch[name] for name in labels]
+        )
+        return self._calculate_loss(outputs, wanted, None if weight is None else batch[weight].float())
+
+    def _transform_outputs(self, outputs: Any, labels: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        """Outputs as a list; labels in their shape where they have as many elements, as numbers of their type."""
+        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        fitted = []
+        for output, label in zip(found, labels, strict=True):
+            if label.numel() == output.numel():
+                label = label.reshape(output.shape).to(output.dtype)
+            fitted.append(label.float() if label.is_floating_point() else label.long())
+        return found, fitted
+
+    def _calculate_loss(
+        self, outputs: Sequence[Any], labels: Sequence[Any], sample_weights: torch.Tensor | None = None
+    ) -> Any:
+        total: Any = 0
+        for loss, share, output, label in zip(self._losses, self._loss_weights, outputs, labels, strict=True):
+            if sample_weights is None:
+                total = total + share * loss(output, label)
+            else:
+                each = loss(output, label, reduction="none").flatten()
+                total = total + share * (each * sample_weights.flatten()).mean()
+        return total
+
+
+class _Validation(_Training):
+    """The same with validation: `val_loss` is the mean over all ranks, for `EarlyStopping` and the like."""
+
+    def validation_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> dict[str, torch.Tensor]:
+        loss = self._step(batch)
+        self.log("val_loss", loss, on_epoch=True, sync_dist=True, batch_size=_rows(batch))
+        return {"val_loss": loss}
+
+
+def _rows(batch: Mapping[str, torch.Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def modern(module: Any) -> Any:
+    """The same module; hooks that Lightning has removed are called from those that took their place, with a warning."""
+    for old, step, new in _REMOVED:
+        hook = getattr(module, old, None)
+        if callable(hook):
+            warnings.warn(
+                f"{type(module).__name__}.{old} was removed in Lightning 2.0; it is called from {new} here, with the outputs "
+                f"of {step}. Move it there.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            _bridge(module, old, step, new)
+    return module
+
+
+def _bridge(module: Any, old: str, step: str, new: str) -> None:
+    kind = type(module)
+    outputs: list[Any] = []
+
+    def remembering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = getattr(kind, step)(self, *args, **kwargs)
+        outputs.append(_detached(output))
+        return output
+
+    def at_the_end(self: Any) -> None:
+        getattr(kind, old)(self, list(outputs))
+        outputs.clear()
+        getattr(kind, new)(self)
+
+    # Lightning refuses modules whose class has the old name: a class between this object and its own hides it.
+    module.__class__ = type(kind.__name__, (kind,), {old: None, step: remembering, new: at_the_end})
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    return {name: _detached(value) for name, value in output.items()} if isinstance(output, Mapping) else output

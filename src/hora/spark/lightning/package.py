@@ -1,0 +1,66 @@
+"""Which Lightning: the package is called `lightning` or `pytorch_lightning`, and each has classes of its own.
+
+Everything here that subclasses one of Lightning's classes is therefore made by a function of the package, `Package`, once for
+each of them. Nothing is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MIN_PL_VERSION", "Package", "default_package", "package_of"]
+
+MIN_PL_VERSION = "1.3.8"  # Horovod's oldest; ours is tried with 2.x
+_OLDEST = (2, 0)
+_NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+@dataclass(frozen=True)
+class Package:
+    """One of the two. `module`: what users write `pl` for."""
+
+    name: str
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(_NAMES[self.name])
+
+    def part(self, path: str) -> Any:
+        """A submodule, such as `strategies.parallel`."""
+        return importlib.import_module(f"{_NAMES[self.name]}.{path}")
+
+    def check_version(self) -> None:
+        """RuntimeError for one that is too old."""
+        found = str(self.module.__version__)
+        if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
+            oldest = ".".join(map(str, _OLDEST))
+            raise RuntimeError(
+                f"{self.name} {found} is too old: at least {oldest} is needed, pip install 'hora[lightning]'"
+            )
+
+
+@functools.cache
+def _installed() -> tuple[Package, ...]:
+    found = tuple(Package(name) for name in _NAMES if importlib.util.find_spec(name) is not None)
+    if not found:
+        raise ImportError(
+            "horovod.spark.lightning needs the package lightning or pytorch_lightning: pip install 'hora[lightning]'"
+        )
+    return found
+
+
+def default_package() -> Package:
+    """`lightning` if it is installed, else `pytorch_lightning`; ImportError without any."""
+    return _installed()[0]
+
+
+def package_of(model: object) -> Package | None:
+    """Whose LightningModule this is; None: of none."""
+    for package in _installed():
+        if isinstance(model, package.module.LightningModule):
+            return package
+    return None

@@ -1,0 +1,270 @@
+"""What a Lightning estimator runs on every rank: a `Trainer` over the rank's rows, checkpoints in the store, a report.
+
+`train` is the whole of it and gets everything in one `LightningSpec`. Called through a backend, which may also call it in a
+process where nothing was launched: a world of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import hora.torch as hvd
+from hora.spark.estimator.dataset import Dataset
+from hora.spark.estimator.persistence import unpack_model
+from hora.spark.estimator.store import RemoteStore, Store
+from hora.spark.estimator.training import rank_device
+from hora.spark.lightning.data_module import parquet_data_module
+from hora.spark.lightning.module import modern
+from hora.spark.lightning.package import Package
+from hora.spark.lightning.strategy import horovod_strategy
+
+__all__ = ["LightningResult", "LightningSpec", "train"]
+
+# What `Trainer` was told before Lightning 2, and what it is told now instead; {}: nothing.
+_RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gpus": lambda value: {},
+    "num_processes": lambda value: {},
+    "replace_sampler_ddp": lambda value: {"use_distributed_sampler": bool(value)},
+    "progress_bar_refresh_rate": lambda value: {"enable_progress_bar": bool(value)},
+    "checkpoint_callback": lambda value: {"enable_checkpointing": bool(value)},
+    "weights_summary": lambda value: {"enable_model_summary": value is not None},
+    "reload_dataloaders_every_epoch": lambda value: {"reload_dataloaders_every_n_epochs": int(value)},
+    "flush_logs_every_n_steps": lambda value: {},
+    "resume_from_checkpoint": lambda value: {},
+}
+
+
+@dataclass(frozen=True)
+class LightningSpec:
+    """Everything that a rank has to know. `values` are the estimator's parameters."""
+
+    package: Package
+    module: bytes = field(repr=False)
+    store: Store
+    remote: RemoteStore
+    dataset: Dataset
+    features: tuple[str, ...]
+    values: Mapping[str, Any]
+    checkpoint: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class LightningResult:
+    """Rank 0's report: the module's state, what was logged at the end, and a dict for each epoch."""
+
+    state: dict[str, torch.Tensor]
+    logged_metrics: dict[str, Any]
+    history: list[dict[str, Any]]
+
+
+def train(spec: LightningSpec) -> LightningResult | None:
+    """Train to the end; a result on rank 0, None elsewhere."""
+    values, package = spec.values, spec.package
+    if values["mp_start_method"] is not None:
+        torch.multiprocessing.set_start_method(values["mp_start_method"], force=True)
+    hvd.init()
+    if values["random_seed"] is not None:
+        package.module.seed_everything(int(values["random_seed"]))
+    device = rank_device(bool(values["use_gpu"]) and values["num_gpus"] != 0)
+    module: Any = modern(unpack_model(spec.module))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(spec.remote.get_local_output_dir())
+        keeper = _keeper(package)(spec, folder)
+        trainer = _trainer(spec, folder, device, keeper)
+        data = _data_module(spec)
+        trainer.fit(module, datamodule=data, **_resume(spec, folder, trainer))
+        keeper.sync()
+        if hvd.rank() != 0:
+            return None
+        state = _best(trainer, keeper.users_checkpoint) or module.state_dict()
+        logged = {name: torch.as_tensor(value).detach().cpu() for name, value in trainer.logged_metrics.items()}
+        cpu = {name: tensor.detach().cpu() for name, tensor in state.items()}
+        return LightningResult(state=cpu, logged_metrics=logged, history=keeper.history)
+
+
+def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any) -> Any:
+    values, package = spec.values, spec.package
+    callbacks = [*(values["callbacks"] or ()), keeper]  # the estimator's own list stays as it is
+    keeper.users_checkpoint = _take_over(package, callbacks, spec, folder)
+    if values["terminate_on_nan"]:
+        callbacks.append(_stop_on_nan(package)())
+    arguments: dict[str, Any] = {
+        "strategy": horovod_strategy(package)(),
+        "accelerator": "gpu" if device.type == "cuda" else "cpu",
+        "devices": 1 if device.type == "cpu" else [device.index or 0],
+        "max_epochs": values["epochs"],
+        "callbacks": callbacks,
+        "logger": _logger(spec, folder) if hvd.rank() == 0 else False,
+        "log_every_n_steps": values["log_every_n_steps"],
+        "enable_progress_bar": values["verbose"] >= 2 and hvd.rank() == 0,
+        "enable_model_summary": values["verbose"] >= 2 and hvd.rank() == 0,
+        "enable_checkpointing": keeper.users_checkpoint is not None,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,  # the rows are each rank's own already
+        "default_root_dir": folder,
+        "profiler": values["profiler"],
+    }
+    return package.module.Trainer(**arguments | translated(values["trainer_args"] or {}))
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's arguments of `Trainer`, those from before Lightning 2 as they are called now, with a warning."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _RENAMED:
+            instead = _RENAMED[name](value)
+            said = f"use {', '.join(instead)}" if instead else "it is not needed here"
+            warnings.warn(
+                f"trainer_args: {name} was removed in Lightning 2.0; {said}", DeprecationWarning, stacklevel=2
+            )
+            found |= instead
+        elif not (name in ("accelerator", "strategy", "distributed_backend") and value == "horovod"):
+            found[name] = value
+    return found
+
+
+def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, folder: str) -> Any:
+    """The user's first ModelCheckpoint, with the run's folder and the store's name, as in Horovod; None without one."""
+    kind = package.part("callbacks").ModelCheckpoint
+    found = next((callback for callback in callbacks if isinstance(callback, kind)), None)
+    if found is not None:
+        found.dirpath, found.filename = folder, spec.remote.checkpoint_filename
+    return found
+
+
+def _logger(spec: LightningSpec, folder: str) -> Any:
+    given = spec.values["logger"]
+    if given is not None:
+        return given
+    if not spec.remote.saving_runs:
+        return False
+    with contextlib.suppress(ImportError):  # tensorboard is optional
+        import tensorboard  # noqa: F401
+
+        return spec.package.part("loggers").TensorBoardLogger(folder, name=spec.remote.logs_subdir, version="")
+    return False
+
+
+def _data_module(spec: LightningSpec) -> Any:
+    values = spec.values
+    weight = values["sample_weight_col"]
+    kind = values["data_module"] or parquet_data_module(spec.package)
+    return kind(
+        train_dir=spec.remote.train_data_path,
+        val_dir=spec.remote.val_data_path,
+        num_train_epochs=values["epochs"],
+        has_val=spec.dataset.val_rows > 0,
+        train_batch_size=values["batch_size"],
+        val_batch_size=values["val_batch_size"] or values["batch_size"],
+        shuffle=values["shuffle"],
+        num_reader_epochs=values["loader_num_epochs"],
+        reader_pool_type=values["reader_pool_type"],
+        reader_worker_count=values["train_reader_num_workers"],
+        transformation=values["transformation_fn"],
+        transformation_edit_fields=values["transformation_edit_fields"],
+        transformation_removed_fields=values["transformation_removed_fields"],
+        inmemory_cache_all=values["inmemory_cache_all"],
+        cur_shard=hvd.rank(),
+        shard_count=hvd.size(),
+        schema_fields=[
+            name
+            for name in (*spec.features, *values["label_cols"], *([weight] if weight else []))
+            if name in spec.dataset.columns
+        ],
+        storage_options=spec.store.storage_options,
+        steps_per_epoch_train=values["train_steps_per_epoch"],
+        steps_per_epoch_val=values["validation_steps_per_epoch"],
+        verbose=bool(values["verbose"]),
+        debug_data_loader=values["debug_data_loader"],
+        train_async_data_loader_queue_size=values["train_async_data_loader_queue_size"],
+        val_async_data_loader_queue_size=values["val_async_data_loader_queue_size"],
+        seed=None if values["random_seed"] is None else values["random_seed"] + hvd.rank(),
+    )
+
+
+def _resume(spec: LightningSpec, folder: str, trainer: Any) -> dict[str, Any]:
+    """Arguments of `fit` with which the run goes on: weights, optimizers, schedulers, epoch, callbacks."""
+    if spec.checkpoint is None:
+        return {}
+    path = os.path.join(folder, ".resume.ckpt")
+    with open(path, "wb") as file:
+        file.write(spec.checkpoint)
+    if spec.values["verbose"] and hvd.rank() == 0:
+        print(f"resuming {spec.remote.run_path}", flush=True)
+    # It is the estimator's own file, with the users' hyperparameters in it.
+    own_file = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    return {"ckpt_path": path, **own_file}
+
+
+def _best(trainer: Any, users_checkpoint: Any) -> dict[str, torch.Tensor] | None:
+    """The state that the user's ModelCheckpoint thinks best."""
+    path = getattr(users_checkpoint, "best_model_path", "")
+    if not path or not os.path.exists(path):
+        return None
+    found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
+    return found
+
+
+def _keeper(package: Package) -> type[Any]:
+    return type("_RunKeeper", (_RunKeeper, package.part("callbacks").Callback), {})
+
+
+class _RunKeeper:
+    """A callback: keeps an entry for each epoch, shows it, and has rank 0 copy a checkpoint into the store."""
+
+    def __init__(self, spec: LightningSpec, folder: str) -> None:
+        self._spec, self._folder = spec, folder
+        self.history: list[dict[str, Any]] = []
+        self.users_checkpoint: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = list(state_dict["history"])
+
+    @property
+    def state_key(self) -> str:
+        return "hora.run"
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning calls it after the epoch's validation, and after the module's own hook."""
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.history.append({"epoch": trainer.current_epoch, **metrics})
+        if self._spec.values["verbose"] and hvd.rank() == 0:
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            print(f"epoch {trainer.current_epoch + 1}/{self._spec.values['epochs']}: {shown}", flush=True)
+        if not self._spec.remote.saving_runs:
+            return
+        path = os.path.join(self._folder, self._spec.remote.checkpoint_filename)
+        trainer.save_checkpoint(path)  # on all ranks: gathering what is saved may take all of them
+        if hvd.rank() == 0 and self.users_checkpoint is None:
+            shutil.copyfile(path, f"{path}.ckpt")
+        self.sync()
+
+    def sync(self) -> None:
+        """Copy what the run has written so far."""
+        if self._spec.remote.saving_runs and hvd.rank() == 0:
+            self._spec.remote.sync(self._folder)
+
+
+def _stop_on_nan(package: Package) -> type[Any]:
+    return type("_StopOnNan", (_StopOnNan, package.part("callbacks").Callback), {})
+
+
+class _StopOnNan:
+    """A callback: ValueError for a loss that is not finite."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and not bool(torch.isfinite(loss).all()):
+            raise ValueError(f"the loss of rank {hvd.rank()} is {loss.item()} in batch {batch_idx} (terminate_on_nan)")

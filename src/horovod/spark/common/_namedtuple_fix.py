@@ -1,0 +1,1 @@
+"""Imported by old notebooks for a repair that today's pyspark does not need."""

@@ -1,0 +1,162 @@
+"""`horovod.spark.lightning` from a DataFrame to predictions, the training in the driver's own process; and what is refused."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from horovod.spark.common import constants, util
+from horovod.spark.common.backend import Backend
+from horovod.spark.common.store import Store
+
+pytest.importorskip("lightning")
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+from lightning.pytorch import LightningModule  # noqa: E402
+
+from horovod.spark.common.estimator import HorovodModel  # noqa: E402
+from horovod.spark.common.params import EstimatorParams  # noqa: E402
+from horovod.spark.lightning import TorchEstimator, TorchModel  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")
+Y = X[:, 0] - 2 * X[:, 1]
+
+
+class InThisProcess(Backend):
+    """As the backends of Horovod's own tests: the function in the driver."""
+
+    def run(self, fn, args=(), kwargs=None, env=None):
+        return [fn(*args, **(kwargs or {}))]
+
+    def num_processes(self):
+        return 1
+
+
+class Regression(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, a, b):
+        return self.layer(torch.stack([a.float().reshape(-1), b.float().reshape(-1)], dim=1))
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self(batch["a"], batch["b"]).reshape(-1), batch["y"].float())
+        self.log("loss", loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def frame(spark):
+    rows = [(float(a), float(b), float(y), f"{a}") for (a, b), y in zip(X, Y, strict=True)]
+    return spark.createDataFrame(rows, ["a", "b", "y", "text"]).coalesce(1).cache()
+
+
+def estimator(store, **more):
+    given = {
+        "model": Regression(),
+        "backend": InThisProcess(),
+        "store": store,
+        "feature_cols": ["a", "b"],
+        "label_cols": ["y"],
+        "batch_size": 16,
+        "epochs": 2,
+        "partitions_per_process": 1,
+        "verbose": 0,
+        "run_id": "run",
+    }
+    return TorchEstimator(**given | more)
+
+
+class ByRows(TorchModel):
+    """As SynapseML's models: predictions row by row, from any column."""
+
+    def get_prediction_fn(self):
+        return lambda model, row: model(torch.tensor([row["a"]]), torch.tensor([float(row["text"])]) * 0 + row["b"])
+
+
+class OwnEstimator(TorchEstimator):
+    def get_model_class(self):
+        return ByRows
+
+
+def test_from_a_frame_to_predictions_and_once_more(frame, tmp_path):
+    store = Store.create(str(tmp_path / "store"))
+    path = store.get_checkpoint_path("run")
+    assert not store.exists(path)
+    fitted = estimator(store).fit(frame)
+    assert store.exists(path)
+    assert isinstance(fitted, TorchModel)
+    assert isinstance(fitted, HorovodModel)
+    assert [entry["epoch"] for entry in fitted.getEpochs()] == [0, 1]
+    assert float(fitted.getHistory()["loss"]) == pytest.approx(fitted.getEpochs()[-1]["loss"])
+
+    again = OwnEstimator()
+    again._set(**{param.name: value for param, value in estimator(store, epochs=4).extractParamMap().items()})
+    with mock.patch.object(again, "_read_checkpoint", side_effect=again._read_checkpoint) as read:
+        resumed = again.fit(frame)
+    read.assert_called_once_with("run")
+    assert [entry["epoch"] for entry in resumed.getEpochs()] == [0, 1, 2, 3]
+    assert resumed.getEpochs()[-1]["loss"] < fitted.getEpochs()[-1]["loss"]
+
+    fitted.save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"))
+    for model in (loaded, resumed):
+        predicted = model.setOutputCols(["guess"]).transform(frame)
+        assert predicted.columns == ["a", "b", "y", "text", "guess"]
+        found = [row.guess for row in predicted.collect()]
+        expected = model.getModel()(torch.from_numpy(X[:, 0]), torch.from_numpy(X[:, 1])).reshape(-1).tolist()
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_makes_no_sense_is_refused_in_words(tmp_path):
+    store = Store.create(str(tmp_path))
+    module = torch.nn.Linear(2, 1)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    for more, said in (
+        ({"optimizer": sgd}, "optimizer cannot be given with a LightningModule"),
+        ({"loss": F.mse_loss}, "loss cannot be given with a LightningModule"),
+        ({"model": module, "loss": F.mse_loss}, "Optimizer parameter is required"),
+        ({"model": module, "optimizer": sgd}, "one of loss and loss_constructors"),
+        ({"metrics": [F.l1_loss]}, "metrics has no meaning for Lightning"),
+        ({"num_proc": 2}, "num_proc or backend"),
+    ):
+        made = estimator(store, **more)
+        with pytest.raises(ValueError, match=said):
+            made._check_values(made.values())
+    made = estimator(store).setTrainAsyncDataLoaderQueueSize("many")
+    with pytest.raises(RuntimeError, match="train_async_data_loader_queue_size"):
+        made._check_values(made.values())
+    with pytest.raises(TypeError, match="no parameter nothing"):
+        TorchEstimator(nothing=1)
+
+
+def test_accessors_and_shared_names(frame):
+    made = TorchEstimator().setNumGPUs(1).setTrainerArgs({"max_steps": 3}).setUseGpu(False).setProfiler("simple")
+    assert (made.getNumGPUs(), made.getTrainerArgs(), made.getUseGpu(), made.getProfiler()) == (
+        1,
+        {"max_steps": 3},
+        False,
+        "simple",
+    )
+    assert (EstimatorParams.backend.name, EstimatorParams.model.name) == ("backend", "model")
+    metadata = util._get_metadata(frame)
+    assert metadata["a"]["spark_data_type"].__name__ == "DoubleType"
+    assert metadata["a"]["intermediate_format"] == constants.NOCHANGE
+    assert not util._has_vector_column(frame)
+    assert (util.to_list(None, 2), util.to_list(1, 2), util.to_list([1, 2], 2)) == (None, [1, 1], [1, 2])
+    with pytest.raises(ValueError, match="1 or 3 elements"):
+        util.to_list([1, 2], 3)
+    util.check_shape_compatibility(metadata, ["a"], ["y"], input_shapes=[[-1, 1]])
+    with pytest.raises(ValueError, match="does not fit"):
+        util.check_shape_compatibility(metadata, ["a"], ["y"], input_shapes=[[-1, 2]])
+    model = TorchModel(model=Regression(), feature_columns=["a", "b"], label_columns=["y"], _metadata=metadata)
+    assert model.transform(frame).schema["y__output"].dataType.simpleString() == "double"

@@ -1,0 +1,208 @@
+"""What the Lightning estimator runs on every rank, without Spark; and Lightning's Trainer with the Horovod strategy."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+
+import horovod.torch as hvd
+from hora.spark.estimator.dataset import Column, Dataset
+from hora.spark.estimator.persistence import pack_model
+from hora.spark.estimator.store import Store
+
+pytestmark = pytest.mark.ranks(2)
+pytest.importorskip("lightning")
+NUM_ROWS = 24
+X = np.random.default_rng(0).normal(size=(NUM_ROWS, 2)).astype("float32")
+Y = X[:, 0] - 2 * X[:, 1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    table = {"x": list(X), "y": Y, "name": [f"{a},{b}" for a, b in X]}
+    for part in ("intermediate_train_data.0", "intermediate_val_data.0"):
+        (tmp_path / part).mkdir()
+        pq.write_table(pa.table(table), tmp_path / part / "rows.parquet", row_group_size=5)
+    return str(tmp_path)
+
+
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Linear(2, 1)
+
+
+def regression():
+    """A LightningModule as users write them, with a hook of Lightning 1 and several epochs of memory."""
+    from lightning.pytorch import LightningModule
+
+    class Regression(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = linear(), []
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def training_step(self, batch, batch_idx):
+            loss = F.mse_loss(self(batch["x"].float()).reshape(-1), batch["y"].float())
+            self.log("train_loss", loss.detach(), on_epoch=True, on_step=False, sync_dist=True)
+            return loss
+
+        def training_epoch_end(self, outputs):
+            self.seen.append(len(outputs))
+            self.log("batches", float(len(outputs)))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    return Regression()
+
+
+def by_hand(epochs, *, rate=0.1):
+    """All rows in every step, the learning rate of two ranks."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        F.mse_loss(model(torch.from_numpy(X)).reshape(-1), torch.from_numpy(Y)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), **values):
+    """Train on this rank; the result is rank 0's, on all ranks."""
+    from hora.spark.lightning.estimator import LIGHTNING
+    from hora.spark.lightning.package import default_package
+    from hora.spark.lightning.training import LightningSpec, train
+
+    store = Store.create(folder)
+    given = {"label_cols": ["y"], "batch_size": 64, "epochs": 3, "verbose": 0, "shuffle": False}
+    columns = {name: Column(name, "scalar", "double", 1) for name in ("x", "y", "name")}
+    spec = LightningSpec(
+        package=default_package(),
+        module=pack_model(module),
+        store=store,
+        remote=store.to_remote("run", 0),
+        dataset=Dataset(index=0, train_rows=NUM_ROWS, val_rows=val_rows, columns=columns),
+        features=tuple(features),
+        values={name: default for name, (default, _) in LIGHTNING.items()} | given | values,
+        checkpoint=checkpoint,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = train(spec)
+        return hvd.broadcast_object(result, root_rank=0)
+    finally:
+        hvd.shutdown()
+
+
+def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
+    result = fit(folder, regression())
+    expected = {f"layer.{name}": value for name, value in by_hand(3).items()}
+    torch.testing.assert_close(result.state, expected)
+    assert [entry["epoch"] for entry in result.history] == [0, 1, 2]
+    assert result.logged_metrics["batches"] == 1
+    assert result.logged_metrics["train_loss"] == pytest.approx(result.history[-1]["train_loss"])
+
+    store = Store.create(folder)
+    checkpoint = store.read(store.get_checkpoint_path("run"))
+    assert [name.rpartition("/")[2] for name in store.get_checkpoints("run")] == ["checkpoint.ckpt"]
+    resumed = fit(folder, regression(), checkpoint=checkpoint, epochs=5)
+    expected = {f"layer.{name}": value for name, value in by_hand(5).items()}
+    torch.testing.assert_close(resumed.state, expected)
+    assert [entry["epoch"] for entry in resumed.history] == [0, 1, 2, 3, 4]
+
+
+def rows_of(row):
+    """A text becomes an array, without edit_fields; another column vanishes."""
+    return {"x": np.array([float(part) for part in row["name"].split(",")], dtype="float32"), "y": row["y"]}
+
+
+def test_a_plain_module_with_validation_early_stopping_and_rows_made_of_texts(folder):
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    from horovod.spark.lightning.legacy import to_lightning_module
+
+    class ByKeyword(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model = ByKeyword()
+    module = to_lightning_module(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), F.mse_loss, None, ["x"], ["y"], None, 0.5
+    )
+    callbacks = [EarlyStopping("val_loss", min_delta=1e9, patience=1), ModelCheckpoint(monitor="val_loss")]
+    result = fit(
+        folder,
+        module,
+        val_rows=NUM_ROWS,
+        features=("name",),
+        transformation_fn=rows_of,
+        callbacks=callbacks,
+        epochs=9,
+        trainer_args={"progress_bar_refresh_rate": 0, "accumulate_grad_batches": 1, "gradient_clip_val": 1e6},
+    )
+    assert len(callbacks) == 2
+    assert [entry["epoch"] for entry in result.history] == [0, 1]
+    losses = [entry["val_loss"] for entry in result.history]
+    assert losses[1] < losses[0]
+    torch.testing.assert_close(result.state, {f"_model.layer.{n}": v for n, v in by_hand(2).items()})
+
+
+def test_gradients_of_several_batches_are_added_before_they_are_averaged(folder):
+    result = fit(folder, regression(), batch_size=6, trainer_args={"accumulate_grad_batches": 2}, epochs=2)
+    torch.testing.assert_close(result.state, {f"layer.{n}": v for n, v in by_hand(2).items()}, atol=1e-5, rtol=1e-4)
+
+
+def test_a_loss_that_is_not_finite_stops_the_training(folder):
+    from lightning.pytorch import LightningModule
+
+    class Nan(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear()
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch["x"]).sum() * float("nan")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match="terminate_on_nan"):
+        fit(folder, Nan(), terminate_on_nan=True)
+
+
+def test_the_strategys_collectives():
+    from hora.spark.lightning.package import Package
+    from hora.spark.lightning.strategy import horovod_strategy
+
+    strategy = horovod_strategy(Package("lightning"))()
+    strategy.parallel_devices = [torch.device("cpu")]
+    try:
+        rank = hvd.rank()
+        assert (strategy.global_rank, strategy.world_size, strategy.is_global_zero) == (rank, 2, rank == 0)
+        assert strategy.reduce(torch.tensor(float(rank))) == 0.5
+        assert strategy.reduce(torch.tensor(rank), reduce_op="sum") == 1
+        assert strategy.reduce_boolean_decision(rank == 0, all=False)
+        assert not strategy.reduce_boolean_decision(rank == 0)
+        with pytest.raises(ValueError, match="process group"):
+            strategy.reduce(torch.tensor(1.0), group=object())
+        with pytest.raises(ValueError, match="reduce_op"):
+            strategy.reduce(torch.tensor(1.0), reduce_op="product")
+        assert strategy.all_gather(torch.tensor(rank)).tolist() == [0, 1]
+        assert strategy.all_gather(torch.ones(3, 2)).shape == (2, 3, 2)
+        assert strategy.broadcast({"rank": rank}) == {"rank": 0}
+        strategy.barrier()
+    finally:
+        hvd.shutdown()
