@@ -192,9 +192,10 @@ def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_lab
                 {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
             )
 
-    from pyspark.sql.pandas.functions import PandasUDFType, pandas_udf
-
-    evaluate: Any = pandas_udf(batches, StructType(fields), PandasUDFType.SCALAR_ITER)  # type: ignore[call-overload]
+    # As objects, which Spark reads to find out what kind of function it is: pandas is not imported with this module.
+    given: Any = pandas.Series if len(read) == 1 else tuple[pandas.Series, ...]
+    batches.__annotations__ = {"frames": Iterator[given], "return": Iterator[pandas.DataFrame]}
+    evaluate: Any = vars(sql)["pandas_udf"](batches, StructType(fields))
     return evaluate(*(_plain(frame, name) for name in read)) if read else sql.lit(None)
 
 
