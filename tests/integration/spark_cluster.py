@@ -50,23 +50,27 @@ class StandaloneCluster:
         self.name = self._directory.name
 
     def __enter__(self) -> StandaloneCluster:
-        file = self._directory / "spark.conf"
-        file.write_text("".join(f"{key} {value}\n" for key, value in self._settings.items()))
-        ports = ("--port", "0", "--webui-port", "0", "--properties-file", str(file))
-        size = ("--cores", str(self._cores), "--memory", self._memory)
         try:
-            self.url = self._start("master.Master", *ports, found=r"master at (spark://\S+)")()
-            waits = []
-            for index in range(self._num_workers):
-                work = ("--work-dir", str(self._directory / f"work{index}"))
-                arguments = (*ports, *size, *work, self.url)
-                waits.append(self._start("worker.Worker", *arguments, found=r"(Successfully registered) with"))
-            for wait in waits:
-                wait()
+            self._start_all()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _start_all(self) -> None:
+        file = self._directory / "spark.conf"
+        file.write_text("".join(f"{key} {value}\n" for key, value in self._settings.items()))
+        ports = ("--port", "0", "--webui-port", "0", "--properties-file", str(file))
+        size = ("--cores", str(self._cores), "--memory", self._memory)
+        host = ("--host", "127.0.0.1")
+        self.url = self._start("master.Master", *host, *ports, found=r"master at (spark://\S+)")()
+        waits = []
+        for index in range(self._num_workers):
+            work = ("--work-dir", str(self._directory / f"work{index}"))
+            arguments = (*host, *ports, *size, *work, self.url)
+            waits.append(self._start("worker.Worker", *arguments, found=r"(Successfully registered) with"))
+        for wait in waits:
+            wait()
 
     def __exit__(self, *exc_info: object) -> None:
         # Workers first: each ends its executors, and they their Python workers, on SIGTERM.
@@ -103,12 +107,17 @@ class StandaloneCluster:
             except OSError:  # it ended meanwhile
                 continue
 
-    def _start(self, name: str, *arguments: str, found: str) -> Callable[[], str]:
+    def _start(self, name: str, *arguments: str, found: str, memory: str = "256m") -> Callable[[], str]:
         """Start one daemon. Calling the result waits until its log shows `found` and gives what matched."""
         spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
         process = subprocess.Popen(
-            [str(spark_class), f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *arguments],
-            env=cluster_environment() | {"SPARK_LOCAL_DIRS": str(self._directory), "SPARK_TEST_CLUSTER": self.name},
+            [str(spark_class), f"org.apache.spark.deploy.{name}", *arguments],
+            env=cluster_environment()
+            | {
+                "SPARK_LOCAL_DIRS": str(self._directory),
+                "SPARK_TEST_CLUSTER": self.name,
+                "SPARK_DAEMON_MEMORY": memory,
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -131,6 +140,31 @@ class StandaloneCluster:
             return lines[-1][1:]
 
         return wait
+
+
+class ConnectServer(StandaloneCluster):
+    """A Spark Connect server with two task slots of its own. `url` is what `SparkSession.builder.remote` takes."""
+
+    def _start_all(self) -> None:
+        settings = {
+            "spark.master": "local[2]",
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.connect.grpc.binding.port": "0",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.memory": "1g",
+            "spark.driver.extraJavaOptions": _QUICK_JAVA,
+            "spark.ui.enabled": "false",
+            "spark.sql.shuffle.partitions": "2",
+            "spark.sql.warehouse.dir": str(self._directory / "warehouse"),
+            **self._settings,
+        }
+        chosen = [part for key, value in settings.items() for part in ("--conf", f"{key}={value}")]
+        server = "org.apache.spark.sql.connect.service.SparkConnectServer"
+        found = r"Spark Connect server started at: [\d.]+:(\d+)"
+        arguments = ("--class", server, *chosen, "spark-internal")
+        port = self._start("SparkSubmit", *arguments, found=found, memory="1g")()
+        self.url = f"sc://127.0.0.1:{port}"
 
 
 def _is_horas(process: psutil.Process) -> bool:
@@ -167,7 +201,6 @@ def cluster_environment() -> dict[str, str]:
     environment["SPARK_LOCAL_IP"] = "127.0.0.1"
     environment["PYSPARK_PYTHON"] = sys.executable
     environment["SPARK_NO_DAEMONIZE"] = "1"
-    environment["SPARK_DAEMON_MEMORY"] = "256m"
     environment["SPARK_DAEMON_JAVA_OPTS"] = _QUICK_JAVA
     return environment
 

@@ -14,7 +14,12 @@ from horovod.spark.common.backend import Backend
 from horovod.spark.common.store import Store
 
 pytest.importorskip("lightning")
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("by_value"),
+]
 
 from lightning.pytorch import LightningModule  # noqa: E402
 

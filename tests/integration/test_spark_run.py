@@ -135,8 +135,8 @@ def test_signature():
 
 
 def test_conf_pairs_are_settings_that_spark_knows(spark):
-    pairs = [getattr(conf, name) for name in dir(conf) if name.startswith("SPARK_CONF_")]
-    pairs.remove(conf.SPARK_CONF_DEFAULT_VALUES)
+    found = [getattr(conf, name) for name in dir(conf) if name.startswith("SPARK_CONF_")]
+    pairs = [pair for pair in found if isinstance(pair, tuple)]
     assert {key for key, _ in pairs} == set(conf.SPARK_CONF_DEFAULT_VALUES)
     entries = spark.sparkContext._jvm.org.apache.spark.internal.config.ConfigEntry
     for key in conf.SPARK_CONF_DEFAULT_VALUES:

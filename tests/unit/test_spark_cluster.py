@@ -19,7 +19,7 @@ def test_a_connect_session_is_refused_with_a_way_out(monkeypatch):
 
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     monkeypatch.setattr(SparkSession, "getActiveSession", ConnectSession)
-    with pytest.raises(ValueError, match=r"Spark Connect.*classic mode.*np=-n"):
+    with pytest.raises(ValueError, match=r"Spark Connect.*classic mode.*on this machine"):
         cluster.active_context()
 
 

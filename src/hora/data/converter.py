@@ -159,7 +159,7 @@ def make_spark_converter(
             raise ValueError(f"on Databricks a dataset lies in DBFS (dbfs:/… or file:///dbfs/…), but it is {df!r}")
         return _opened(df)
     parent = _parent(df.sparkSession)
-    application = df.sparkSession.sparkContext.applicationId
+    application = _application(df.sparkSession)
     key = (int(parquet_row_group_size_bytes), codec, dtype, parent, application)
     with _lock:
         for known, frame, converter in _written:
@@ -253,6 +253,12 @@ def _filesystem(url: str) -> tuple[Any, str]:
         url = "/" + url.removeprefix("file:").lstrip("/")
     filesystem, path = fsspec.core.url_to_fs(url)
     return filesystem, str(path)
+
+
+def _application(session: Any) -> str:
+    """Whose data this is. A Connect client does not know the application, but its session has a name of its own."""
+    connect = type(session).__module__.startswith("pyspark.sql.connect")
+    return str(session.session_id if connect else session.sparkContext.applicationId)
 
 
 def _opened(url: str) -> SparkDatasetConverter:

@@ -17,7 +17,9 @@ from hora.errors import BadCallError, StartTimeoutError
 from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.pickling import pickle_call
-from hora.launch.spark.launcher import SparkJob, run_on_spark
+from hora.launch.spark.cluster import active_cluster, active_context, default_num_proc, dynamic_limits, require_slots
+from hora.launch.spark.connect import run_on_cluster
+from hora.launch.spark.launcher import SparkJob
 from hora.launch.spark.variables import elastic_timeout_s, start_timeout_s
 from hora.launch.watching import Watching
 
@@ -49,12 +51,12 @@ def run(
     """
     if use_mpi:
         raise ValueError("use_mpi=True: MPI support has not been built; Hora needs none. Drop use_mpi.")
-    context = _context(fn, "run")
-    num_proc = context.defaultParallelism if num_proc is None else num_proc
+    cluster = _cluster(fn, active_cluster, "run")
+    num_proc = default_num_proc(cluster) if num_proc is None else num_proc
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise ValueError(f"num_proc must be an integer of at least 1, but it is {num_proc!r}")
     timeout_s = _start_timeout_s(start_timeout)
-    _check_slots(context, num_proc, timeout_s)
+    _check_slots(cluster, num_proc, timeout_s)
     job = SparkJob(
         function=pickle_call(fn, args, kwargs),
         num_proc=num_proc,
@@ -67,7 +69,7 @@ def run(
         verbose=verbose >= 2,
         watching=Watching.wanted(variables()),
     )
-    return _values(run_on_spark(context, job))
+    return _values(run_on_cluster(cluster, job))
 
 
 def run_elastic(
@@ -96,10 +98,9 @@ def run_elastic(
     Spark task, which Spark starts again: `spark.task.maxFailures` must exceed the failures to be survived. The function
     uses `hvd.elastic.run`. `min_np` and `max_np` are deprecated names; the other arguments are those of `run`.
     """
-    from hora.launch.spark.cluster import dynamic_limits
     from hora.launch.spark.elastic import run_elastic_on_spark  # jobs that never change size start faster without
 
-    context = _context(fn, "run_elastic")
+    context = _cluster(fn, active_context, "run_elastic")
     num_proc = context.defaultParallelism if num_proc is None else num_proc
     fewest, greatest = dynamic_limits(context)
     least = _renamed("min_np", min_np, "min_num_proc", min_num_proc) or min(fewest or num_proc, num_proc)
@@ -132,24 +133,20 @@ def run_elastic(
     return _values(result)
 
 
-def _context(fn: Callable[..., Any], caller: str) -> Any:
-    """The active SparkContext on which to call the function."""
-    from hora.launch.spark.cluster import active_context
-
+def _cluster(fn: Callable[..., Any], find: Callable[[], Any], caller: str) -> Any:
+    """The cluster on which to call the function."""
     if not callable(fn):
         raise BadCallError(f"fn must be a function, but it is {fn!r}")
-    context = active_context()
-    if context is None:
+    cluster = find()
+    if cluster is None:
         raise RuntimeError(f"Could not find an active SparkContext: create a SparkSession first, then call {caller}().")
-    return context
+    return cluster
 
 
-def _check_slots(context: Any, num_proc: int, timeout_s: float) -> None:
+def _check_slots(cluster: Any, num_proc: int, timeout_s: float) -> None:
     """An error at once for processes that never all fit. It begins as Horovod's does, for which callers look."""
-    from hora.launch.spark.cluster import require_slots
-
     try:
-        require_slots(context, num_proc, limit_s=timeout_s)
+        require_slots(cluster, num_proc, limit_s=timeout_s)
     except ValueError as error:
         raise StartTimeoutError(
             f"Timed out waiting for Spark tasks to start. They never all can, so this was not waited for: {error}"

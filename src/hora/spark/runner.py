@@ -19,8 +19,9 @@ from hora.launch.environment import variables
 from hora.launch.job import JobResult, OutputOptions
 from hora.launch.options import Options
 from hora.launch.pickling import pickle_call
-from hora.launch.spark.cluster import context_or_new, require_slots
-from hora.launch.spark.launcher import SparkJob, run_on_spark
+from hora.launch.spark.cluster import cluster_or_new, is_connect, require_slots
+from hora.launch.spark.connect import run_on_cluster
+from hora.launch.spark.launcher import SparkJob
 from hora.launch.spark.variables import elastic_timeout_s, forwarded_variables, start_timeout_s
 from hora.launch.start import start
 from hora.launch.watching import Watching
@@ -86,8 +87,8 @@ def _run_on_spark(
 ) -> Any:
     elastic = is_elastic(main, kwargs)
     function = pickle_call(main, kwargs=kwargs) if elastic else _pickled(main, kwargs)
-    context = context_or_new()
-    num_slots = require_slots(context, num_proc)
+    cluster = cluster_or_new()
+    num_slots = require_slots(cluster, num_proc)
     job = SparkJob(
         function=function,
         num_proc=num_proc or num_slots,
@@ -99,7 +100,9 @@ def _run_on_spark(
         wait_for_slots=True,
         watching=Watching.wanted(variables(), page=dashboard),
     )
-    return _value_of_rank_0(_run_elastic(context, job) if elastic else run_on_spark(context, job))
+    if elastic and not is_connect(cluster):  # whose stage keeps its size
+        return _value_of_rank_0(_run_elastic(cluster, job))
+    return _value_of_rank_0(run_on_cluster(cluster, job))
 
 
 def _run_elastic(context: Any, job: SparkJob) -> JobResult:

@@ -1,8 +1,9 @@
 """The Spark cluster that is there: its context, how many processes it can run at once, how executors reach the driver.
 
-Only the driver's classic SparkContext is asked; nothing is started or reserved, but for a session where `context_or_new`
-is asked for one. Slots are counted before anything is submitted, so that a job that can never fit is an error at once
-instead of a stage that waits for ever. Called on the driver: by the launcher's side and by what users call.
+Nothing is started or reserved, but for a session where `cluster_or_new` is asked for one. Through Spark Connect there is no
+SparkContext: functions that take a `cluster` take the client's session as well. Slots are counted before anything is
+submitted, so that a job that can never fit is an error at once instead of a stage that waits for ever. Called on the driver:
+by the launcher's side and by what users call.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ipaddress
 import logging
 import math
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -18,14 +20,19 @@ from typing import Any
 from hora.config import accept_risk
 
 __all__ = [
-    "check_protection",
+    "active_cluster",
     "active_context",
     "allocates_dynamically",
-    "context_or_new",
+    "check_protection",
+    "cluster_or_new",
+    "connect_session",
     "count_slots",
+    "default_num_proc",
     "driver_addresses",
     "dynamic_limits",
+    "is_connect",
     "is_local",
+    "listening_address",
     "require_slots",
 ]
 
@@ -42,42 +49,60 @@ _log = logging.getLogger("hora.launch")
 
 def active_context() -> Any | None:
     """The running SparkContext, or None. ValueError under Spark Connect, which has none."""
+    context = _classic_context()
+    if context is None and connect_session() is not None:
+        raise ValueError(
+            "this SparkSession is a Spark Connect client, through which only jobs of a fixed size can be started: "
+            "HorovodRunner, horovod.spark.run and the estimators. For this, run the driver in classic mode (a master such as "
+            "spark://host:7077 instead of sc://…, without SPARK_REMOTE), or use processes on this machine"
+        )
+    return context
+
+
+def cluster_or_new() -> Any:
+    """The running SparkContext, or the session of a Spark Connect client; a new session's where none runs (its master
+    comes from Spark's configuration)."""
+    found = _classic_context() or connect_session()
+    if found is not None:
+        return found
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.builder.appName("HorovodRunner").getOrCreate()
+    return connect_session(session) or session.sparkContext
+
+
+def active_cluster() -> Any | None:
+    """The running SparkContext, or the session of a Spark Connect client, or None."""
+    return _classic_context() or connect_session()
+
+
+def is_connect(cluster: Any) -> bool:
+    """Whether this is a Connect client's session, not a SparkContext."""
+    return type(cluster).__module__.startswith("pyspark.sql.connect")
+
+
+def connect_session(session: Any = None) -> Any | None:
+    """The session (this process's own unless given), if it is a Spark Connect client's; else None."""
+    if session is None:
+        from pyspark.sql import SparkSession
+
+        session = SparkSession.getActiveSession() or _default_connect_session()
+    return session if is_connect(session) else None
+
+
+def _classic_context() -> Any | None:
     try:
         from pyspark import SparkContext
     except ImportError as error:
         raise ImportError("running on Spark needs pyspark: pip install 'hora[spark]'") from error
     context = SparkContext._active_spark_context
-    if context is not None and context._jsc is not None:
-        return context
-    _refuse_connect()
-    return None
+    return context if context is not None and context._jsc is not None else None
 
 
-def context_or_new() -> Any:
-    """The running SparkContext; a new session's where none runs (its master comes from Spark's configuration)."""
-    context = active_context()
-    if context is not None:
-        return context
-    from pyspark.sql import SparkSession
-
-    session = SparkSession.builder.appName("HorovodRunner").getOrCreate()
-    _refuse_connect(session)
-    return session.sparkContext
-
-
-def _refuse_connect(session: Any = None) -> None:
-    """A Connect client has no SparkContext: it cannot count slots or start a stage of plain tasks, and its executors have
-    no settled way back to the machine it runs on."""
-    if session is None:
-        from pyspark.sql import SparkSession
-
-        session = SparkSession.getActiveSession()
-    if session is not None and type(session).__module__.startswith("pyspark.sql.connect"):
-        raise ValueError(
-            "this SparkSession is a Spark Connect client, and processes cannot be started through it: run "
-            "the driver in classic mode (a master such as spark://host:7077 instead of sc://…, without "
-            "SPARK_REMOTE), or use np=-n for processes on this machine"
-        )
+def _default_connect_session() -> Any | None:
+    """A Connect session that another thread has made: it is not this thread's active one."""
+    module = sys.modules.get("pyspark.sql.connect.session")
+    return getattr(getattr(module, "SparkSession", None), "_default_session", None)
 
 
 def is_local(context: Any) -> bool:
@@ -100,8 +125,16 @@ def check_protection(context: Any) -> None:
     )
 
 
-def count_slots(context: Any) -> int:
+def default_num_proc(cluster: Any) -> int:
+    """As many processes as Spark has partitions by default."""
+    return count_slots(cluster) if is_connect(cluster) else int(cluster.defaultParallelism)
+
+
+def count_slots(cluster: Any) -> int:
     """Task slots of all registered executors: cores (and GPUs, if tasks ask for them), busy or free."""
+    if is_connect(cluster):
+        return _count_connect_slots(cluster)
+    context = cluster
     from py4j.protocol import Py4JError
 
     try:
@@ -113,13 +146,31 @@ def count_slots(context: Any) -> int:
         return int(context.defaultParallelism)
 
 
-def require_slots(context: Any, num_slots: int, *, limit_s: float = math.inf) -> int:
+def _count_connect_slots(session: Any) -> int:
+    """A leaf of a plan has as many partitions as there are cores, two at least."""
+    from pyspark.sql import functions as sql
+
+    numbers = session.range(0, 65536).select(sql.spark_partition_id().alias("number"))
+    found = numbers.agg(sql.max("number")).collect()[0][0]
+    return (int(found) + 1) // int(session.conf.get("spark.task.cpus", "1"))
+
+
+def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) -> int:
     """The cluster's slots, at least `num_slots` (0: whatever there is); ValueError if it has fewer.
 
     Where Spark allocates executors on demand, those that it may still start count too. Executors of a young
     application may still be registering, so that is waited for, and where there is none at all a minute from now on, but
     never longer than `limit_s`; a cluster that has been up for a while answers at once.
     """
+    if is_connect(cluster):
+        slots = count_slots(cluster)
+        if slots < num_slots:
+            raise ValueError(
+                f"np={num_slots} processes need {num_slots} Spark task slots, but the cluster behind this Spark Connect "
+                f"session has {slots}; use np={slots} or fewer"
+            )
+        return slots
+    context = cluster
     if allocates_dynamically(context):
         return _require_on_demand(context, num_slots)
     wanted = max(num_slots, 1)
@@ -218,13 +269,21 @@ def driver_addresses(context: Any) -> tuple[str, str]:
         return "127.0.0.1", "127.0.0.1"
     conf = context.getConf()
     host = conf.get("spark.driver.host", "") or socket.gethostname()
+    return listening_address(host, bind=conf.get("spark.driver.bindAddress", ""))
+
+
+def listening_address(host: str, *, bind: str = "") -> tuple[str, str]:
+    """Where to listen so that others reach this machine as `host`, and that address: loopback stays loopback.
+
+    `bind`: where to listen, if that is known.
+    """
     try:
         resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:  # a name that only the executors' side of the network knows
+    except OSError:  # a name that only the others' side of the network knows
         return "0.0.0.0", host
     if ipaddress.ip_address(resolved).is_loopback:
         return str(resolved), str(resolved)
-    bind = conf.get("spark.driver.bindAddress", "") or str(resolved)
+    bind = bind or str(resolved)
     return (bind if _can_bind(bind) else "0.0.0.0"), host
 
 

@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from hora.launch.spark.cluster import check_protection, driver_addresses, is_local
 from hora.launch.spark.placement import TaskPlace
@@ -21,23 +21,33 @@ from hora.net.secret_file import HeldSecret
 from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, Header, new_secret
 
-__all__ = ["StageDriver"]
+__all__ = ["StageDriver", "TaskConnections"]
+
+T = TypeVar("T", bound="TaskConnections")
 
 _POLL_S = 0.25
 _LEAVE_LIMIT_S = 10.0
 
 
-class StageDriver:
-    """A stage and the connections to its `num_tasks` tasks. It runs at once; left, its slots are free.
+class Stage(Protocol):
+    """What holds the slots of the tasks: a Spark job, seen from where the tasks meet."""
+
+    ended: threading.Event
+    group: str
+
+    def cancel(self) -> None: ...
+
+    def failure_text(self) -> str: ...
+
+
+class TaskConnections:
+    """The connections to the `num_tasks` tasks of a stage that Spark looks after itself. Left, its slots are free.
 
     `on_message(task, header, payload)` gets what the tasks say after "here". A connection that ends is told as the message
     `{"kind": "gone"}`. Both are called in the server's thread.
     """
 
-    def __init__(
-        self, context: Any, num_tasks: int, *, group: str, stream_output: bool = True, barrier: bool = True
-    ) -> None:
-        check_protection(context)
+    def __init__(self, num_tasks: int, *, bind_address: str, address: str, job: str) -> None:
         self._num_tasks = num_tasks
         self._arrived = threading.Condition()
         self._places: dict[int, TaskPlace] = {}
@@ -45,33 +55,17 @@ class StageDriver:
         self._dismissed: set[int] = set()
         self._lost_one = False  # a task ended before it was told to
         self.on_message: Callable[[int, Header, bytes], None] = _ignore
-        self.bind_address, self.address = driver_addresses(context)
+        self.bind_address, self.address = bind_address, address
         self.secret = new_secret()
-        job = f"spark-{secrets.token_hex(8)}"
+        self.stage: Stage = _Unseen()
         self._server = Server(self, name="hora-spark-tasks")
         with contextlib.ExitStack() as undo:
             undo.callback(self._server.close)
-            port = self._server.listen((self.bind_address, 0))
-            held = HeldSecret(self.secret) if is_local(context) else None
-            if held is not None:
-                undo.callback(held.close)
+            self.port = self._server.listen((bind_address, 0))
             self._server.start(Credentials(self.secret, job))
-            task = SparkTask(
-                address=self.address,
-                port=port,
-                job=job,
-                secret=b"" if held else self.secret,
-                secret_file=held.path if held else "",
-                stream_output=stream_output,
-                # In local mode the executor's log is the driver's own terminal, which has its say already.
-                keep_output=not is_local(context),
-            )
-            self.stage = SparkStage(context, num_tasks, task, group=group, barrier=barrier)
-            # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
-            self.stage.start()
             self._closing = undo.pop_all()
 
-    def __enter__(self) -> StageDriver:
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,6 +113,8 @@ class StageDriver:
     def release(self) -> None:
         """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not. May be said again."""
         self._server.call(lambda: self._dismiss(list(self._peers)))
+        if isinstance(self.stage, _Unseen):
+            return
         # After the loss of a task Spark would repeat the stage, which is of no use.
         if self.missing() or self._lost_one or not self.stage.ended.wait(_LEAVE_LIMIT_S):
             self.stage.cancel()
@@ -161,6 +157,54 @@ class StageDriver:
     def _send(self, task: int, header: Header, payload: bytes) -> None:
         if task in self._peers:
             self._peers[task].send(header, payload)
+
+
+class StageDriver(TaskConnections):
+    """The same with the stage itself, which runs at once, from the driver of a classic SparkContext."""
+
+    stage: SparkStage
+
+    def __init__(
+        self, context: Any, num_tasks: int, *, group: str, stream_output: bool = True, barrier: bool = True
+    ) -> None:
+        check_protection(context)
+        bind_address, address = driver_addresses(context)
+        job = f"spark-{secrets.token_hex(8)}"
+        super().__init__(num_tasks, bind_address=bind_address, address=address, job=job)
+        with contextlib.ExitStack() as undo:
+            undo.push(self._closing)
+            held = HeldSecret(self.secret) if is_local(context) else None
+            if held is not None:
+                undo.callback(held.close)
+            task = SparkTask(
+                address=address,
+                port=self.port,
+                job=job,
+                secret=b"" if held else self.secret,
+                secret_file=held.path if held else "",
+                stream_output=stream_output,
+                # In local mode the executor's log is the driver's own terminal, which has its say already.
+                keep_output=not is_local(context),
+            )
+            self.stage = SparkStage(context, num_tasks, task, group=group, barrier=barrier)
+            # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.
+            self.stage.start()
+            self._closing = undo.pop_all()
+
+
+class _Unseen:
+    """A stage that the meeting point is a task of: it can neither be watched nor cancelled from there."""
+
+    group = ""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def cancel(self) -> None:
+        return None
+
+    def failure_text(self) -> str:
+        return "Spark has ended the stage"
 
 
 def _ignore(task: int, header: Header, payload: bytes) -> None:

@@ -20,14 +20,14 @@ from typing import Any
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control.controller import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
-from hora.launch.spark.driver import StageDriver
+from hora.launch.spark.driver import StageDriver, TaskConnections
 from hora.launch.spark.placement import Placement, TaskPlace, place_tasks
 from hora.launch.spark.task import mask
 from hora.launch.spark.variables import GPU_VARIABLE
 from hora.launch.watching import Watching
 from hora.net.wire import Header
 
-__all__ = ["SparkJob", "SparkLauncher", "run_on_spark"]
+__all__ = ["SparkJob", "SparkLauncher", "meet_all", "run_on_spark"]
 
 _LOST_EXIT_CODE = 137
 _NOTICE_AFTER_S = 5.0
@@ -94,6 +94,19 @@ def _meet(driver: StageDriver, wanted: SparkJob) -> list[TaskPlace]:
     )
 
 
+def meet_all(driver: TaskConnections, num_proc: int, timeout_s: float) -> list[TaskPlace]:
+    """Wait until every task of a stage that runs has arrived."""
+    deadline = time.monotonic() + timeout_s
+    places = driver.meet(num_proc, lambda: time.monotonic() <= deadline)
+    if places is None:
+        raise StartTimeoutError(
+            f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {num_proc} had not reached the first "
+            f"one at {driver.address} after {timeout_s:g} s. Check that executors can reach one another, or raise "
+            "start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
+        )
+    return places
+
+
 class _Patience:
     """How long to wait for tasks: the start timeout, which with `wait_for_slots` begins when Spark starts the stage."""
 
@@ -124,18 +137,21 @@ class SparkLauncher:
     """Starts each worker in the Spark task that was placed for its rank. See `job.Launcher`.
 
     `bind_gpus`: make Spark's GPUs the visible ones. `executable`: the workers' Python, if it is not that of Spark's own.
+    `may_fork`: whether no user code has ever run in the tasks' Python processes.
     """
 
     def __init__(
         self,
-        driver: StageDriver,
+        driver: TaskConnections,
         placements: Sequence[Placement],
         *,
         bind_gpus: bool,
         executable: str | None = None,
+        may_fork: bool = True,
     ) -> None:
         self.bind_address, self.advertised_address = driver.bind_address, driver.address
         self._driver, self._bind_gpus, self._executable = driver, bind_gpus, executable
+        self._may_fork = may_fork
         self._placements = {placement.slot.rank: placement for placement in placements}
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # task -> worker
@@ -176,7 +192,7 @@ class SparkLauncher:
             "executable": self._executable,
             "arguments": list(worker.argv[1:]),
             "grace_s": worker.grace_s,
-            "preload": worker.preload,
+            "preload": worker.preload if self._may_fork else None,
             "nonce": nonce.hex(),
         }
         files = {name: data.hex() for name, data in worker.private_files.items()}

@@ -52,9 +52,9 @@ class SparkBackend(Backend):
 
 def default_num_proc() -> int:
     """As many processes as Spark would use by default: its default parallelism."""
-    from hora.launch.spark.cluster import active_context
+    from hora.launch.spark import cluster
 
-    context = active_context()
-    if context is None:
+    found = cluster.active_cluster()
+    if found is None:
         raise RuntimeError("Could not find an active SparkContext: create a SparkSession first, or give num_proc.")
-    return int(context.defaultParallelism)
+    return cluster.default_num_proc(found)

@@ -1,0 +1,137 @@
+"""A Connect client's ear: log lines of a running job, from its first task, where that can reach the client.
+
+The client listens at the address from which it talks to the Connect server, nowhere else. Only text comes in, from who holds
+the key that travelled with the query; it is shown and never interpreted. A task that cannot reach the client keeps the
+lines for the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import secrets
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from hora.launch.job import OutputOptions
+from hora.net.address import resolve, source_address
+from hora.net.connection import Connection, connect
+from hora.net.server import Peer, Server
+from hora.net.wire import Credentials, Header, new_secret
+
+__all__ = ["Home", "HomeStream", "Invitation", "LiveLog"]
+
+_CONNECT_LIMIT_S = 2.0
+_KEPT_BYTES = 8 * 2**20  # of each stream, for the end
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where the client listens. `address` is empty where it does not."""
+
+    address: str
+    port: int
+    job: str
+    key: bytes = field(repr=False)
+
+
+class LiveLog:
+    """The client's side. `heard` is set when the first task has called."""
+
+    def __init__(self, server_host: str, output: OutputOptions) -> None:
+        self._streams: dict[str, IO[Any]] = {
+            "stdout": output.stdout if output.stdout is not None else sys.stdout,
+            "stderr": output.stderr if output.stderr is not None else sys.stderr,
+        }
+        self.heard = threading.Event()
+        self._key, self._job = new_secret(), f"log-{secrets.token_hex(8)}"
+        self._server = Server(self, name="hora-connect-log")
+        self.invitation = Invitation("", 0, self._job, self._key)
+        with contextlib.suppress(OSError):
+            address = source_address((resolve(server_host) or [server_host])[0])
+            port = self._server.listen((address, 0))
+            self.invitation = Invitation(address, port, self._job, self._key)
+
+    def __enter__(self) -> LiveLog:
+        self._server.start(Credentials(self._key, self._job))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+    def show(self, stdout: bytes, stderr: bytes) -> None:
+        """Lines that came with the rows."""
+        for name, data in (("stdout", stdout), ("stderr", stderr)):
+            if data:
+                self._write(name, data)
+
+    # ---- in the server's thread -------------------------------------------------------------------------
+
+    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+        if header["kind"] == "here":
+            self.heard.set()
+        elif header["kind"] == "output":
+            self._write("stderr" if header["stream"] == "stderr" else "stdout", payload)
+
+    def closed(self, peer: Peer) -> None:
+        return None
+
+    def _write(self, name: str, data: bytes) -> None:
+        stream = self._streams[name]
+        with contextlib.suppress(OSError, ValueError):  # a closed stream; a training does not end for that
+            if isinstance(stream, io.RawIOBase | io.BufferedIOBase):
+                stream.write(data)
+            else:
+                stream.write(data.decode(errors="replace"))
+            stream.flush()
+
+
+class Home:
+    """The first task's side: sends lines to the client, or keeps them."""
+
+    def __init__(self, invitation: Invitation) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self._connection: Connection | None = None
+        if invitation.address:
+            with contextlib.suppress(OSError):
+                where = (invitation.address, invitation.port)
+                self._connection = connect(
+                    where, Credentials(invitation.key, invitation.job), timeout_s=_CONNECT_LIMIT_S
+                )
+                self._connection.send({"kind": "here"})
+
+    def write(self, stream: str, data: bytes) -> None:
+        with self._lock:
+            if self._connection is not None:
+                try:
+                    self._connection.send({"kind": "output", "stream": stream}, data)
+                    return
+                except OSError:
+                    self._connection = None
+            self._kept[stream] += data
+            del self._kept[stream][:-_KEPT_BYTES]
+
+    def close(self) -> dict[str, bytes]:
+        """What the client has not got yet."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            return {stream: bytes(data) for stream, data in self._kept.items() if data}
+
+
+class HomeStream(io.RawIOBase):
+    """A stream that ends at the client."""
+
+    def __init__(self, home: Home, name: str) -> None:
+        super().__init__()
+        self._home, self._name = home, name
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._home.write(self._name, bytes(data))
+        return len(data)
