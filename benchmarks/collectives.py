@@ -86,10 +86,11 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def join_gloo(dist, hvd) -> None:
-    """A gloo group of the same ranks; hvd carries the port of its store."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hvd.rank() == 0 else None
+    """A gloo group of the same ranks; hvd carries the port of its store, which is where the ranks have met."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False) if hvd.rank() == 0 else None
     port = hvd.broadcast_object(store.port if store else None, root_rank=0)
-    store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = store or dist.TCPStore(address, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=hvd.rank(), world_size=hvd.size())
 
 

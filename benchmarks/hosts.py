@@ -1,0 +1,141 @@
+"""Collectives between two hosts against gloo, in the same run. The hosts are network namespaces joined by a cable.
+
+    python -m benchmarks.hosts                              as fast as the machine can
+    python -m benchmarks.hosts --rate 1gbit                 a cable of this speed (tc tbf), and how much of it is used
+    python -m benchmarks.hosts --encrypt never              without TLS
+    python -m benchmarks.hosts --delay 20ms --loss 0.1%     a bad one (tc netem)
+
+Two ranks on each host, as root. What is measured, and how, is said in `collectives`, which runs on the ranks. "Of the
+wire" is the time that the bytes alone would need at the cable's speed, divided by ours: every host sends and receives
+all of them once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.collectives import SIZES, line
+
+RANKS_PER_HOST = 2
+ADDRESSES = ("10.79.0.1", "10.79.0.2")
+ETHERNET = 1514 / 1448  # bytes of a full frame, and how many of them are ours
+
+
+class Host:
+    """A network namespace, which lives as long as a process that holds it."""
+
+    def __init__(self) -> None:
+        command = ["unshare", "--net", "sh", "-c", "echo ready; exec cat >/dev/null"]
+        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != b"ready\n":
+            raise SystemExit("cannot make a network namespace: this benchmark needs root")
+        self.pid = self._holder.pid
+        self.run("ip", "link", "set", "lo", "up")
+
+    def command(self, *command: str) -> list[str]:
+        return ["nsenter", "--target", str(self.pid), "--net", *command]
+
+    def run(self, *command: str) -> None:
+        subprocess.run(self.command(*command), check=True)
+
+    def close(self) -> None:
+        assert self._holder.stdin is not None
+        self._holder.stdin.close()
+        self._holder.wait(10)
+
+
+def joined(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> list[Host]:
+    hosts = [Host() for _ in ADDRESSES]
+    for host in hosts:
+        stack.callback(host.close)
+    hosts[0].run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(hosts[1].pid))
+    for host, address in zip(hosts, ADDRESSES, strict=True):
+        host.run("ip", "address", "add", f"{address}/24", "dev", "cable")
+        host.run("ip", "link", "set", "cable", "up")
+        if arguments.rate:
+            shape = ["tbf", "rate", arguments.rate, "burst", "256kb", "latency", "50ms"]
+            host.run("tc", "qdisc", "add", "dev", "cable", "root", *shape)
+        elif arguments.delay or arguments.loss:
+            shape = ["delay", arguments.delay or "0ms", *(["loss", arguments.loss] if arguments.loss else [])]
+            host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "limit", "100000", *shape)
+    return hosts
+
+
+def run_ranks(hosts: list[Host], arguments: argparse.Namespace, folder: Path) -> list[dict]:
+    secret, numbers = folder / "secret", folder / "numbers.json"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    worker = [sys.executable, "-m", "benchmarks.collectives", "--worker", "--json", str(numbers)]
+    worker += ["--sizes", arguments.sizes, "--cases", arguments.cases, "--rounds", str(arguments.rounds)]
+    ranks = []
+    for rank in range(RANKS_PER_HOST * len(hosts)):
+        number, local_rank = divmod(rank, RANKS_PER_HOST)
+        place = {
+            "HOROVOD_RANK": rank,
+            "HOROVOD_SIZE": RANKS_PER_HOST * len(hosts),
+            "HOROVOD_LOCAL_RANK": local_rank,
+            "HOROVOD_LOCAL_SIZE": RANKS_PER_HOST,
+            "HOROVOD_CROSS_RANK": number,
+            "HOROVOD_CROSS_SIZE": len(hosts),
+            "HOROVOD_HOSTNAME": f"host{number}",
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": 29500,
+            "GLOO_SOCKET_IFNAME": "cable",
+            "HORA_SECRET_FILE": secret,
+            "HORA_ENCRYPT": arguments.encrypt,
+            "OMP_NUM_THREADS": 1,
+        }
+        env = {**os.environ, **{name: str(value) for name, value in place.items()}}
+        ranks.append(subprocess.Popen(hosts[number].command(*worker), env=env))
+    try:
+        statuses = [rank.wait(arguments.limit) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(statuses):
+        raise SystemExit(f"the ranks ended with {statuses}")
+    found: list[dict] = json.loads(numbers.read_text())
+    return found
+
+
+def bits_a_second(rate: str) -> float:
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    number, unit = next((rate[: -len(unit)], unit) for unit in units if rate.endswith(unit))
+    return float(number) * units[unit]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default=SIZES, help=f"bytes, with K or M (default: {SIZES})")
+    parser.add_argument("--cases", default="sum", help="see benchmarks.collectives (default: sum)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each contender (default: 5)")
+    parser.add_argument("--rate", default="", help="the cable's speed, such as 1gbit (default: not limited)")
+    parser.add_argument("--delay", default="", help="of the cable, such as 20ms")
+    parser.add_argument("--loss", default="", help="of the cable, such as 0.1%%")
+    parser.add_argument("--encrypt", default="auto", choices=("auto", "always", "never"))
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for everything (default: 900)")
+    parser.add_argument("--json", type=Path, help="write the results here as well")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        results = run_ranks(joined(stack, arguments), arguments, folder)
+    if arguments.rate:
+        for result in results:
+            wire_us = result["bytes"] * ETHERNET * 8 / bits_a_second(arguments.rate) * 1e6
+            result["of_the_wire"] = wire_us / result["hvd_us"]
+            print(f"{line(result)}  of the wire {result['of_the_wire']:.2f} (gloo {wire_us / result['gloo_us']:.2f})")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
