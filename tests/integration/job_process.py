@@ -19,7 +19,7 @@ import psutil
 
 from waiting import wait_until
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 BIN = Path(sys.executable).parent
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 
@@ -107,7 +107,7 @@ class JobProcess(_MarkedProcess):
         found = [p for p in self.processes() if any("hora.launch.host.supervisor" in part for part in p.cmdline())]
         return sorted(found, key=lambda p: p.pid)
 
-    def assert_nothing_left(self, limit_s: float = 20.0) -> None:
+    def assert_nothing_left(self, limit_s: float = 60.0) -> None:
         """No process, no temporary file. A port or a memfd segment cannot outlive its processes."""
         self.wait_for_the_last(limit_s)
         assert list(self.temporary.iterdir()) == []

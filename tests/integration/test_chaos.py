@@ -8,4 +8,4 @@ from chaos import Chaos
 
 
 def test_chaos_of_a_few_faults(tmp_path: Path):
-    Chaos(tmp_path, seed=1).run(6)
+    Chaos(tmp_path, seed=1).run(4)

@@ -19,7 +19,7 @@ import two_hosts_rank
 
 pytestmark = pytest.mark.netns
 
-LIMIT_S = 90
+LIMIT_S = 180
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
