@@ -138,10 +138,13 @@ class Peers:
         except OSError as error:
             raise HorovodInternalError(f"rank {self._world.rank} could not meet the others: {error}") from error
 
-    def describe(self, rank: int) -> str:
-        """A rank in words, for messages."""
+    def lost(self, rank: int) -> str:
+        """What users read when a rank is gone."""
         peer = self._introductions[rank]
-        return f"rank {rank} (process {peer.pid} on {peer.hostname})"
+        return (
+            f"rank {rank} (process {peer.pid} on {peer.hostname}) was lost: its connection ended without a goodbye. "
+            "It was killed, crashed, or its host is unreachable. Horovod has been shut down"
+        )
 
     def _check_agreement_on_sets(self) -> None:
         expected = self._introductions[0].process_sets
@@ -235,7 +238,10 @@ class Peers:
         if ranks[0] == self._world.rank:
             return self.hub.offer(name, num_bytes, len(ranks) - 1)
         hub_name, limit_s = self._introductions[ranks[0]].hub_name, self.config.init_timeout_s
-        return self.hub.fetch(hub_name, name, limit_s=limit_s, guard=self._guard)
+        try:
+            return self.hub.fetch(hub_name, name, limit_s=limit_s, guard=self._guard)
+        except ConnectionError:  # the hub will tell the same, in a moment
+            raise HorovodInternalError(self.lost(ranks[0])) from None
 
     def share_or_none(self, key: str, ranks: Sequence[int], num_bytes: int) -> Segment | None:
         """Like `share`; None on all of them where there is too little memory."""

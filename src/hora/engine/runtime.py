@@ -272,10 +272,7 @@ class Runtime:
 
     def _on_lost(self, rank: int) -> None:
         assert self._peers is not None
-        self.status.fault(
-            f"{self._peers.describe(rank)} was lost: its connection ended without a goodbye. "
-            "It was killed, crashed, or its host is unreachable. Horovod has been shut down"
-        )
+        self.status.fault(self._peers.lost(rank))
 
     def _on_leaving(self, rank: int, why: str) -> None:
         self.status.close(why)
