@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import mmap
+import multiprocessing
+import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,6 +20,7 @@ from torch.nn import functional
 from training import assert_close, assert_states_close, batch, mine, mlp, of_all_ranks, train, weights
 
 import horovod.torch as hvd
+from hora.engine.shm import fork
 
 pytestmark = pytest.mark.ranks(1, 2, 4)
 
@@ -298,6 +303,90 @@ def test_parameters_and_state_lie_once_in_shared_memory():
             optimizer.step()
         raise hvd.HorovodInternalError(f"not supported with Join {hvd.join()}")
     hvd.join() if hvd.rank() == 0 else None
+
+
+@pytest.mark.ranks(2)
+@session
+def test_a_forked_child_has_a_copy_of_its_own():
+    """It sees what there was when it was forked, whatever the ranks do later, and what it writes no rank sees."""
+    for shards in (True, False):
+        parameter = nn.Parameter(torch.zeros(300_000))  # enough for gradients to be reduced in shared memory
+        inner = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
+        optimizer = hvd.DistributedOptimizer(inner, sharded=shards)
+
+        def step(parameter=parameter, optimizer=optimizer):
+            optimizer.zero_grad()
+            parameter.sum().backward()
+            optimizer.step()
+            hvd.barrier()
+
+        def seen(parameter=parameter, optimizer=optimizer):
+            gradient = parameter.grad if parameter.grad is not None else torch.ones(1)
+            momentum = optimizer.state_dict()["state"][0]["momentum_buffer"]
+            return [tensor.unique().tolist() for tensor in (parameter.detach(), momentum, gradient)]
+
+        for _ in range(3):
+            step()
+        before = seen()
+        assert before == [[-4.25], [1.75], [1.0]]
+        with _forked(lambda seen=seen, p=parameter: (seen(), _spoil(p))[0]) as answer:
+            step()
+            step()
+            later = seen()
+            got = answer()
+            assert got == before, (shards, got, before)
+        hvd.barrier()
+        assert seen() == later != before
+
+
+@pytest.mark.ranks(1)
+def test_a_forked_child_without_room_for_a_copy_ends_with_the_reason():
+    memory = mmap.mmap(-1, 2**20)
+    fork.copy_in_children(memory, 0, 2**20)
+    errors, end = os.pipe()
+    own = os.dup(2)
+    os.dup2(end, 2)
+    try:
+        with mock.patch.object(fork._libc, "mmap", return_value=fork._FAILED):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+    finally:
+        os.dup2(own, 2)
+        for descriptor in (own, end):
+            os.close(descriptor)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    with open(errors) as file:
+        assert "cannot have its own copy of 1 MiB" in file.read()
+
+
+def _spoil(parameter):
+    parameter.detach().fill_(99.0)
+    if parameter.grad is not None:
+        parameter.grad.fill_(99.0)
+
+
+@contextlib.contextmanager
+def _forked(function):
+    """Fork; what is yielded has the child call the function, and gives its result."""
+    here, there = multiprocessing.Pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            there.recv()
+            there.send(function())
+            code = 0
+        finally:
+            os._exit(code)
+
+    def answer():
+        here.send("now")
+        assert here.poll(60)
+        return here.recv()
+
+    yield answer
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @session

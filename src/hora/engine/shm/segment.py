@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hora.engine.shm.fork import copy_in_children
 from hora.memory import available_bytes
 
 __all__ = ["PAGE_BYTES", "Segment", "SharedMemory", "aligned"]
@@ -103,9 +104,12 @@ class SharedMemory:
         """The bytes that `take` uses up."""
         return aligned(count * dtype.itemsize)
 
-    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next piece, which begins on a page of its own."""
-        return self.segment.tensor(self.reserve(count * dtype.itemsize), count, dtype)
+    def take(self, count: int, dtype: torch.dtype, *, copied: bool = True) -> torch.Tensor:
+        """The next piece, which begins on a page of its own. A forked child finds it private, and empty unless `copied`."""
+        num_bytes = count * dtype.itemsize
+        offset = self.reserve(num_bytes)
+        copy_in_children(self.segment.memory, offset, num_bytes if copied else 0)
+        return self.segment.tensor(offset, count, dtype)
 
     def reserve(self, num_bytes: int) -> int:
         """The place of the next piece in the segment."""

@@ -210,8 +210,9 @@ def _shared_bucket(
 ) -> Bucket:
     set_id, num_turns = options.process_set_id, _num_turns(options, spec)
     queue = runtime.process_sets.queue(set_id)
-    places = [
-        [memory.take(spec.num_elements, spec.dtype) for _ in range(options.num_members)] for _ in range(num_turns)
+    places = [  # a forked child sees its parent's gradients alone
+        [memory.take(spec.num_elements, spec.dtype, copied=m == options.member) for m in range(options.num_members)]
+        for _ in range(num_turns)
     ]
     if num_turns == 1:
         reduce = options.reduce_after_early_scale(spec.dtype)

@@ -33,7 +33,8 @@ class GradientPlaces:
         self._specs = specs
         self.in_turn = len(specs) > NUM_PLACES
         self._places = [
-            [memory.take(num_bytes, torch.uint8) for _ in range(num_members)] for num_bytes in _place_bytes(specs)
+            [memory.take(num_bytes, torch.uint8, copied=False) for _ in range(num_members)]
+            for num_bytes in _place_bytes(specs)
         ]
 
     @staticmethod
