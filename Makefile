@@ -17,7 +17,7 @@ help:
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
-	@echo "make fuzz     two thousand random programs of collectives on 2 to 4 ranks against a reference"
+	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages"
 	@echo "make setup    only the virtual environment in $(VENV)"
 
 setup: $(STAMP)
@@ -52,9 +52,15 @@ bench: $(STAMP)
 chaos: $(STAMP)
 	$(BIN)/python tests/integration/chaos.py --faults 100
 
-# As long as it takes: a target of its own, not part of `make test`, which plays the first fifty programs.
+# What reads bytes of others: the handshake, frames, headers, the rendezvous' operations (five tests: a million cases), and
+# model files, of which every eighth case is tried because each writes and reads files.
+PARSERS := tests/unit/test_fuzz_control.py tests/unit/test_model_file.py::test_tampered_files_load_or_raise_a_model_file_error
+
+# As long as it takes: a target of its own, not part of `make test`, which plays the first fifty programs and ten
+# thousand of the parsers' cases.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/engine.py --programs 2000
+	$(BIN)/python -m pytest $(PARSERS) --cases 200000 --timeout 0
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse

@@ -12,6 +12,7 @@ Each process has one `Server` for all of it, whose thread sleeps unless somethin
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -27,6 +28,8 @@ from hora.net.sockets import Where
 from hora.net.wire import Credentials, Header
 
 __all__ = ["Hub", "HubEvents"]
+
+log = logging.getLogger("hora")
 
 _TICK_S = 1.0  # how often to look for stalls
 _SILENCE_LIMIT_S = 8
@@ -237,15 +240,18 @@ class Hub:
             self._introduce(peer, header)
         elif kind == "announce" and self.rank == 0:
             self._relay(int(header["set"]), int(header["member"]), payload)
-        elif kind == "round":
+        elif kind == "round" and self.rank != 0:
             self._events.announced(int(header["set"]), _cut(payload, header["parts"]))
         else:
             self._on_news(peer, header)
 
     def _on_news(self, peer: Peer, header: Header) -> None:
-        """How a rank fares. Rank 0 passes it on."""
-        kind, rank = header.get("t"), int(header["rank"])
+        """How a rank fares. Rank 0 passes it on: a rank takes leave for itself only, and who is lost rank 0 sees itself."""
+        kind, rank = header.get("t"), int(header.get("rank", -1))
         if self.rank == 0:
+            if kind != "fault" and (kind != "leaving" or rank != peer.number):
+                log.warning("%s may not say %r of rank %d", peer.name, kind, rank)
+                return
             self._broadcast(header, skip=peer.number)
         if kind == "leaving":
             self._goodbye(rank)
@@ -264,8 +270,15 @@ class Hub:
         if header.get("want") == "stream":
             self._keep_stream(peer, (str(header["key"]), int(header["rank"])))
             return
+        rank = int(header["rank"])
+        if self.rank != 0 or not 0 < rank < self.size or rank in self._links:
+            log.warning(
+                "closed a connection from %s, which wanted to be rank %d: that place is taken", peer.where, rank
+            )
+            peer.close()
+            return
         with self._changed:
-            peer.number = int(header["rank"])
+            peer.number = rank
             peer.name = f"rank {peer.number}"
             self._links[peer.number] = peer
             self._changed.notify_all()
