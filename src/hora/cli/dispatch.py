@@ -34,6 +34,7 @@ COMMANDS = {
     "mpirun": Command(
         "hora.cli.mpirun:main", "run a command line of mpirun without MPI: hora mpirun -np 2 -H a:1,b:1 …"
     ),
+    "kubernetes": Command("hora.cli.kubernetes:main", "print a job's manifest: hora kubernetes manifest job --name …"),
     "doctor": Command(
         "hora.cli.doctor:main", "check this machine, or hosts, and say what to do: hora doctor -H a:4,b:4"
     ),

@@ -172,6 +172,7 @@ class Options:
     num_nodes: int | None = _option("--nnodes", section="nodes", low=1, high=100_000, metavar="N",
         help="how many nodes run this command")
     node_rank: int | None = _option("--node-rank", section="nodes", low=0, metavar="N",
+        launch_variable="HORA_NODE_RANK",
         help="which of them this is; 0 is the first, where the job is controlled")
     meet: str | None = _option("--meet", kind=str, section="nodes", metavar="HOST:PORT",
         help="where the first node takes the others (default port: 29500)")

@@ -1,0 +1,72 @@
+"""The command `hora kubernetes`: manifests that a user can apply.
+
+hora kubernetes manifest job --name train --image example.com/train --nodes 2 --slots 4 -- python train.py | kubectl apply -f -
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hora.launch.kubernetes import KINDS, Request, manifests, secret_command
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments, command = _parser().parse_args(list(argv[:end])), argv[end + 1 :]
+    try:
+        request = Request(
+            name=arguments.name,
+            image=arguments.image,
+            command=tuple(command),
+            num_nodes=arguments.nodes,
+            slots=arguments.slots,
+            min_nodes=arguments.min_nodes,
+            namespace=arguments.namespace,
+            cpu=arguments.cpu,
+            memory=arguments.memory,
+            gpus=arguments.gpus,
+            leave_s=arguments.leave_timeout,
+            runtime=arguments.runtime,
+        )
+        made = manifests(arguments.kind, request)
+    except ValueError as error:
+        print(f"hora kubernetes: error: {error}", file=sys.stderr)
+        return 2
+    import yaml
+
+    if arguments.kind != "mpijob":
+        print(f"# The nodes' secret, once, before this is applied:\n#   {secret_command(request)}")
+    print(yaml.safe_dump_all(made, sort_keys=False), end="")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hora kubernetes", description="Manifests for jobs on Kubernetes.")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    about = "print a manifest, for kubectl apply -f -"
+    manifest = actions.add_parser("manifest", help=about, epilog="After --: the command and its arguments.")
+    manifest.add_argument(
+        "kind", choices=KINDS, help="a plain Job with its Service, a JobSet, or Kubeflow's TrainJob or MPIJob"
+    )
+    manifest.add_argument("--name", required=True, help="of the job")
+    manifest.add_argument("--image", required=True, help="with Hora and the training in it")
+    manifest.add_argument("--nodes", type=int, default=2, help="pods (default: 2)")
+    manifest.add_argument("--slots", type=int, default=1, help="processes of each pod (default: 1)")
+    manifest.add_argument("--min-nodes", type=int, help="fewest pods to go on with; makes the job elastic")
+    manifest.add_argument("--namespace", help="(default: that of kubectl)")
+    manifest.add_argument("--cpu", help="cores of each pod")
+    manifest.add_argument("--memory", help="memory of each pod, for example 16Gi")
+    manifest.add_argument("--gpus", type=int, default=0, help="NVIDIA GPUs of each pod (default: 0)")
+    manifest.add_argument(
+        "--leave-timeout", type=int, default=25, help="seconds for a last commit when pods are taken away (default: 25)"
+    )
+    manifest.add_argument(
+        "--runtime",
+        default="torch-distributed",
+        help="of a TrainJob: its ClusterTrainingRuntime (default: torch-distributed)",
+    )
+    return parser

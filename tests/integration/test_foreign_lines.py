@@ -1,0 +1,90 @@
+"""Other people's command lines, word for word, with their files where they have them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_process import run_command
+
+OPEN_MPI = shutil.which("mpirun")
+SHOW = "import os; print('rank', os.environ['HOROVOD_RANK'], 'of', os.environ['HOROVOD_SIZE'], os.environ['HOROVOD_HOSTNAME'])"
+
+
+@pytest.fixture
+def discover_hosts(tmp_path):
+    """As mpi-operator writes it: running workers, sorted, without slots."""
+    script = tmp_path / "discover_hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost\n")
+    script.chmod(0o555)
+    return str(script)
+
+
+def test_flytes_horovodrun(discover_hosts):
+    line = (
+        "horovodrun -np 2 --log-level INFO --network-interface lo --min-np 2 --max-np 2 --slots-per-host 2 "
+        f"--host-discovery-script {discover_hosts} --elastic-timeout 1200 --verbose"
+    )
+    code, out, err = run_command(*line.split(), sys.executable, "-c", SHOW)
+    assert code == 0, err
+    assert "rank 0 of 2 localhost" in out
+    assert "rank 1 of 2 localhost" in out
+
+
+def test_arenas_elastic_job(discover_hosts):
+    line = (
+        "horovodrun --verbose --log-level=DEBUG -np 2 --min-np 1 --max-np 2 --start-timeout 100 --elastic-timeout 1000 "
+        f"--slots-per-host 2 --host-discovery-script {discover_hosts}"
+    )
+    code, out, err = run_command(*line.split(), sys.executable, "-c", SHOW)
+    assert (code, out.count("of 2 localhost")) == (0, 2), err
+
+
+def test_mpi_operators_sample_with_its_hostfile(tmp_path):
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("localhost slots=1\n127.0.0.2 slots=1\n")
+    line = (
+        "hora mpirun -np 2 --allow-run-as-root -bind-to none -map-by slot -x LD_LIBRARY_PATH -x PATH -x NCCL_DEBUG=INFO "
+        "-mca pml ob1 -mca btl ^openib"
+    )
+    env = {"OMPI_MCA_orte_default_hostfile": str(hostfile), "OMPI_MCA_orte_keep_fqdn_hostnames": "true"}
+    code, out, err = run_command(*line.split(), sys.executable, "-c", SHOW, env=env)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 of 2 localhost", "rank 1 of 2 127.0.0.2"]
+
+
+def test_nvidias_wrapper_keeps_its_own_flags(tmp_path):
+    bind = tmp_path / "bind.sh"
+    bind.write_text('shift 2; test "$1" = -- && shift; exec "$@"\n')
+    line = f"horovodrun -np 2 -H localhost:2 --mpi-args=--oversubscribe bash {bind} --cpu=exclusive --ib=single --"
+    code, out, err = run_command(*line.split(), sys.executable, "-c", SHOW)
+    assert (code, out.count("of 2 localhost")) == (0, 2), err
+
+
+@pytest.mark.skipif(OPEN_MPI is None, reason="Open MPI is not installed (Debian: openmpi-bin)")
+def test_ranks_of_a_real_open_mpi_find_one_another(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, horovod.torch as hvd\nhvd.init()\n"
+        "total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()\n"
+        "print(f'rank {hvd.rank()} sum {total}\\n', end='', flush=True)\n"
+    )
+    line = [
+        OPEN_MPI,
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-np",
+        "2",
+        "-bind-to",
+        "none",
+        sys.executable,
+        str(script),
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=150, env=env)
+    assert sorted(done.stdout.splitlines()) == ["rank 0 sum 2.0", "rank 1 sum 2.0"], done.stderr
+    assert "without a secret" in done.stderr  # what is not protected is said

@@ -1,0 +1,173 @@
+"""Manifests against the schemas of Kubernetes, JobSet and Kubeflow; what they start; and that no secret is in them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from hora.cli import kubernetes as command
+from hora.launch.agent.place import Machine, find_place
+from hora.launch.flags import build_parser
+from hora.launch.kubernetes import KINDS, Request, manifests, secret_command
+from hora.launch.options import Options
+
+models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+
+REQUEST = Request(
+    name="train",
+    image="registry.example.com/train:1",
+    command=("python", "train.py", "--epochs", "3"),
+    num_nodes=3,
+    slots=2,
+    min_nodes=2,
+    namespace="lab",
+    cpu="4",
+    memory="16Gi",
+    gpus=2,
+)
+SCHEMAS = {
+    "Service": "IoK8sApiCoreV1Service",
+    "Job": "IoK8sApiBatchV1Job",
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+}
+
+
+def by_kind(kind: str, request: Request = REQUEST) -> dict:
+    return {manifest["kind"]: manifest for manifest in manifests(kind, request)}
+
+
+def pod_specs(kind: str) -> list[dict]:
+    found = []
+
+    def search(value):
+        if isinstance(value, dict):
+            if "containers" in value:
+                found.append(value)
+            for entry in value.values():
+                search(entry)
+        elif isinstance(value, list):
+            for entry in value:
+                search(entry)
+
+    search(manifests(kind, REQUEST))
+    return found
+
+
+def assert_known(manifest: dict, schema: str) -> None:
+    """It fits the schema, and nothing in it is unknown there: what the model reads, it writes back, with its defaults."""
+    assert_contains(getattr(models, schema).from_dict(manifest).to_dict(), manifest)
+
+
+def assert_contains(whole, part) -> None:
+    if isinstance(part, dict):
+        for name, value in part.items():
+            assert name in whole, f"{name} is unknown"
+            assert_contains(whole[name], value)
+    elif isinstance(part, list):
+        assert len(whole) == len(part)
+        for one, other in zip(whole, part, strict=True):
+            assert_contains(one, other)
+    else:
+        assert whole == part
+
+
+def test_an_unknown_field_is_noticed():
+    (_, job) = manifests("job", REQUEST)
+    job["spec"]["template"]["spec"]["restartPolice"] = "Never"
+    with pytest.raises(AssertionError, match="restartPolice is unknown"):
+        assert_known(job, SCHEMAS["Job"])
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("elastic", [True, False])
+def test_manifests_fit_their_schemas(kind, elastic):
+    request = Request(**{**REQUEST.__dict__, "min_nodes": 2 if elastic else None})
+    for manifest in manifests(kind, request):
+        assert_known(manifest, SCHEMAS[manifest["kind"]])
+        assert manifest["metadata"]["namespace"] == "lab"
+
+
+def test_an_mpi_jobs_pods_fit_the_schema_of_pods():
+    replicas = by_kind("mpijob")["MPIJob"]["spec"]["mpiReplicaSpecs"]
+    for name in ("Launcher", "Worker"):
+        assert_known(replicas[name]["template"], "IoK8sApiCoreV1PodTemplateSpec")
+    assert replicas["Worker"]["replicas"] == 3
+    line = replicas["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    options = read_line(line)
+    assert (options.num_proc, options.min_num_proc, options.slots) == (6, 4, 2)
+    assert options.host_discovery_script == "/etc/mpi/discover_hosts.sh"
+
+
+def read_line(line: list[str]) -> Options:
+    """What our own parser makes of a command line."""
+    words = line[2:] if line[0] == "hora" else line[1:]
+    assert line[0] == "horovodrun" or line[:2] == ["hora", "run"]
+    args = build_parser(prog=line[0], on_version=str, on_check_build=str).parse_args(words)
+    return Options.from_args(args, {"HORA_NODE_RANK": "1"})
+
+
+@pytest.mark.parametrize(("kind", "first"), [("job", "train-0.train"), ("jobset", "train-node-0-0.train")])
+def test_the_pods_run_agents_that_find_the_first_one(kind, first):
+    (spec,) = pod_specs(kind)
+    (container,) = spec["containers"]
+    options = read_line(container["command"])
+    assert options.command == REQUEST.command
+    assert (options.num_proc, options.min_num_proc, options.slots) == (6, 4, 2)
+    machine = Machine(hostname="h", num_cores=1, num_gpus=0)
+    place = find_place({}, machine, num_nodes=options.num_nodes, index=options.node_rank, meet=options.meet)
+    assert (place.num_nodes, place.index, place.host, place.port) == (3, 1, first, 29500)
+    assert spec["terminationGracePeriodSeconds"] > 25
+    if kind == "job":
+        assert by_kind(kind)["Service"]["spec"]["selector"].items() <= pod_labels(by_kind(kind)["Job"]).items()
+        assert spec["subdomain"] == by_kind(kind)["Service"]["metadata"]["name"]
+
+
+def pod_labels(job: dict) -> dict:
+    return job["spec"]["template"]["metadata"]["labels"]
+
+
+def test_a_train_job_reads_kubeflows_variables():
+    trainer = by_kind("trainjob")["TrainJob"]["spec"]["trainer"]
+    options = read_line([*trainer["command"], *trainer["args"]])
+    assert options.join
+    assert options.joins
+    assert (options.num_proc, options.command) == (6, REQUEST.command)
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (3, 2)
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_the_secret_is_a_file_of_a_secret_and_nowhere_else(kind):
+    text = yaml.safe_dump_all(manifests(kind, REQUEST))
+    assert "secretName: train-hora" in text
+    assert "HORA_SECRET_FILE" in text
+    assert not re.search(r"[0-9a-f]{32}", text)
+    assert secret_command(REQUEST) == (
+        "openssl rand -hex 32 | kubectl create secret generic train-hora --namespace lab --from-file=secret=/dev/stdin"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_prints_what_can_be_applied(kind, capsys):
+    line = ["manifest", kind, "--name", "train", "--image", "i", "--nodes", "4", "--", "python", "train.py"]
+    assert command.main(line) == 0
+    made = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert made == manifests(kind, Request(name="train", image="i", num_nodes=4, command=("python", "train.py")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": "Train"}, "a job's name has small letters"),
+        ({"command": ()}, "there is no command to run"),
+        ({"num_nodes": 0}, "nodes and slots must be at least 1"),
+        ({"min_nodes": 4}, "--min-nodes must lie in 1..3"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(changes, words, capsys):
+    with pytest.raises(ValueError, match=words):
+        Request(**{**REQUEST.__dict__, **changes})
+    assert command.main(["manifest", "job", "--name", "Train", "--image", "i", "--", "x"]) == 2
+    assert "small letters" in capsys.readouterr().err
