@@ -92,15 +92,18 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
 
 
 def test_a_signal_before_the_time_limit_lets_the_ranks_commit_and_leave(slurm, tmp_path):
-    """What `sbatch --signal=TERM@60` sends to the steps of a job."""
+    """What `sbatch --signal=B:TERM@60` sends to a batch script, which the launcher has replaced."""
     training = str(Path(__file__).with_name("leaving_training.py"))
-    command = ["-np", "2", "--min-np", "2", sys.executable, training, str(tmp_path / "commits"), "100000"]
-    job = allocated(slurm, tmp_path, "hora", "run", *command)
-    wait_until("some steps", lambda: "step 3 of 2" in job.text() or job.process.poll() is not None, 240)
+    script = tmp_path / "batch.sh"
+    line = f"{BIN}/hora run -np 2 --min-np 2 {sys.executable} {training} {tmp_path}/commits 100000"
+    script.write_text(f"#!/bin/sh\nexec {line}\n")
+    out = tmp_path / "out"
+    job = JobProcess(["sbatch", "--wait", "-N2", "-n2", "-o", str(out), str(script)], tmp_path, **slurm.environment)
+    wait_until("some steps", lambda: out.exists() and "step 3 of 2" in out.read_text(), 240)
     (number,) = slurm.command("squeue", "-h", "-o", "%A").split()
-    slurm.command("scancel", "--signal=TERM", number)
-    assert job.wait(240) == 75, job.text()
-    assert "all ranks have committed and left" in job.text()
+    slurm.command("scancel", "--batch", "--signal=TERM", number)
+    assert job.wait(240) == 75, out.read_text()
+    assert "all ranks have committed and left" in out.read_text()
     assert list((tmp_path / "commits").glob("*.json"))
     job.assert_nothing_left(60)
     slurm.wait_until_free()

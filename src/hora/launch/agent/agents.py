@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -49,7 +48,7 @@ class Agents:
     """Takes agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, ourselves not counted.
 
     `own`: this machine's name and slots, if the job may use it too, as its first host. `elastic`: an agent that is asked to end
-    lets its ranks commit and leave first. `leave_together`: a node is asked to end only when all of them are.
+    lets its ranks commit and leave first.
     """
 
     def __init__(
@@ -60,12 +59,11 @@ class Agents:
         num_nodes: int,
         own: HostInfo | None = None,
         elastic: bool = False,
-        leave_together: bool = False,
     ) -> None:
         self.nonce = new_secret().hex()
         self.job_secret = job_secret(secret, self.nonce)
         self._num_nodes, self._own = num_nodes, own
-        self._elastic, self._leave_together = elastic, leave_together
+        self._elastic = elastic
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, _Node] = {}
         self._changed = threading.Condition()
@@ -176,8 +174,6 @@ class Agents:
             node.feed((operation, payload))
         elif operation == "ended":
             node.over(int(header["status"]))
-        elif operation == "leaving" and self._leave_together:
-            os.kill(os.getpid(), signal.SIGTERM)  # what the scheduler has sent to the nodes is meant for the job
         elif operation == "leaving":
             node.leaving = True
             self._tell()

@@ -40,10 +40,7 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             yield None
             return
         secret = new_secret()
-        num_nodes = len(allocated.hosts)
-        opened = Agents(
-            (allocated.address(), 0), secret, num_nodes=num_nodes, elastic=options.elastic, leave_together=True
-        )
+        opened = Agents((allocated.address(), 0), secret, num_nodes=len(allocated.hosts))
         starting = start_agents(allocated, opened, secret, environ, limit_s=float(options.effective("start_timeout")))
     status = 1
     with starting:
