@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from hora.engine import meeting
 from hora.errors import HorovodInternalError
@@ -49,7 +50,7 @@ def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[meeti
 def _no_table_is_left():
     yield
     while meeting._tables:
-        meeting._tables.pop().close()
+        meeting._tables.popitem()[1].close()
 
 
 def listening(port: int) -> set[str]:
@@ -69,7 +70,7 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
         assert [found.result() for found in said] == [[b"0", b"1"]] * 2
     first, second = (one.secret_for("the hub") for one in both)
     assert first == second != both[0].secret_for("objects")
-    meeting._tables.pop().close()
+    meeting._tables.popitem()[1].close()
     again = meet(world, world)
     assert again[0].secret_for("the hub") != first, "one file, another job"
 
@@ -116,3 +117,18 @@ def test_a_port_that_is_taken_is_said(world: World, port: int):
             meeting._StoreMeeting(open_one, 1.0)
         with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
             meeting._meet_at_rank_0(world, 1.0)
+
+
+def test_beside_torchruns_store(world: World, port: int):
+    """Rank 0 tells its port there; who finds none in time is told whom it waited for."""
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    inside = replace(world, meeting=replace(world.meeting, host_store=False))
+    with pytest.raises(HorovodInternalError, match=r"waited 0\.3 s for rank 0 to come"):
+        meeting._meet_at_rank_0(replace(inside, rank=1, local_rank=1), 0.3)
+    first, second = meet(inside, inside)
+    assert first.secret_for("the hub") == second.secret_for("the hub")
+    again = meeting._meet_at_rank_0(inside, LIMIT_S)  # after a start that failed on the way
+    assert again.secret_for("the hub") == first.secret_for("the hub")
+    store.set("hora/job/table", "nonsense")
+    with pytest.raises(HorovodInternalError, match="not a number, but b'nonsense'"):
+        meeting._meet_at_rank_0(replace(inside, rank=1, local_rank=1), LIMIT_S)

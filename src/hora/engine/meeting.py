@@ -135,7 +135,7 @@ def control_client(world: World) -> ControlClient | None:
     return meeting.client if isinstance(meeting, _TableMeeting) else None
 
 
-_tables: list[Table] = []  # rank 0's, to the end of its process
+_tables: dict[MeetingPoint, Table] = {}  # rank 0's, to the end of its process
 
 
 def _meet_at_rank_0(world: World, limit_s: float) -> _TableMeeting:
@@ -143,16 +143,13 @@ def _meet_at_rank_0(world: World, limit_s: float) -> _TableMeeting:
     point, deadline = world.meeting, time.monotonic() + limit_s
     secret = read_secret_file(point.secret_file)
     credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
-    if world.rank == 0:
+    if world.rank == 0 and point not in _tables:
         with _listening(world) as where:
-            _tables.append(Table(where, credentials, name="hora-meeting"))
-        _tables[-1].set("salt", secrets.token_bytes(32))
+            _tables[point] = Table(where, credentials, name="hora-meeting")
+        _tables[point].set("salt", secrets.token_bytes(32))
     if not point.host_store:
-        # The port is no secret, and who writes another one there has us talk to a stranger without a proof, in vain.
-        store = _own_keys(point, _tcp_store(point, limit_s))
-        if world.rank == 0:
-            store.set("table", str(_tables[-1].port))
-        point = replace(point, port=_number(store.get("table")))
+        table = _tables[point] if world.rank == 0 else None
+        point = replace(point, port=_published_port(point, table, limit_s))
     client = _connect(point, credentials, name=f"rank {world.rank}", deadline=deadline)
     # The user may use one file for many jobs: what is derived from it is for this one.
     salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
@@ -178,7 +175,20 @@ def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadli
             threading.Event().wait(_PAUSE_S)
 
 
-def _number(text: bytes) -> int:
+def _published_port(point: MeetingPoint, table: Table | None, limit_s: float) -> int:
+    """The port of rank 0's table (which it has), through torchrun's store.
+
+    It is no secret; who writes another one there has the ranks talk to a stranger without a proof, in vain.
+    """
+    store = _own_keys(point, _tcp_store(point, limit_s))
+    try:
+        if table is not None:
+            store.set("table", str(table.port))
+        text = bytes(store.get("table"))
+    except (RuntimeError, dist.DistError) as error:
+        raise HorovodInternalError(
+            f"waited {limit_s:g} s for rank 0 to come to hvd.init() (limit: HOROVOD_GLOO_TIMEOUT_SECONDS): {error}"
+        ) from error
     if not text.isdigit() or not 0 < int(text[:6]) < 2**16:
         raise HorovodInternalError(f"the port of rank 0's meeting place is not a number, but {text[:20]!r}")
     return int(text)
