@@ -9,11 +9,13 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test lint format bench chaos fuzz clean
+.PHONY: help setup demo test test-spark test-spark-protected lint format bench chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
 	@echo "make test     lint, types and every test"
+	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
+	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
@@ -46,6 +48,20 @@ format: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --reruns 2 -rfER --durations 40
 
+# Another Spark than the pinned one, beside everything else that is pinned. Minutes: not part of `make test`.
+SPARK_VENV = .venv-spark-$(VERSION)
+test-spark:
+	@test -n "$(VERSION)" || { echo "say which Spark: make test-spark VERSION=3.5.7"; exit 2; }
+	test -x $(SPARK_VENV)/bin/python || $(PYTHON) -m venv $(SPARK_VENV)
+	grep -v '^pyspark' constraints.txt > $(SPARK_VENV)/constraints.txt
+	$(SPARK_VENV)/bin/python -m pip install --quiet -c $(SPARK_VENV)/constraints.txt torch
+	$(SPARK_VENV)/bin/python -m pip install --quiet -c $(SPARK_VENV)/constraints.txt pyspark==$(VERSION) -e '.[dev]'
+	OMP_NUM_THREADS=1 $(SPARK_VENV)/bin/python -m pytest -m spark --reruns 1 -rfER --durations 12 tests/integration
+
+# Spark with spark.authenticate, its encryption and TLS, on a cluster of its own.
+test-spark-protected: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/integration/protected_spark.py
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
@@ -63,4 +79,4 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pytest $(PARSERS) --cases 200000 --timeout 0
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse
+	rm -rf $(VENV) .venv-spark-* .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse

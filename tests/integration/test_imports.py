@@ -18,6 +18,16 @@ def test_import_needs_neither_torch_nor_pyspark(module):
     assert done.stdout.strip() == "[]"
 
 
+def test_a_rank_of_an_estimator_does_not_import_spark():
+    """Which takes as long as torch, on every rank."""
+    code = (
+        "import hora.spark.estimator.training, hora.spark.lightning.training, sys; "
+        "print(sorted(m for m in ('pyspark', 'pandas', 'lightning') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_the_front_alone_brings_its_submodules():
     """Old code says `hvd.mpi_ops.x` and `hvd.compression.x` after nothing but `import horovod.torch as hvd`."""
     code = (

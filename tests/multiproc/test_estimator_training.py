@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import horovod.torch as hvd
 from hora.spark.estimator.dataset import Dataset
+from hora.spark.estimator.packing import ModelAndOptimizer, unpack_model
 from hora.spark.estimator.params import ESTIMATOR
-from hora.spark.estimator.persistence import ModelAndOptimizer, unpack_model
 from hora.spark.estimator.store import Store
 from hora.spark.estimator.training import TrainingSpec, train
 

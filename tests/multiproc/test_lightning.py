@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import horovod.torch as hvd
 from hora.spark.estimator.dataset import Column, Dataset
-from hora.spark.estimator.persistence import pack_model
+from hora.spark.estimator.packing import pack_model
 from hora.spark.estimator.store import Store
 
 pytestmark = pytest.mark.ranks(2)

@@ -91,6 +91,8 @@ def materialise(
         chosen = chosen.withColumn(split, sql.rand(seed) < float(validation))
     chosen.persist()
     try:
+        # Of what is in memory: to read the files again would take two more jobs.
+        columns = _measured(chosen, columns, "the DataFrame")
         _write(
             chosen.where(~sql.col(split)) if validation else chosen,
             columns,
@@ -113,7 +115,7 @@ def open_dataset(
     with_validation: bool,
     any_type: bool = False,
 ) -> Dataset:
-    """The dataset that lies in the store; measured the first time, remembered next to the data."""
+    """The dataset that lies in the store; measured the first time, unless `columns` are given, and remembered next to it."""
     path = store.get_train_data_path(index)
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
@@ -124,10 +126,12 @@ def open_dataset(
             columns = {name: Column(**column) for name, column in found["columns"].items()}
             val_rows = found["val_rows"] if with_validation else 0
             return Dataset(index=index, train_rows=found["train_rows"], val_rows=val_rows, columns=columns)
-    frame = spark.read.parquet(path)
+    if columns is None:
+        frame = spark.read.parquet(path)
+        columns = _measured(frame, describe(frame, frame.columns, any_type=any_type), path)
     dataset = Dataset(
         index=index,
-        columns=_measured(frame, columns or describe(frame, frame.columns, any_type=any_type), path),
+        columns=columns,
         train_rows=_count(store, path),
         val_rows=_count(store, store.get_val_data_path(index)) if with_validation else 0,
     )
@@ -169,7 +173,7 @@ def _count(store: Store, path: str) -> int:
     return sum(fragment.metadata.num_rows for fragment in store.get_parquet_dataset(path).fragments)
 
 
-def _measured(frame: DataFrame, columns: Mapping[str, Column], path: str) -> dict[str, Column]:
+def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> dict[str, Column]:
     """The columns with their sizes."""
     from pyspark.sql import functions as sql
 
@@ -182,7 +186,7 @@ def _measured(frame: DataFrame, columns: Mapping[str, Column], path: str) -> dic
     for name in columns:
         if measured[f"null {name}"]:
             raise ValueError(
-                f"column {name!r} has {measured[f'null {name}']} missing values in {path}; fill or drop them"
+                f"column {name!r} has {measured[f'null {name}']} missing values in {where}; fill or drop them"
             )
         if measured[f"min {name}"] != measured[f"max {name}"]:
             raise ValueError(

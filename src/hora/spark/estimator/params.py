@@ -19,6 +19,7 @@ __all__ = [
     "MODEL",
     "ParamTable",
     "check_columns",
+    "check_plain_training",
     "check_torch_values",
     "check_validation_value",
     "check_values",
@@ -52,7 +53,7 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "input_shapes": (None, "a shape for each feature, such as [-1, 2]"),
     "label_shapes": (None, "a shape for each label"),
     "validation": (None, "part of the rows, or the name of a column that is true for validation rows"),
-    "callbacks": ([], "accepted, without meaning for torch"),
+    "callbacks": ([], "Lightning's; a plain module has no hooks that they could be called from"),
     "batch_size": (32, "rows of a training batch"),
     "val_batch_size": (None, "rows of a validation batch; batch_size unless given"),
     "epochs": (1, "epochs of the run, those before a resume included"),
@@ -72,9 +73,12 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "val_reader_num_workers": (2, "threads that read validation rows"),
     "reader_pool_type": ("thread", "thread, process or dummy (no reading ahead)"),
     "inmemory_cache_all": (False, "keep a rank's rows in memory"),
-    "compress_sparse_cols": (False, "accepted: Parquet stores runs of zeros in little space anyway"),
+    "compress_sparse_cols": (False, "without effect, and said so: Parquet stores runs of zeros in little space anyway"),
     "use_gpu": (True, "train on GPUs where there are any"),
-    "mp_start_method": (None, "accepted: no processes are started for reading"),
+    "mp_start_method": (
+        None,
+        "how processes are started on the ranks by multiprocessing: in a data module, a transformation",
+    ),
     "backward_passes_per_step": (1, "batches whose gradients are added up before a step"),
     "data_module": (None, "the class that feeds the training"),
 }
@@ -166,6 +170,11 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise ValueError(
             f"mp_start_method must be one of {', '.join(methods)}, but it is {values['mp_start_method']!r}"
         )
+    if values["compress_sparse_cols"]:
+        warnings.warn(
+            "compress_sparse_cols has no effect: vectors are stored as arrays, whose zeros Parquet packs by itself",
+            stacklevel=3,
+        )
     check_validation_value(values["validation"])
     _check_lengths(values)
 
@@ -178,6 +187,15 @@ def check_torch_values(values: Mapping[str, Any]) -> None:
         )
     if not values["loss"] and not values["loss_constructors"]:
         raise ValueError("one of loss and loss_constructors must be given, but none of them is")
+
+
+def check_plain_training(values: Mapping[str, Any]) -> None:
+    """ValueError for what only Lightning's training has."""
+    if values["callbacks"]:
+        raise ValueError(
+            "callbacks cannot be called in the training of a plain module: use horovod.spark.lightning.TorchEstimator, or "
+            "train_minibatch_fn"
+        )
 
 
 def check_validation_value(validation: Any) -> None:

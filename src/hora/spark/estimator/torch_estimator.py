@@ -10,8 +10,8 @@ from typing import Any
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.params import ESTIMATOR, check_torch_values, check_values, signature_of
-from hora.spark.estimator.persistence import ModelAndOptimizer
+from hora.spark.estimator.packing import ModelAndOptimizer
+from hora.spark.estimator.params import ESTIMATOR, check_plain_training, check_torch_values, check_values, signature_of
 from hora.spark.estimator.torch_model import TorchModel
 from hora.spark.estimator.training import TrainingResult, TrainingSpec, train
 
@@ -33,6 +33,7 @@ class TorchEstimator(HorovodEstimator):
     def _check_values(self, values: Mapping[str, Any]) -> None:
         check_values(values)
         check_torch_values(values)
+        check_plain_training(values)
 
     def _training(
         self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str

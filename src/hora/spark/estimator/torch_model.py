@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hora.spark.estimator.base import HorovodModel
-from hora.spark.estimator.persistence import pack_model, unpack_model
+from hora.spark.estimator.packing import pack_model, unpack_model
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

@@ -24,7 +24,7 @@ from hora.data.transformation import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
-from hora.spark.estimator.persistence import ModelAndOptimizer, pack_model
+from hora.spark.estimator.packing import ModelAndOptimizer, pack_model
 from hora.spark.estimator.store import RemoteStore, Store
 from hora.workflow.history import Tally
 from hora.workflow.objective import Scored
@@ -57,8 +57,10 @@ class TrainingResult:
 
 def train(spec: TrainingSpec) -> TrainingResult | None:
     """Train to the end; a result on rank 0, None elsewhere."""
-    hvd.init()
     values = spec.values
+    if values["mp_start_method"] is not None:
+        torch.multiprocessing.set_start_method(values["mp_start_method"], force=True)
+    hvd.init()
     if values["random_seed"] is not None:
         torch.manual_seed(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]))

@@ -32,7 +32,8 @@ _PLAIN = {
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy.core.numeric": {"_frombuffer"},
     "numpy._core.numeric": {"_frombuffer"},
-    "hora.spark.estimator.persistence": {"ModelAndOptimizer"},
+    "hora.spark.estimator.packing": {"ModelAndOptimizer"},
+    "hora.spark.estimator.persistence": {"ModelAndOptimizer"},  # where it was
 }
 _CLASSES = {
     "torch.nn.": torch.nn.Module,

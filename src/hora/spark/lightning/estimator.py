@@ -13,6 +13,7 @@ import torch
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.dataset import Dataset
+from hora.spark.estimator.packing import pack_model, unpack_model
 from hora.spark.estimator.params import (
     ESTIMATOR,
     ParamTable,
@@ -21,7 +22,6 @@ from hora.spark.estimator.params import (
     signature_of,
     with_params,
 )
-from hora.spark.estimator.persistence import pack_model, unpack_model
 from hora.spark.estimator.torch_model import TorchModel as _TorchModel
 from hora.spark.lightning.module import to_lightning_module
 from hora.spark.lightning.package import default_package, package_of

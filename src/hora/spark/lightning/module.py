@@ -71,7 +71,7 @@ class _Training:
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The given optimizer's class and state, its groups kept, on this module's parameters."""
-        from hora.spark.estimator.persistence import ModelAndOptimizer
+        from hora.spark.estimator.packing import ModelAndOptimizer
 
         given = ModelAndOptimizer.of(self._model, self._optimizer)
         named = dict(self._model.named_parameters())

@@ -19,7 +19,7 @@ import torch
 
 import hora.torch as hvd
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.persistence import unpack_model
+from hora.spark.estimator.packing import unpack_model
 from hora.spark.estimator.store import RemoteStore, Store
 from hora.spark.estimator.training import rank_device
 from hora.spark.lightning.data_module import parquet_data_module

@@ -1,0 +1,77 @@
+"""A model and its optimizer as bytes, TorchScript modules included: so they travel to the ranks and back, and are saved.
+
+Ranks need this and nothing of Spark, whose `pyspark.ml` takes as long to import as torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+__all__ = ["ModelAndOptimizer", "pack_model", "unpack_model"]
+
+
+def pack_model(model: torch.nn.Module) -> bytes:
+    """Bytes that `unpack_model` makes the model of."""
+    if isinstance(model, torch.jit.ScriptModule):
+        buffer = io.BytesIO()
+        torch.jit.save(model, buffer)
+        return b"script" + buffer.getvalue()
+    return b"pickle" + bytes(cloudpickle.dumps(model))
+
+
+def unpack_model(packed: bytes, *, load: Callable[[bytes], Any] = cloudpickle.loads) -> torch.nn.Module:
+    """The model, on the CPU. `load`: how to read its pickle, where it does not come from this job."""
+    if packed[:6] == b"script":
+        return torch.jit.load(io.BytesIO(packed[6:]), map_location="cpu")  # type: ignore[no-any-return, unused-ignore]
+    model: torch.nn.Module = load(packed[6:])
+    return model
+
+
+@dataclass(frozen=True)
+class ModelAndOptimizer:
+    """A model and its optimizer, picklable."""
+
+    model: bytes
+    optimizer_class: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+    groups: tuple[tuple[str, ...], ...]  # names of the parameters of each group
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> ModelAndOptimizer:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        groups = []
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in names for parameter in group["params"]):
+                raise ValueError(
+                    "the optimizer has parameters that are not the model's: make it from model.parameters()"
+                )
+            groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
+        takes = inspect.signature(type(optimizer)).parameters
+        return cls(
+            model=pack_model(model),
+            optimizer_class=type(optimizer),
+            options={name: value for name, value in optimizer.defaults.items() if name in takes},
+            groups=tuple(groups),
+            state=optimizer.state_dict(),
+        )
+
+    def unpack(
+        self, device: torch.device | None = None, *, load: Callable[[bytes], Any] = cloudpickle.loads
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Both, on `device`."""
+        model = unpack_model(self.model, load=load)
+        if device is not None:
+            model = model.to(device)
+        named = dict(model.named_parameters())
+        groups = [{"params": [named[name] for name in group]} for group in self.groups]
+        optimizer = self.optimizer_class(groups, **self.options)
+        optimizer.load_state_dict(self.state)
+        return model, optimizer
