@@ -1,0 +1,183 @@
+"""What a user does through Spark Connect, as a program: `connect_client.py sc://host:port FOLDER SCENARIO …`.
+
+A process of its own, because one with a classic session cannot have a Connect one. Prints a JSON object: scenario -> what it
+found, or {"error": its type, "text": its words}.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+
+import numpy as np
+
+
+def runner(spark, folder):
+    from sparkdl import HorovodRunner
+
+    def main(base):
+        import torch
+
+        import horovod.torch as hvd
+        from sparkdl.horovod import log_to_driver
+
+        hvd.init()
+        log_to_driver(f"hello from rank {hvd.rank()}")
+        print("not shown")
+        return base + hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum).item(), hvd.size()
+
+    return HorovodRunner(np=2).run(main, base=10)
+
+
+def failure(spark, folder):
+    from sparkdl import HorovodRunner
+
+    def main():
+        if os.environ["HOROVOD_RANK"] == "1":
+            raise KeyError("no such shard")
+        time.sleep(60)
+
+    try:
+        HorovodRunner(np=2).run(main)
+    except RuntimeError as error:
+        return [type(error).__name__, str(error), type(error.__cause__).__name__, str(error.__cause__)]
+
+
+def run(spark, folder):
+    import horovod.spark
+
+    out = io.StringIO()
+
+    def fn(text):
+        print(text, flush=True)
+        return os.environ["HOROVOD_RANK"], os.environ["GIVEN"], b"x" * 600_000
+
+    results = horovod.spark.run(fn, args=("a line",), env={"GIVEN": "1"}, stdout=out)
+    return (
+        [result[:2] for result in results],
+        [len(result[2]) for result in results],
+        sorted(out.getvalue().split("\n")),
+    )
+
+
+def large(spark, folder):
+    """A call that does not fit into a query's message, and a value that does not fit into one of its answers."""
+    import horovod.spark
+
+    data = np.arange(1_200_000, dtype="float64")
+    found = horovod.spark.run(lambda values: (float(values.sum()), values), args=(data,), num_proc=1)
+    return bool(found[0][0] == data.sum()), bool((found[0][1] == data).all())
+
+
+def too_few(spark, folder):
+    import horovod.spark
+    from sparkdl import HorovodRunner
+
+    words = []
+    for call in (lambda: HorovodRunner(np=3).run(print), lambda: horovod.spark.run(print, num_proc=3)):
+        try:
+            call()
+        except Exception as error:
+            words.append([type(error).__name__, str(error)])
+    return words
+
+
+def elastic(spark, folder):
+    import horovod.spark
+
+    try:
+        horovod.spark.run_elastic(print)
+    except ValueError as error:
+        return str(error)
+
+
+def estimator(spark, folder):
+    import torch
+    from pyspark.ml.linalg import Vectors
+
+    from horovod.spark.common.store import Store
+    from horovod.spark.torch import TorchEstimator, TorchModel
+
+    x = np.random.default_rng(0).normal(size=(20, 2))
+    rows = [(Vectors.dense(row), float(row[0] - 2 * row[1]), int(row[0] > 0)) for row in x]
+    frame = spark.createDataFrame(rows, ["x", "y", "positive"]).coalesce(1)
+    model = torch.nn.Linear(2, 1)
+    fitted = TorchEstimator(
+        store=Store.create(os.path.join(folder, "store"), save_runs=False),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        epochs=2,
+        partitions_per_process=1,
+        verbose=0,
+    ).fit(frame)
+    fitted.save(os.path.join(folder, "model"))
+    predicted = TorchModel.load(os.path.join(folder, "model")).transform(frame).orderBy("y").collect()
+    expected = fitted.getModel()(torch.tensor(np.array([row.x.toArray() for row in predicted]), dtype=torch.float32))
+    same = np.allclose([row.y__output for row in predicted], expected.detach().reshape(-1).numpy(), atol=1e-5)
+    return len(fitted.getHistory()), len(predicted), bool(same)
+
+
+def converter(spark, folder):
+    import horovod.spark
+    from hora.data.converter import make_spark_converter
+
+    spark.conf.set("petastorm.spark.converter.parentCacheDirUrl", f"file://{folder}/cache")
+    made = make_spark_converter(spark.range(10).selectExpr("id", "id / 2D as half"))
+
+    def fn(made):
+        import horovod.torch as hvd
+
+        hvd.init()
+        with made.make_torch_dataloader(num_epochs=1, cur_shard=hvd.rank(), shard_count=hvd.size()) as batches:
+            return sorted(int(value) for batch in batches for value in batch["id"])
+
+    shards = horovod.spark.run(fn, args=(made,), num_proc=2)
+    found = sorted(number for shard in shards for number in shard)
+    again = (
+        make_spark_converter(spark.range(10).selectExpr("id", "id / 2D as half")).cache_dir_url == made.cache_dir_url
+    )
+    made.delete()
+    return found, len(made), again
+
+
+def wait_for_interrupt(spark, folder):
+    from sparkdl import HorovodRunner
+
+    def main(path):
+        open(f"{path}/rank{os.environ['HOROVOD_RANK']}", "w").close()
+        time.sleep(600)
+
+    try:
+        HorovodRunner(np=2).run(main, path=folder)
+    except KeyboardInterrupt:
+        import horovod.spark
+
+        return horovod.spark.run(lambda: 1, num_proc=2)  # the slots are free again
+
+
+def main() -> None:
+    from pyspark.sql import SparkSession
+
+    url, folder, *names = sys.argv[1:]
+    spark = SparkSession.builder.remote(url).getOrCreate()
+    for name in names:
+        began = time.monotonic()
+        try:
+            found = globals()[name](spark, folder)
+        except Exception as error:
+            found = {"error": type(error).__name__, "text": str(error)[:500]}
+        print(json.dumps({name: found, "seconds": round(time.monotonic() - began, 1)}), flush=True)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules["__main__"])
+    main()

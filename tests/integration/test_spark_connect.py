@@ -1,0 +1,121 @@
+"""HorovodRunner, `horovod.spark.run`, the estimator and the converter through a real Spark Connect server.
+
+One server and one client process for all tests; `connect_client.py` has what the client does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from spark_cluster import ConnectServer
+
+from waiting import wait_until
+
+pytest.importorskip("grpc_status")
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+SCENARIOS = ("runner", "failure", "run", "large", "too_few", "elastic", "estimator", "converter", "wait_for_interrupt")
+LIMIT_S = 500.0
+
+
+class Seen(NamedTuple):
+    """What the client found, by scenario, and everything it printed."""
+
+    found: dict[str, Any]
+    text: str
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ConnectServer]:
+    with ConnectServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def seen(server: ConnectServer) -> Seen:
+    environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_REMOTE", "SPARK_HOME")}
+    program = str(Path(__file__).parent / "connect_client.py")
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        argv = [sys.executable, program, server.url, folder, *SCENARIOS]
+        client = subprocess.Popen(argv, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+        try:
+            started = [Path(folder) / f"rank{rank}" for rank in range(2)]
+            # The last scenario waits for Ctrl-C, once both of its ranks are there.
+            wait_until(
+                "the client has come to its end, or waits to be interrupted",
+                lambda: client.poll() is not None or all(path.exists() for path in started),
+                LIMIT_S,
+            )
+            client.send_signal(signal.SIGINT)
+            client.wait(120)
+        finally:
+            client.kill()
+            client.wait()
+            output.seek(0)
+            text = output.read()
+            print(text)
+    found: dict[str, Any] = {}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            found |= json.loads(line)
+    return Seen(found, text)
+
+
+def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(seen):
+    assert seen.found["runner"] == [11.0, 2]
+    assert "hello from rank 0\n" in seen.text
+    assert "hello from rank 1\n" in seen.text
+    assert "not shown" not in seen.text
+
+
+def test_a_failing_rank_is_an_error_with_its_traceback_and_its_exception_as_the_cause(seen):
+    kind, text, cause, words = seen.found["failure"]
+    assert kind == "JobFailedError"
+    assert "Process name: 1\nExit code: 1\n" in text
+    assert 'raise KeyError("no such shard")' in text
+    assert (cause, words) == ("KeyError", "'no such shard'")
+
+
+def test_every_ranks_value_and_prefixed_lines(seen):
+    values, sizes, lines = seen.found["run"]
+    assert values == [["0", "1"], ["1", "1"]]
+    assert sizes == [600_000] * 2
+    assert lines == ["", "[0]<stdout>:a line", "[1]<stdout>:a line"]
+
+
+def test_calls_and_values_that_no_message_holds(seen):
+    assert seen.found["large"] == [True, True]
+
+
+def test_too_few_slots_are_an_error_at_once(seen):
+    (runner, words), (run, more) = seen.found["too_few"]
+    assert (runner, run) == ("ValueError", "StartTimeoutError")
+    assert "np=3" in words
+    assert "has 2" in words
+    assert more.startswith("Timed out waiting for Spark tasks to start.")
+
+
+def test_elastic_jobs_are_refused_with_a_way_out(seen):
+    assert "classic mode" in seen.found["elastic"]
+
+
+def test_an_estimator_is_fitted_saved_loaded_and_predicts(seen):
+    assert seen.found["estimator"] == [2, 20, True]
+
+
+def test_a_converters_rows_reach_every_rank_once(seen):
+    assert seen.found["converter"] == [list(range(10)), 10, True]
+
+
+def test_an_interrupt_ends_the_job_and_frees_its_slots(seen, server):
+    assert seen.found["wait_for_interrupt"] == [1, 1]
+    assert server.leftovers() == []
