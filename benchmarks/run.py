@@ -1,8 +1,8 @@
 """The whole comparison with one command: `make bench`, or `python -m benchmarks [--quick]`.
 
 Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, start-up against torchrun
-and TorchDistributor. Prints what each benchmark prints and saves a table (`docs/benchmarks/results.md`), the numbers
-(`results.json`) and a picture (`results.png`).
+and TorchDistributor, autotune against a sweep by hand, and what watching a job costs. Prints what each benchmark prints
+and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture (`results.png`).
 """
 
 from __future__ import annotations
@@ -135,6 +135,11 @@ def main() -> None:
         texts["Memory of four ranks, sharded and DDP"] = run_module("memory")
         texts["Start-up against torchrun"] = run_module("startup", "--repeats", "3", "--max-ranks", "8")
         texts["Start-up on Spark against TorchDistributor"] = run_module("spark_startup", "3")
+        texts["Autotune against a sweep by hand"] = run_module("autotune", "--rounds", "5")
+        texts["A step that is watched"] = run_module("watch", "overhead", "--rounds", "3") + run_module("watch", "hour")
+        naming = [run_module("watch", what, "--tries", "5") for what in ("slow", "hang")]
+        texts["The guilty rank"] = "".join(naming)
+        texts["The page in chromium"] = run_module("watch", "page")
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(json.dumps({"collectives": collectives, "training": training}, indent=1))
     (options.out / "results.md").write_text(table(collectives, training, texts))

@@ -271,6 +271,10 @@ def hour() -> dict:
 
 def page() -> dict:
     """Processor seconds of all of chromium's processes for a second of looking, beside an empty tab."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        print("no chromium on this machine: apt-get install chromium")
+        return {}
     from playwright.sync_api import sync_playwright
 
     from hora.watch.recording import Recorder
@@ -286,9 +290,7 @@ def page() -> dict:
             recorder.take(entry)
         recorder.close()
         server, recorded = open_recording(Path(name, "run.hora"))
-        browser = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
-        )
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for what, url in (("empty tab", "about:blank"), ("live", live.full_url), ("recorded", recorded.full_url)):
             tab = browser.new_page()
             tab.goto(url)

@@ -345,7 +345,7 @@ function showProfiles() {
   const known = Object.entries(run.stacks.profiles).filter(([, p]) => p.num_samples).sort((a, b) => b[1].at - a[1].at).slice(0, 4);
   $("profiles").replaceChildren(...(known.length ? [h("h3", {}, "Profiles ", h("small", {}, "where a rank was found when it was looked at again and again"))] : []), ...known.map(([rank, p]) =>
     h("div", { className: "group" }, h("div", { className: "who" }, h("b", {}, `rank ${rank}`), h("div", { className: "quiet" }, `${trim(p.seconds)} s until ${clock(p.at)}`)),
-      h("div", {}, ...p.stacks.slice(0, 3).map(([count, frames]) => h("div", { className: "found" }, h("small", {}, `${Math.round((100 * count) / p.num_samples)} % of the time`), frameRows(frames, 6)))))));
+      h("div", { className: "founds" }, ...p.stacks.slice(0, 3).map(([count, frames]) => h("div", {}, h("small", {}, `${Math.round((100 * count) / p.num_samples)} % of the time`), frameRows(frames, 4, lateRanks().has(Number(rank)))))))));
 }
 
 // ---- output ---------------------------------------------------------------------------------------------------------
