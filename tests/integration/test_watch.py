@@ -288,12 +288,32 @@ def test_a_timeline_is_shown_in_the_same_page(tab, tmp_path):
         server.close()
 
 
-def test_without_a_private_terminal_the_token_is_not_printed(tmp_path):
-    command = [sys.executable, "-m", "hora", "run", "-np", "1", "--dashboard", sys.executable, "-c", "pass"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+NOT_A_NUMBER = """
+import torch, horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(4, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters())
+loss = model(torch.ones(1, 4)).sum()
+(loss * float("nan") if hvd.rank() == 1 else loss).backward()
+optimizer.step()
+"""
+
+
+def test_a_job_that_fails_leaves_a_record_and_no_token_where_others_can_read(tmp_path):
+    """stderr is a pipe here: nobody knows who reads it. The NaN that ends the job is on the page, with its parameter."""
+    record = str(tmp_path / "run.hora")
+    flags = ["--dashboard", "--record", record]
+    command = [sys.executable, "-m", "hora", "run", "-np", "2", *flags, sys.executable, "-c", NOT_A_NUMBER]
+    env = {**os.environ, "HORA_NAN_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
     assert "see it live: http://127.0.0.1:" in done.stderr
     assert "token=" not in done.stderr + done.stdout
+    seen = read_run(record)
+    assert [(event.rank, event.text.partition(" has ")[0]) for event in seen.events if event.kind == "nan"] == [
+        (1, "the gradient of bias on rank 1")
+    ]
+    assert seen.outcome == "failed"
 
 
 def test_a_stall_report_shows_the_stack_of_the_late_rank_without_any_page(tmp_path):
