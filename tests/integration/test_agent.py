@@ -29,23 +29,18 @@ class TwoNodes:
 
     def __init__(self, work: Path, *command: str, secrets: tuple[str, str] = ("s", "s"), limit_s: int = 120) -> None:
         with socket.create_server(("127.0.0.1", 0)) as sock:
-            meet = f"127.0.0.1:{sock.getsockname()[1]}"
-        self.jobs = []
-        for rank in (0, 1):
-            folder = work / str(rank)
-            folder.mkdir()
-            secret = folder / "secret"
-            secret.touch(mode=0o600)
-            secret.write_text(secrets[rank] * 64)
-            place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", meet, "--start-timeout", str(limit_s)]
-            self.jobs.append(
-                JobProcess(
-                    [HORA, "run", *place, *command],
-                    folder,
-                    HORA_SECRET_FILE=str(secret),
-                    **{f"OF_NODE_{rank}": "yes"},
-                )
-            )
+            self._meet = f"127.0.0.1:{sock.getsockname()[1]}"
+        self._command, self._limit_s = command, limit_s
+        self.jobs = [self.started(rank, work / str(rank), secrets[rank]) for rank in (0, 1)]
+
+    def started(self, rank: int, folder: Path, text: str = "s") -> JobProcess:
+        folder.mkdir()
+        secret = folder / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text(text * 64)
+        place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", self._meet, "--start-timeout", str(self._limit_s)]
+        own = {"HORA_SECRET_FILE": str(secret), f"OF_NODE_{rank}": "yes"}
+        return JobProcess([HORA, "run", *place, *self._command], folder, **own)
 
     def wait(self) -> list[int]:
         return [job.wait(150) for job in self.jobs]

@@ -43,7 +43,7 @@ def test_a_job_that_is_asked_to_end_commits_and_goes_on_where_it_was(tmp_path):
     assert f"resumed at step {step}" in again.text()
 
 
-def test_a_node_that_is_asked_to_end_leaves_and_the_others_go_on(tmp_path):
+def test_a_node_that_is_asked_to_end_leaves_and_comes_back(tmp_path):
     command = [sys.executable, TRAINING, str(tmp_path / "commits"), "100000"]
     nodes = TwoNodes(tmp_path, "-np", "2", "--min-np", "1", *command)
     controller, agent = nodes.jobs
@@ -53,6 +53,9 @@ def test_a_node_that_is_asked_to_end_leaves_and_the_others_go_on(tmp_path):
     agent.assert_nothing_left()
     wait_until("the first node goes on alone", lambda: "of 1\n" in controller.text(), 120)
     assert "failed" not in controller.text()
+    nodes.jobs.append(nodes.started(1, tmp_path / "again"))
+    wait_until("it is one of two again", lambda: "of 2\n" in controller.text().rpartition("of 1\n")[2], 120)
     controller.process.send_signal(signal.SIGTERM)
     assert controller.wait(120) == LEFT
+    assert nodes.jobs[2].wait(120) == LEFT
     nodes.assert_nothing_left()

@@ -119,6 +119,9 @@ def test_nodes_join_and_the_jobs_secret_does_not_travel(agents):
     agents.wait(1.0)
     second.close()
     wait_until("the second node is gone", lambda: len(agents.hosts()) == 2)
+    back, _ = joining(agents, node=2, name="b")
+    assert agents.hosts()[2] == HostInfo("b-2-2", 2)  # its old name may be barred
+    back.close()
     connection.close()
 
 

@@ -11,6 +11,7 @@ passed on: an agent that is far ahead of a slow console leaves its workers' pipe
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import queue
 import subprocess
@@ -66,6 +67,7 @@ class Agents:
         self._elastic = elastic
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, _Node] = {}
+        self._names: set[str] = set()  # of all that have ever joined
         self._changed = threading.Condition()
         self._refused = ""
         self._starter_ended: Callable[[], str] = lambda: ""
@@ -189,14 +191,22 @@ class Agents:
                 self._changed.notify_all()
             return
         with self._changed:
-            if any(host.hostname == name for host in self._hosts()):
-                name = f"{name}-{index}"  # two nodes on one machine, or two machines of one name
+            name = self._new_name(name, index)
             peer.number = index
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
             self._nodes[index] = _Node(peer, name, slots)
             self._changed.notify_all()
         peer.send({"op": "welcome", "nonce": self.nonce, "executable": sys.executable, "elastic": self._elastic})
         self._tell()
+
+    def _new_name(self, name: str, index: int) -> str:
+        """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be barred."""
+        own = self._own.hostname if self._own is not None else None
+        taken = {*self._names, own}
+        choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
+        chosen = next(choice for choice in choices if choice not in taken)
+        self._names.add(chosen)
+        return chosen
 
     def _problem(self, index: int, slots: int, header: Header) -> str:
         if (header.get("version"), header.get("protocol")) != (version(), PROTOCOL):
