@@ -82,7 +82,7 @@ def _die_inside_a_large_reduction(victim: int) -> None:
     if hvd.rank() == victim:
         queue = engine.current_runtime().process_sets.queue(0)
         hvd.allreduce_async_(big, name="big")
-        wait_until("the reduction has begun", lambda: queue._executing_since)
+        wait_until("the reduction has begun", lambda: queue._stalls._since)
         _kill()
 
     def reduce_for_ever():

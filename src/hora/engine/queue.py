@@ -30,6 +30,7 @@ from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, fu
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector
+from hora.engine.stall_watch import StallWatch
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.validation import Validator
@@ -82,7 +83,7 @@ class OperationQueue:
         self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
         self.barriers: weakref.WeakSet[SharedMemoryBarrier] = weakref.WeakSet()  # of bound reductions and their owners
         self._planner = planner
-        self._stall = stall
+        self._stalls = StallWatch(stall, ranks, member, status)
         self._make_transport = make_transport
         self._change_sets = change_sets
         self._on_idle = on_idle
@@ -98,9 +99,6 @@ class OperationQueue:
         self._closed = False
         self._farewell = ""  # why the set ends, when its end has been announced
         self._retired = ""  # the same, when all members have agreed on it
-        self._executing_since = 0.0
-        self._executing = ""
-        self._num_warnings = 0  # about the batch that runs now
         self._background = BackgroundThread(
             f"hora-set-{process_set_id}", core, has_work=lambda: bool(self._in_flight), work=self._drive_in_background
         )
@@ -187,7 +185,7 @@ class OperationQueue:
     def inspect(self) -> None:
         """Look for stalls; called once a second, on the hub's thread. Nothing is executed here: other ranks may need
         this thread before they can do their part."""
-        if self._stall is None:
+        if not self._stalls.inspects:
             return
         if self._progress.acquire(blocking=False):
             try:
@@ -195,8 +193,8 @@ class OperationQueue:
             finally:
                 self._progress.release()
             self._hand_over()
-        elif since := self._executing_since:
-            self._check_execution(self._stall, time.monotonic() - since)
+        else:
+            self._stalls.check_execution()
 
     def _look_around(self) -> None:
         """While nothing is in flight here, take note of what others wait for. Else the driver does that."""
@@ -208,18 +206,7 @@ class OperationQueue:
         finally:
             self._lock.release()
         assert not batches, batches
-        self._check_stall()
-
-    def _check_execution(self, stall: StallInspector, waited_s: float) -> None:
-        """A batch has begun and does not end: a member has been stopped inside it. Any thread."""
-        if stall.shutdown_s and waited_s > stall.shutdown_s:
-            others = [rank for member, rank in enumerate(self.ranks) if member != self.member]
-            text = f"(one of them) kept {self._executing} waiting for more than {stall.shutdown_s:g} s"
-            self.status.stalled(others, text)
-        elif waited_s > stall.warning_s * (self._num_warnings + 1):
-            self._num_warnings += 1
-            what = f"{list(self.ranks)} have been in {self._executing} for {waited_s:.0f} s"
-            log.warning("the ranks %s; one of them is slow or stopped", what)
+        self._stalls.check_pending(self._planner)
 
     def drain(self) -> None:
         """Execute what was agreed before this rank began to leave; what was not agreed fails."""
@@ -286,7 +273,7 @@ class OperationQueue:
         try:
             while self._in_flight and not (until is not None and until.done) and not self._stopping:
                 if not self._step_or_break():
-                    self._check_stall()
+                    self._stalls.check_pending(self._planner)
                     self.agreement.wait()
             if self._stopping:
                 self._fail(self._error())
@@ -359,15 +346,14 @@ class OperationQueue:
 
     def _execute_collective(self, batch: Batch, requests: Mapping[Key, Request]) -> None:
         transport = self.transport(batch.devices)
-        self._executing_since, self._executing, self._num_warnings = time.monotonic(), batch.kind.name, 0
+        self._stalls.begin(batch.kind.name)
         if self.recorder.timeline is None:
             self._run(batch, requests, transport)
         else:
             with self.recorder.batch(batch, transport.name):
                 self._run(batch, requests, transport)
-        meter.transport_s += time.monotonic() - self._executing_since
+        meter.transport_s += self._stalls.end()
         meter.num_bytes += batch.num_bytes
-        self._executing_since = 0.0
         done = []  # a group of several dtypes is done with the last of its batches
         for part in batch.parts:
             request = requests.get(part.key)
@@ -405,9 +391,7 @@ class OperationQueue:
                 except RuntimeError as problem:  # must not keep the request from being done
                     request.error = HorovodInternalError(f"the result could not be written back: {problem}")
             request.done = True
-        if self._num_waiters:
-            with self._finished:
-                self._finished.notify_all()
+        self._notify_waiters()
         if self.status.closing and not self._in_flight:
             self._on_idle()
 
@@ -417,32 +401,22 @@ class OperationQueue:
         with self._finished:
             self._finished.notify_all()
 
-    def _check_stall(self) -> None:
-        if self._stall is None or not self._stall.due(self._planner.now):
-            return
-        report = self._stall.inspect(self._planner.pending(), self._planner.joined, self._planner.now)
-        if report is None:
-            return
-        if not report.shutdown:
-            log.warning("%s", report.text)
-            meter.stalled(report.ranks)
-            return
-        log.error("%s", report.text)
-        meter.stalled(report.ranks)
-        self.status.stalled(report.ranks, f"stalled for more than {self._stall.shutdown_s:g} s")
-
     # Threads.
 
     def _hand_over(self) -> None:
-        if self._num_waiters:
-            with self._finished:
-                self._finished.notify_all()
+        self._notify_waiters()
         if self._in_flight:
             self._background.wake()
 
-    def _drive_in_background(self) -> None:
-        with self._progress:
-            self._drive(None)
+    def _notify_waiters(self) -> None:
         if self._num_waiters:
             with self._finished:
                 self._finished.notify_all()
+
+    def _drive_in_background(self) -> None:
+        self._progress.acquire()  # a driver lets go of it, or a guard ends its wait
+        try:
+            self._drive(None)
+        finally:
+            self._stop_driving()
+        self._notify_waiters()
