@@ -1,7 +1,7 @@
 """What a reduction does to numbers: scale, combine in member order, finish. Adasum's pair rule too, and `single_threaded`.
 
 Every transport that computes for itself uses this, so that results don't depend on the road the bytes took.
-Nothing here communicates, and only half precision allocates; all tensors are flat and on one device.
+Nothing here communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
 
 Order: times `prescale` (each member's own data), combine members 0, 1, 2, …, then times `postscale`; Average
 also divides by the number of members. Integers are scaled in float64 and truncated toward zero. Sums, averages
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -120,19 +121,34 @@ class Arithmetic:
     def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """In float32, piece by piece: what is wide stays in the cache."""
         count = out.numel()
-        step = SERIAL_ELEMENTS if out.device.type == "cpu" else max(count, 1)
-        for start in range(0, count, step):
-            piece = slice(start, start + step)
-            total = self._widened(operands[0][piece], 0)
-            for member, operand in enumerate(operands[1:], 1):
-                self._combine(total, self._widened(operand[piece], member), out=total)
-            self.finish(total, out[piece])
+        if out.device.type != "cpu":
+            self._reduce_piece(operands, out, *torch.empty(2, count, dtype=torch.float32, device=out.device))
+            return
+        total, other = _wide_buffers()
+        if count <= SERIAL_ELEMENTS:
+            self._reduce_piece(operands, out, total[:count], other[:count])
+            return
+        for start in range(0, count, SERIAL_ELEMENTS):
+            piece = slice(start, start + SERIAL_ELEMENTS)
+            size = min(SERIAL_ELEMENTS, count - start)
+            self._reduce_piece([operand[piece] for operand in operands], out[piece], total[:size], other[:size])
 
-    def _widened(self, tensor: torch.Tensor, member: int) -> torch.Tensor:
-        wide = tensor.float()
+    def _reduce_piece(
+        self, operands: Sequence[torch.Tensor], out: torch.Tensor, total: torch.Tensor, other: torch.Tensor
+    ) -> None:
+        self._widen(operands[0], total, 0)
+        for member, operand in enumerate(operands[1:], 1):
+            self._widen(operand, other, member)
+            self._combine(total, other, out=total)
+        self.finish_(total)
+        out.copy_(total)
+
+    def _widen(self, tensor: torch.Tensor, wide: torch.Tensor, member: int) -> None:
+        wide.copy_(tensor)
         if self._wide_prescale is not None:
             self._wide_prescale(wide, wide)
-        return wide.mul_(self._weights[member]) if self._weights else wide
+        if self._weights:
+            wide.mul_(self._weights[member])
 
     def finish_(self, tensor: torch.Tensor) -> None:
         """Apply postscale, and the division of Average, in place."""
@@ -145,6 +161,18 @@ class Arithmetic:
             self._finish(source, out)
         else:
             out.copy_(source)
+
+
+_threads = threading.local()
+
+
+def _wide_buffers() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two pieces of float32, of this thread."""
+    found: tuple[torch.Tensor, torch.Tensor] | None = getattr(_threads, "wide", None)
+    if found is None:
+        total, other = torch.empty(2, SERIAL_ELEMENTS, dtype=torch.float32, device="cpu")
+        found = _threads.wide = total, other
+    return found
 
 
 @lru_cache(maxsize=512)
