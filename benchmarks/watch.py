@@ -16,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -181,7 +180,7 @@ def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
         try:
             yield page_from_url(_page(printed)), folder
         finally:
-            job.send_signal(signal.SIGINT)
+            job.terminate()
             job.wait(60)
 
 

@@ -58,12 +58,13 @@ _CHALLENGERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOptions:
-    """Horovod's: discarded trials, steps of a trial, trials at most, where to log. `log_file`: of rank 0 alone."""
+    """Horovod's: discarded trials, steps of a trial, trials at most, where to log. `tells`: what it does, rank 0 alone."""
 
     warmup_samples: int = 3
     steps_per_sample: int = 10
     max_samples: int = 20
     log_file: str = ""
+    tells: bool = True
 
 
 class Autotuner:
@@ -116,15 +117,19 @@ class Autotuner:
         step_us = self._race.step_us(self.setting)
         if step_us:
             self._log(self.setting, step_us)
-            log.info("autotune: the best are %s; a step takes %.3f ms", self.setting, step_us / 1e3)
+            self._tell(f"the best are {self.setting}; a step takes {step_us / 1e3:.3f} ms")
 
     def _log(self, setting: Setting, step_us: float) -> None:
         score = self._num_bytes / step_us
-        log.info("autotune: %s, %.3f ms a step, %.1f bytes/us", setting, step_us / 1e3, score)
+        self._tell(f"{setting}, {step_us / 1e3:.3f} ms a step, {score:.1f} bytes/us")
         self._write(f"0,0,0,1,0,{setting.bucket_bytes / _MB:g},{score:g},{setting.overlap:d}")
 
+    def _tell(self, text: str) -> None:
+        if self._options.tells:
+            log.info("autotune: %s", text)
+
     def _write(self, line: str, *, first: bool = False) -> None:
-        if self._options.log_file:
+        if self._options.log_file and self._options.tells:
             with Path(self._options.log_file).open("w" if first else "a") as file:
                 file.write(line + "\n")
 

@@ -126,7 +126,8 @@ class BucketOrder:
             warmup_samples=config.autotune_warmup_samples,
             steps_per_sample=max(config.autotune_steps_per_sample, 1),
             max_samples=config.autotune_max_samples,
-            log_file=config.autotune_log if runtime.world.rank == 0 else "",
+            log_file=config.autotune_log,
+            tells=runtime.world.rank == 0,
         )
         num_bytes = sum(spec.num_elements * spec.dtype.itemsize for spec in specs)
         self._tuner = Autotuner(options, num_bytes=num_bytes, num_members=self._options.num_members)
