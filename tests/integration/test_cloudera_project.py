@@ -82,6 +82,27 @@ def test_it_runs_as_it_is_and_a_second_terminal_stops_the_workers(project):
     job.assert_nothing_left()
 
 
+DEVICES = """
+import subprocess
+import cdsw
+workers = cdsw.launch_workers(n=2, cpu=1, memory=1, nvidia_gpu=1, code="import time; time.sleep(3600)")
+running = cdsw.await_workers(workers, wait_for_completion=False, timeout_seconds=120)["workers"]
+hosts = ",".join(worker["ip_address"] + ":1" for worker in running)
+for command in ("mpirun", "horovodrun"):
+    subprocess.run([command, "-np", "2", "-H", hosts, "sh", "-c", "echo device $CUDA_VISIBLE_DEVICES"], check=True)
+"""
+
+
+def test_ranks_at_the_workers_addresses_use_the_workers_gpus(project):
+    """Names of devices are enough: no rank touches one."""
+    (project / "devices.py").write_text(DEVICES)
+    env = {"PATH": str(project.parent / "bin"), "CUDA_VISIBLE_DEVICES": "hora-test-3,hora-test-5"}
+    job = JobProcess([*COMPAT, "devices.py"], project, **env)
+    assert job.wait(120) == 0, job.text()
+    for line in ("device hora-test-3", "device hora-test-5"):
+        assert job.text().count(line) == 2, job.text()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_it(project, number):
     """Ctrl-C reaches everything that runs in the terminal; SIGKILL only the script's own process."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hora.cli.run import set_up_log, status_of
+from hora.cli.run import set_up_log, status_of, with_workers_devices
 from hora.launch import environment
 from hora.launch.job import Job, OutputOptions
 from hora.launch.mpirun import MpiCommand, parse
@@ -138,7 +138,7 @@ def _adjusted(job: Job, asked: MpiCommand, placed: Sequence[str]) -> Job:
     )
     if asked.verbose:
         _say("ranks on hosts: " + ", ".join(f"{rank} {name}" for rank, name in enumerate(placed)))
-    return replace(job, slots=tuple(place_ranks(placed)), output=output, mpi_names=True)
+    return replace(with_workers_devices(job), slots=tuple(place_ranks(placed)), output=output, mpi_names=True)
 
 
 def _end_after(limit_s: float) -> None:

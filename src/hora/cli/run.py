@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hora.errors import JobFailedError
 from hora.launch import environment, flags
 from hora.launch.options import Options, all_options
 
-__all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run", "set_up_log", "status_of"]
+if TYPE_CHECKING:
+    from hora.launch.job import Job
+
+__all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run", "set_up_log", "status_of", "with_workers_devices"]
 
 
 class HorovodArgs:
@@ -80,7 +84,17 @@ def _run(options: Options) -> None:
         status = serve_node(options, environment.variables())
         if status is not None:
             raise SystemExit(status)
-    start(options, environment.variables())
+    start(options, environment.variables(), adjust=with_workers_devices)
+
+
+def with_workers_devices(job: Job) -> Job:
+    """Ranks at the addresses of a session's workers (`launch_workers`) use the GPUs of these workers."""
+    if not environment.variables().get("CDSW_API_URL", "").startswith("unix:hora-"):
+        return job
+    from hora.workers.api import devices_by_address  # other jobs start faster without
+
+    devices = devices_by_address().items()
+    return replace(job, host_env={host: {"CUDA_VISIBLE_DEVICES": gpus} for host, gpus in devices})
 
 
 def horovodrun() -> int:

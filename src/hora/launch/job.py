@@ -52,7 +52,7 @@ class Job:
     connection. `env` is what workers get besides their place in the world: local workers get exactly this,
     remote ones get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its
     place under the names that Open MPI's mpirun gives it, for scripts that look there. `secret`: the job's, where its nodes
-    know it already; otherwise it gets a new one.
+    know it already; otherwise it gets a new one. `host_env`: further variables for the ranks on a host, by its name.
     """
 
     slots: tuple[Slot, ...]
@@ -69,6 +69,7 @@ class Job:
     watching: Watching | None = None
     mpi_names: bool = False
     secret: bytes | None = field(default=None, repr=False)
+    host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.command) == (self.function is not None):

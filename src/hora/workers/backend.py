@@ -134,6 +134,7 @@ class LocalBackend:
 
     def _spec(self, planned: PlannedWorker) -> WorkerSpec:
         grant = self._capacity.grants[planned.record.id]
+        planned.record.gpus = grant.gpus
         own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(planned.number)}
         return WorkerSpec(
             worker=planned.number,

@@ -51,6 +51,7 @@ class Record:
     exit_code: int | None = None
     message: str = ""
     app_port: int = 0
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
     tail: Tail = field(default_factory=Tail, repr=False)  # the end of its output
 
     @property
@@ -79,6 +80,7 @@ class Record:
             "cpu": self.cpu,
             "memory": self.memory,
             "nvidia_gpu": self.nvidia_gpu,
+            "gpus": list(self.gpus),
             "exit_code": self.exit_code,
             "message": self.message,
             "log_tail": self.tail.text.splitlines()[-_TAIL_LINES:],
