@@ -30,3 +30,58 @@ def test_no_session_is_no_context(monkeypatch):
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     monkeypatch.setattr(SparkSession, "getActiveSession", lambda: None)
     assert cluster.active_context() is None
+
+
+class Context:
+    """Stands in for a SparkContext whose executors come late."""
+
+    master, applicationId = "spark://here:7077", "app"  # noqa: N815 - Spark's name
+    startTime = 0  # noqa: N815 - long ago
+
+    def __init__(self, **settings):
+        self._settings = {name.replace("_", "."): value for name, value in settings.items()}
+
+    def getConf(self):  # noqa: N802 - Spark's name
+        return self._settings
+
+
+def test_executors_that_are_not_there_yet_are_waited_for_with_a_word(monkeypatch, caplog):
+    found = iter([0, 0, 0, 2])
+    monkeypatch.setattr(cluster, "count_slots", lambda context: next(found))
+    monkeypatch.setattr(cluster, "_NOTICE_AFTER_S", 0.0)
+    assert cluster.require_slots(Context(), 2) == 2
+    assert "waiting for Spark executors to register with spark://here:7077: 0 of 2 task slots" in caplog.text
+
+
+def test_a_cluster_without_executors_is_given_up_after_its_limit(monkeypatch):
+    monkeypatch.setattr(cluster, "count_slots", lambda context: 0)
+    with pytest.raises(ValueError, match="no Spark executor has registered"):
+        cluster.require_slots(Context(), 2, limit_s=0.2)
+
+
+def test_too_few_slots_of_a_cluster_that_has_settled_are_an_error_at_once(monkeypatch):
+    monkeypatch.setattr(cluster, "count_slots", lambda context: 1)
+    monkeypatch.setattr(cluster, "_most_seen", {})
+    with pytest.raises(ValueError, match=r"np=2 .* has 1 .* use np=1"):
+        cluster.require_slots(Context(), 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "limits"),
+    [
+        ({}, (None, None)),
+        ({"minExecutors": "1", "maxExecutors": "4"}, (2, 8)),
+        ({"minExecutors": "0"}, (1, None)),
+        ({"maxExecutors": "infinity"}, (None, None)),
+    ],
+)
+def test_limits_of_dynamic_allocation(settings, limits):
+    conf = {f"spark_dynamicAllocation_{name}": value for name, value in settings.items()}
+    assert cluster.dynamic_limits(Context(**conf)) == (None, None)  # not enabled
+    on = {"spark_dynamicAllocation_enabled": "true", "spark_executor_cores": "2", **conf}
+    assert cluster.dynamic_limits(Context(**on)) == limits
+
+
+def test_loopback_stays_loopback():
+    assert cluster.listening_address("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    assert cluster.listening_address("no-such-host.invalid") == ("0.0.0.0", "no-such-host.invalid")

@@ -1,0 +1,46 @@
+"""A Connect client hears its job's first task, and keeps out who has no key. Without a client, lines wait for the end."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from hora.errors import AuthenticationError
+from hora.launch.job import OutputOptions
+from hora.launch.spark.live_log import Home, HomeStream, Invitation, LiveLog
+from hora.net.connection import connect
+from hora.net.wire import Credentials, new_secret
+from waiting import wait_until
+
+
+def test_lines_come_home_while_the_job_runs():
+    out, err = io.StringIO(), io.BytesIO()
+    with LiveLog("127.0.0.1", OutputOptions(stdout=out, stderr=err)) as log:
+        assert log.invitation.address == "127.0.0.1"
+        home = Home(log.invitation)
+        wait_until("the client has heard of the job", log.heard.is_set)
+        stdout, stderr = io.BufferedWriter(HomeStream(home, "stdout")), io.BufferedWriter(HomeStream(home, "stderr"))
+        for stream, text in ((stdout, "grüße\n"), (stderr, "oh\n")):
+            stream.write(text.encode())
+            stream.flush()
+        wait_until("the lines are there", lambda: (out.getvalue(), err.getvalue()) == ("grüße\n", b"oh\n"))
+        assert home.close() == {}
+        log.show(b"late\n", b"")
+    assert out.getvalue() == "grüße\nlate\n"
+
+
+def test_a_stranger_is_not_heard():
+    out = io.StringIO()
+    with LiveLog("127.0.0.1", OutputOptions(stdout=out, stderr=out)) as log:
+        where = (log.invitation.address, log.invitation.port)
+        with pytest.raises((AuthenticationError, OSError)):
+            connect(where, Credentials(new_secret(), log.invitation.job), timeout_s=5.0)
+        assert not log.heard.is_set()
+    assert out.getvalue() == ""
+
+
+def test_what_cannot_be_sent_is_kept_for_the_end():
+    home = Home(Invitation("", 0, "job", new_secret()))
+    home.write("stdout", b"a line\n")
+    assert home.close() == {"stdout": b"a line\n"}
