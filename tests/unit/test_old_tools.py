@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
+from horovod.runner import gloo_run
 from horovod.runner.common.util import codec, config_parser, env, host_hash, secret, settings, timeout
 from horovod.runner.common.util.hosts import INVALID_SLOT_INFO, SlotInfo
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
@@ -90,6 +91,20 @@ def test_places_and_names(monkeypatch):
     assert env.is_kubeflow_mpi()
     assert LSFUtils.using_lsf()
     assert RESET_LIMIT_EXCEEDED_MESSAGE.format(3).endswith("exceeded limit: 3")
+
+
+def test_a_place_and_a_meeting_place_as_variables():
+    slot = gloo_run.get_host_assignments(gloo_run.parse_hosts("a:1,b:1"), 2)[1]
+    found = gloo_run.create_slot_env_vars(slot)
+    assert found["HOROVOD_HOSTNAME"] == "b"
+    assert (found["HOROVOD_RANK"], found["HOROVOD_SIZE"], found["HOROVOD_CROSS_RANK"]) == ("1", "2", "1")
+    assert len(found) == 7
+    run = gloo_run.create_run_env_vars("10.0.0.1", {"eth1", "eth0"}, 1234, elastic=True)
+    assert (run["HOROVOD_GLOO_RENDEZVOUS_ADDR"], run["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "1234")
+    assert (run["HOROVOD_GLOO_IFACE"], run["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0,eth1")
+    assert run["HOROVOD_ELASTIC"] == "1"
+    with pytest.raises(ValueError, match=r"use horovod\.run"):
+        gloo_run.gloo_run()
 
 
 def test_addresses_of_this_machine():
