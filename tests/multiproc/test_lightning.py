@@ -103,8 +103,26 @@ def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), **value
         hvd.shutdown()
 
 
+def counting():
+    """A callback with hooks of Lightning 1."""
+    from lightning.pytorch import Callback
+
+    class Counting(Callback):
+        ends = 0
+
+        def on_init_end(self, trainer):
+            self.ends = 100
+
+        def on_epoch_end(self, trainer, pl_module):
+            self.ends += 1
+            pl_module.log("ends", float(self.ends))
+
+    return Counting()
+
+
 def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
-    result = fit(folder, regression())
+    result = fit(folder, regression(), callbacks=[counting()])
+    assert [entry["ends"] for entry in result.history] == [101, 102, 103]
     expected = {f"layer.{name}": value for name, value in by_hand(3).items()}
     torch.testing.assert_close(result.state, expected)
     assert [entry["epoch"] for entry in result.history] == [0, 1, 2]

@@ -15,7 +15,7 @@ import torch
 
 from hora.spark.lightning.package import Package, default_package
 
-__all__ = ["modern", "to_lightning_module"]
+__all__ = ["modern", "old_hooks", "to_lightning_module"]
 
 # The hook that Lightning removed, the step whose outputs it gets, and the hook from which it is called now.
 _REMOVED = (
@@ -23,6 +23,9 @@ _REMOVED = (
     ("validation_epoch_end", "validation_step", "on_validation_epoch_end"),
     ("test_epoch_end", "test_step", "on_test_epoch_end"),
 )
+
+
+_CALLBACK_HOOKS = ("on_init_start", "on_init_end", "on_epoch_end")
 
 
 def to_lightning_module(
@@ -141,6 +144,43 @@ def modern(module: Any) -> Any:
             )
             _bridge(module, old, step, new)
     return module
+
+
+def old_hooks(package: Package, callbacks: Sequence[Any]) -> list[Any]:
+    """A callback, if it is needed, that calls the hooks of `callbacks` which Lightning has removed, with a warning."""
+    old = [one for one in callbacks if any(callable(getattr(one, name, None)) for name in _CALLBACK_HOOKS)]
+    if not old:
+        return []
+    warnings.warn(
+        f"callbacks with hooks that Lightning has removed ({', '.join(_CALLBACK_HOOKS)}): they are called from those that took "
+        "their place. Move them there.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    made = type("_OldHooks", (_OldHooks, package.part("callbacks").Callback), {})()
+    made.callbacks = old
+    return [made]
+
+
+class _OldHooks:
+    """Calls what Lightning no longer calls."""
+
+    callbacks: list[Any]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._call("on_init_start", trainer)
+        self._call("on_init_end", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._call("on_epoch_end", trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._call("on_epoch_end", trainer, pl_module)
+
+    def _call(self, hook: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            if callable(getattr(callback, hook, None)):
+                getattr(callback, hook)(*args)
 
 
 def _bridge(module: Any, old: str, step: str, new: str) -> None:

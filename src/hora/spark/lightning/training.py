@@ -23,7 +23,7 @@ from hora.spark.estimator.packing import unpack_model
 from hora.spark.estimator.store import RemoteStore, Store
 from hora.spark.estimator.training import rank_device
 from hora.spark.lightning.data_module import parquet_data_module
-from hora.spark.lightning.module import modern
+from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.package import Package
 from hora.spark.lightning.strategy import horovod_strategy
 
@@ -93,7 +93,8 @@ def train(spec: LightningSpec) -> LightningResult | None:
 
 def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any) -> Any:
     values, package = spec.values, spec.package
-    callbacks = [*(values["callbacks"] or ()), keeper]  # the estimator's own list stays as it is
+    users = list(values["callbacks"] or ())
+    callbacks = [*users, *old_hooks(package, users), keeper]  # the estimator's own list stays as it is
     keeper.users_checkpoint = _take_over(package, callbacks, spec, folder)
     if values["terminate_on_nan"]:
         callbacks.append(_stop_on_nan(package)())
