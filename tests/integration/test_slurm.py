@@ -50,10 +50,10 @@ def test_both_nodes_are_used_and_what_was_not_allocated_is_refused(slurm, tmp_pa
     slurm.wait_until_free()
 
 
-def test_the_first_failure_is_named_in_a_batch_script(slurm, tmp_path):
+def test_the_first_failure_is_named_in_a_batch_script_of_an_mpirun_line(slurm, tmp_path):
     script = tmp_path / "batch.sh"
     fails = "echo rank $HOROVOD_RANK on $HOROVOD_HOSTNAME; test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
-    script.write_text(f"#!/bin/sh\n{BIN}/hora run -np 4 sh -c '{fails}'\n")
+    script.write_text(f"#!/bin/sh\n{BIN}/hora mpirun -np 4 sh -c '{fails}'\n")
     job = JobProcess(
         ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-o", str(tmp_path / "out"), str(script)],
         tmp_path,

@@ -67,8 +67,10 @@ def _run(argv: Sequence[str]) -> None:
 
         print(f"mpirun (Hora {version()}, which takes the command line of Open MPI)")
         return
-    placed = asked.placed(len(os.sched_getaffinity(0)))
-    if asked.num_proc is None and not asked.hosts:
+    # In a scheduler's allocation (Slurm, LSF) a line without hosts means all of it, as it does to Open MPI.
+    allocated = not asked.hosts and bool(environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID"))
+    placed = [] if allocated else asked.placed(len(os.sched_getaffinity(0)))
+    if asked.num_proc is None and not asked.hosts and not allocated:
         _say(f"no -np and no hosts: one process for each of {len(placed)} cores")
     if asked.left_out:
         _say(f"without effect here: {'; '.join(asked.left_out)}")
@@ -99,8 +101,8 @@ def _options(asked: MpiCommand, placed: Sequence[str]) -> Options:
     nics = _interfaces(asked.interface) if asked.interface and elsewhere else None
     return Options(
         command=asked.command,
-        num_proc=len(placed),
-        hosts=",".join(f"{name}:{slots}" for name, slots in hosts.items()),
+        num_proc=len(placed) or asked.num_proc,
+        hosts=",".join(f"{name}:{slots}" for name, slots in hosts.items()) or None,
         nics=nics,
         output_filename=asked.output_directory,
         verbose=asked.verbose or None,
@@ -136,9 +138,10 @@ def _adjusted(job: Job, asked: MpiCommand, placed: Sequence[str]) -> Job:
         directory=asked.output_directory,
         stderr=sys.stdout if asked.merged else None,
     )
+    slots = tuple(place_ranks(placed)) if placed else job.slots
     if asked.verbose:
-        _say("ranks on hosts: " + ", ".join(f"{rank} {name}" for rank, name in enumerate(placed)))
-    return replace(with_workers_devices(job), slots=tuple(place_ranks(placed)), output=output, mpi_names=True)
+        _say("ranks on hosts: " + ", ".join(f"{slot.rank} {slot.hostname}" for slot in slots))
+    return replace(with_workers_devices(job), slots=slots, output=output, mpi_names=True)
 
 
 def _end_after(limit_s: float) -> None:
