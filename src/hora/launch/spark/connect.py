@@ -16,13 +16,14 @@ import logging
 import os
 import tempfile
 import threading
+import time
 import uuid
 from typing import Any
 
 import cloudpickle
 
 from hora.config import accept_risk
-from hora.errors import JobFailedError, StartTimeoutError
+from hora.errors import JobFailedError
 from hora.launch.job import JobResult
 from hora.launch.spark.cluster import is_connect
 from hora.launch.spark.launcher import SparkJob, run_on_spark
@@ -35,6 +36,7 @@ _INLINE_BYTES = 8 * 2**20  # a larger call travels as an artifact: a plan has to
 _SCHEMA = "kind string, number long, chunk binary"
 _POLL_S = 0.2
 _CANCEL_LIMIT_S = 30.0
+_SILENCE_S = 60.0
 _numbers = itertools.count()
 
 _log = logging.getLogger("hora.launch")
@@ -68,7 +70,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
             log=log.invitation,
         )
         stage = _Stage(session, tasks, f"{wanted.group}.connect.{os.getpid()}.{next(_numbers)}")
-        rows = stage.run(None if wanted.wait_for_slots else wanted.start_timeout_s, log.heard)
+        rows = stage.run(min(wanted.start_timeout_s, _SILENCE_S), log.heard)
         log.show(rows.get("stdout", b""), rows.get("stderr", b""))
     return _result(rows)
 
@@ -95,19 +97,24 @@ class _Stage:
         self._rows: list[Any] = []
         self._error: BaseException | None = None
 
-    def run(self, start_timeout_s: float | None, heard: threading.Event) -> dict[str, bytes]:
-        """What the stage gave, by kind. `heard`: set once task 0 has called, where it can; the limit is of that."""
+    def run(self, start_timeout_s: float, heard: threading.Event) -> dict[str, bytes]:
+        """What the stage gave, by kind. `heard`: set once task 0 has called, where it can reach the client.
+
+        Silence for longer than the start timeout is said, and no more: it may be that only the client is out of reach.
+        """
         thread = threading.Thread(target=self._collect, name=self._tag, daemon=True)
         thread.start()
-        waited_s = 0.0
+        limit, said = time.monotonic() + start_timeout_s, False
         try:
             while not self._ended.wait(_POLL_S):
-                waited_s += _POLL_S
-                if start_timeout_s is not None and waited_s > start_timeout_s and not heard.is_set():
-                    raise StartTimeoutError(
-                        f"Timed out waiting for Spark tasks to start. {self._tasks.num_proc} tasks had not started after "
-                        f"{start_timeout_s:g} s, or cannot reach this client. Check that the cluster has free task "
-                        "slots, or raise start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
+                if not said and not heard.is_set() and time.monotonic() > limit:
+                    said = True
+                    _log.warning(
+                        "nothing was heard of the first task of %s for %g s: it waits for %d free task slots, or cannot reach "
+                        "this client, and its output will be shown at the end",
+                        self._tag,
+                        start_timeout_s,
+                        self._tasks.num_proc,
                     )
         except BaseException:
             with contextlib.suppress(Exception):  # the server may be what is gone
