@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -87,7 +89,8 @@ def run(
         nics=_interfaces(network_interface, network_interfaces),
     )
     function = pickle_call(func, args, kwargs)
-    result = start(options, environ, function=function, executable=executable)
+    named = partial(replace, title=getattr(func, "__name__", ""))
+    result = start(options, environ, function=function, executable=executable, adjust=named)
     return [cloudpickle.loads(value) for value in result.results if value is not None]
 
 

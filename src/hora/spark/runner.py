@@ -10,6 +10,8 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -77,7 +79,10 @@ def _run_local(main: Callable[..., Any], kwargs: Mapping[str, Any], num_proc: in
     """On this machine. What the processes print goes where this process prints: a cell, a terminal."""
     environ = variables()
     result = start(
-        Options.filled(environ, num_proc=num_proc, dashboard=dashboard), environ, function=_pickled(main, kwargs)
+        Options.filled(environ, num_proc=num_proc, dashboard=dashboard),
+        environ,
+        function=_pickled(main, kwargs),
+        adjust=partial(replace, title=getattr(main, "__name__", "")),
     )
     return _value_of_rank_0(result)
 
