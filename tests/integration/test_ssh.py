@@ -141,7 +141,7 @@ def test_fail_rank_1_on_another_host(hosts):
     job = ["-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", script]
     code, _, err = run_command("horovodrun", *job, env={"HORA_SSH": hosts.command})
     assert code == 1
-    assert "Traceback" in err
+    assert "Traceback" not in err  # of the launcher; the rank has printed its own words
     assert "Horovod detected that one or more processes exited with non-zero status" in err
     assert "Process name: 1\nExit code: 1\n" in err
     assert "the disk is on fire" in err.partition("Process name: 1")[2]
