@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hora import slurm
 
-__all__ = ["MeetingPoint", "World", "place_variables"]
+__all__ = ["MeetingPoint", "World", "keep_secret", "place_variables"]
 
 # (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
 _FOREIGN = (
@@ -89,6 +89,8 @@ class World:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
         """This process's world. Raises ValueError, naming the variable, for nonsense in the environment."""
+        if environ is None:
+            keep_secret()
         env = os.environ if environ is None else environ
         if "HOROVOD_RANK" in env or "HOROVOD_SIZE" in env:
             return _from_horovod(env)
@@ -140,6 +142,16 @@ class World:
                 "OMPI_UNIVERSE_SIZE": str(self.size),
             }
         return env
+
+
+def keep_secret() -> None:
+    """Take the job's secret out of this process's environment, where a program has put it by value because it had no
+    other way (Ray Train, which sets variables in processes that run already): from now on it is in a file in memory."""
+    secret = os.environ.pop("HORA_SECRET", None)
+    if secret is not None:
+        descriptor = os.memfd_create("hora-secret", os.MFD_CLOEXEC)
+        os.write(descriptor, bytes.fromhex(secret))
+        os.environ["HORA_SECRET_FILE"] = f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def place_variables(environ: Mapping[str, str] | None = None) -> tuple[tuple[str, str] | None, tuple[str, str] | None]:

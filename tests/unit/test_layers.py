@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers": {"launch", "net"},
     "data": set(),
     "spark": {"torch", "data", "workflow", "launch", "net"},
+    "ray": {"launch", "net", "horovod"},
     "workflow": {"telemetry", "torch"},
     "labs": {"torch", "workflow"},
     "horovod": {"engine", "torch", "launch", "net"},

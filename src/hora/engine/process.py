@@ -95,8 +95,9 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
     if config.keep_freed_memory:
         keep_freed_memory()
-    if place.elastic:
-        open_meeting(place, limit_s=config.init_timeout_s)  # a world of one may grow
+    if place.elastic or (place.size > 1 and place.meeting.kind == "hora"):
+        # Before the ranks meet, because a rank may be lost meanwhile; and an elastic world of one may grow.
+        open_meeting(place, limit_s=config.init_timeout_s)
     epoch = _num_starts.get(place.generation, 0)
     _num_starts[place.generation] = epoch + 1
     client = control_client(place)

@@ -10,7 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["module_command", "put_first_on_path", "replace_variables", "set_missing", "variables"]
+__all__ = [
+    "module_command",
+    "put_first_on_path",
+    "replace_variables",
+    "set_missing",
+    "set_variables",
+    "variables",
+]
 
 
 def variables() -> dict[str, str]:
@@ -21,6 +28,11 @@ def variables() -> dict[str, str]:
 def replace_variables(env: Mapping[str, str]) -> None:
     """Have exactly these from now on: what a forked worker does in place of exec."""
     os.environ.clear()
+    os.environ.update(env)
+
+
+def set_variables(env: Mapping[str, str]) -> None:
+    """Have these from now on, besides the others."""
     os.environ.update(env)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "parse_hosts",
     "parse_hosts_and_slots",
     "place_ranks",
+    "visible_gpus",
 ]
 
 # A leading dash would make a name look like an option to ssh.
@@ -177,6 +178,20 @@ def place_ranks(hostnames: Sequence[str], local_order: Sequence[int] | None = No
         )
         for rank, name in enumerate(hostnames)
     ]
+
+
+def visible_gpus(own: Sequence[str], on_host: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """What a rank shall see of the GPUs that a cluster manager gave to the ranks of its host, in the order of local ranks:
+    all of them, each rank's first one first, then the rest.
+
+    `torch.cuda.set_device(hvd.local_rank())` then picks a GPU that was given to this very rank. Where ranks share a GPU
+    (fractional amounts) no such order exists, because CUDA refuses a device named twice: a rank sees its own only.
+    """
+    firsts = [gpus[0] for gpus in on_host if gpus]
+    if len(set(firsts)) < len(on_host):
+        return tuple(own)
+    rest = [gpu for gpus in on_host for gpu in gpus[1:]]
+    return tuple(dict.fromkeys(firsts + rest))
 
 
 def _merge(hosts: Iterable[HostInfo]) -> list[HostInfo]:

@@ -228,6 +228,8 @@ class _Controller:
         self._roster.begin(self._generation, ranks, now)
         worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
         self.run.publish(self._generation, worlds)
+        if self._hosts is not None:
+            self._hosts.tell(self._places)
 
     def _notify(self, change: int) -> None:
         self._notified = True

@@ -14,7 +14,7 @@ from hora.launch.control.blacklist import Blacklist
 from hora.launch.control.discovery import HostWatch
 from hora.launch.control.elastic_policy import Limits
 from hora.launch.control.policy import Worker
-from hora.launch.slots import HostInfo
+from hora.launch.slots import HostInfo, Slot
 from hora.net import address
 
 __all__ = ["ElasticSpec", "Hosts"]
@@ -25,7 +25,9 @@ class ElasticSpec:
     """`hosts`: where workers may run; `script` tells of changes.
 
     `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job that is asked to end waits for
-    its ranks' next commit.
+    its ranks' next commit. `forgiven`: so many failures bar no place of a host, because a process that fails says little
+    about a machine that a cluster manager looks after. `told`: hears of the places, by the workers' numbers, of every
+    generation.
     """
 
     limits: Limits
@@ -34,6 +36,8 @@ class ElasticSpec:
     local_only: bool = False
     cooldown_range: tuple[int, int] | None = None
     leave_s: float = 25.0
+    forgiven: int = 0
+    told: Callable[[Mapping[int, Slot]], None] | None = None
 
     def limits_for(self, env: Mapping[str, str]) -> Limits:
         """The limits, with the silence that the user allows a rank: the workers read the same variables.
@@ -54,6 +58,7 @@ class Hosts:
         self._spec = spec
         self._num_slots = _count_slots(spec.hosts)
         self._blacklist = Blacklist(spec.cooldown_range, random.random)
+        self._failures: dict[str, int] = {}  # host -> how many
 
     def watch(self, changed: Callable[[Sequence[HostInfo]], None]) -> None:
         """Have the discovery script asked again and again, if there is one; `changed` is called in a thread of its own."""
@@ -96,8 +101,16 @@ class Hosts:
     def num_slots(self, hostname: str) -> int:
         return self._num_slots.get(hostname, 1)
 
+    def tell(self, places: Mapping[int, Slot]) -> None:
+        """A generation begins."""
+        if self._spec.told is not None:
+            self._spec.told(dict(places))
+
     def bar(self, worker: Worker, now: float) -> None:
-        """Bar the place where this worker failed."""
+        """Bar the place where this worker failed, unless its host is forgiven once more."""
+        failures = self._failures[worker.host] = self._failures.get(worker.host, 0) + 1
+        if failures <= self._spec.forgiven:
+            return
         # With one host, barring it would end the job: bar the slot. A newcomer's failure says nothing of others there.
         whole = len(self._num_slots) > 1 and worker.generation >= 0
         self._blacklist.bar((worker.host, None if whole else worker.slot), now)

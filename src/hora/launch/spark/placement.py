@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hora.launch.slots import Slot, place_ranks
+from hora.launch.slots import Slot, place_ranks, visible_gpus
 
 __all__ = ["Placement", "TaskPlace", "place_tasks"]
 
@@ -47,20 +47,11 @@ def place_tasks(tasks: Sequence[TaskPlace]) -> list[Placement]:
     ordered = [place for name in names for place in by_host[name]]
     slots = place_ranks([place.host for place in ordered])
     return [
-        Placement(slot=slot, task=own.task, own_gpus=own.gpus, visible_gpus=_visible(own, by_host[own.host]))
+        Placement(
+            slot=slot,
+            task=own.task,
+            own_gpus=own.gpus,
+            visible_gpus=visible_gpus(own.gpus, [place.gpus for place in by_host[own.host]]),
+        )
         for slot, own in zip(slots, ordered, strict=True)
     ]
-
-
-def _visible(own: TaskPlace, on_host: Sequence[TaskPlace]) -> tuple[str, ...]:
-    """All GPUs of the tasks on a host: each task's first one in the order of local ranks, then the rest.
-
-    `torch.cuda.set_device(hvd.local_rank())` then picks a GPU that Spark gave to this very task. Where
-    tasks share a GPU (fractional amounts) no such order exists, because CUDA refuses a device named twice:
-    a rank sees its own only.
-    """
-    firsts = [place.gpus[0] for place in on_host if place.gpus]
-    if len(set(firsts)) < len(on_host):
-        return own.gpus
-    rest = [gpu for place in on_host for gpu in place.gpus[1:]]
-    return tuple(dict.fromkeys(firsts + rest))

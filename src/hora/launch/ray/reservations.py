@@ -1,0 +1,132 @@
+"""What Ray has reserved for an elastic job: one placement group for each slot, on the node where that slot is.
+
+A slot that Ray has not granted yet (another job holds the cores) is no slot: the job does not count on it, and nobody is
+blamed. A slot outlives the worker in it, so that a worker that failed is replaced in the same place. One that the hosts
+no longer have is given back when its worker has left. Asked by `hosts` and `launcher`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+from hora.launch.slots import HostInfo
+
+__all__ = ["Reservation", "Reservations"]
+
+_NODE_SHARE = 0.01  # of the resource that each node has under its own name: enough to be placed there
+# A host that has not granted a slot for so long is asked again only after the others.
+_PATIENCE_S = 10.0
+
+
+@dataclass(eq=False)
+class Reservation:
+    """A slot that was asked for. `workers`: how many processes of the job are in it, 0 or 1 as a rule."""
+
+    group: Any
+    asked_at: float = field(default_factory=time.monotonic)
+    workers: int = 0
+
+    def is_granted(self, wait_s: float) -> bool:
+        return bool(self.group.wait(wait_s)) if wait_s > 0 else _state(self.group) == "CREATED"
+
+
+def _state(group: Any) -> str:
+    return str(placement_group_table(group).get("state"))
+
+
+class Reservations:
+    """`resources`: those of one worker. `most`: how many slots to hold at most."""
+
+    def __init__(self, resources: Mapping[str, float], most: int | None) -> None:
+        self._resources, self._most = dict(resources), most
+        self._lock = threading.Lock()
+        self._granted: dict[str, list[Reservation]] = {}  # host -> its slots, in their order
+        self._asked: dict[str, list[Reservation]] = {}
+        self._refused_at: dict[str, float] = {}
+
+    def update(self, found: Mapping[str, int], *, wait_s: float = 0.0) -> list[HostInfo]:
+        """These are the hosts now, each with so many slots; returns what of it is ours. `wait_s`: how long to wait for one
+        more."""
+        with self._lock:
+            self._drop(found)
+            self._take(wait_s)
+            self._ask(found)
+            counted = {host: min(len(held), found.get(host, 0)) for host, held in self._granted.items()}
+        return [HostInfo(host, counted[host]) for host in found if counted.get(host)]
+
+    def get(self, host: str, slot: int) -> Reservation | None:
+        with self._lock:
+            held = self._granted.get(host, [])
+            return held[slot] if slot < len(held) else None
+
+    def enter(self, reservation: Reservation) -> None:
+        """A worker is started there."""
+        with self._lock:
+            reservation.workers += 1
+
+    def leave(self, reservation: Reservation) -> None:
+        """A worker has ended there."""
+        with self._lock:
+            reservation.workers -= 1
+
+    def close(self) -> None:
+        """Give everything back."""
+        with self._lock:
+            groups = [one for held in (*self._granted.values(), *self._asked.values()) for one in held]
+            self._granted, self._asked = {}, {}
+        if ray.is_initialized():
+            for reservation in groups:
+                _give_back(reservation)
+
+    # ---- with the lock held ---------------------------------------------------------------------------------
+
+    def _num_granted(self) -> int:
+        return sum(len(held) for held in self._granted.values())
+
+    def _drop(self, found: Mapping[str, int]) -> None:
+        """Give back what no host has any more and no worker is in, and what keeps us from asking elsewhere."""
+        for host, held in self._granted.items():
+            while len(held) > found.get(host, 0) and not held[-1].workers:
+                _give_back(held.pop())
+        full = self._most is not None and self._num_granted() >= self._most
+        now = time.monotonic()
+        for host, asked in self._asked.items():
+            for one in list(asked):
+                late = self._most is not None and now - one.asked_at > _PATIENCE_S
+                if full or late or len(asked) + len(self._granted.get(host, [])) > found.get(host, 0):
+                    asked.remove(one)
+                    _give_back(one)
+                    if late:
+                        self._refused_at[host] = now
+
+    def _take(self, wait_s: float) -> None:
+        for host, asked in self._asked.items():
+            for one in list(asked):
+                if one.is_granted(wait_s):
+                    asked.remove(one)
+                    self._granted.setdefault(host, []).append(one)
+                else:
+                    wait_s = 0.0
+
+    def _ask(self, found: Mapping[str, int]) -> None:
+        num_asked = sum(len(asked) for asked in self._asked.values())
+        for host in sorted(found, key=lambda name: self._refused_at.get(name, 0.0)):
+            asked, held = self._asked.setdefault(host, []), self._granted.get(host, [])
+            while len(asked) + len(held) < found[host]:
+                if self._most is not None and self._num_granted() + num_asked >= self._most:
+                    return
+                asked.append(Reservation(placement_group([{**self._resources, f"node:{host}": _NODE_SHARE}])))
+                num_asked += 1
+
+
+def _give_back(reservation: Reservation) -> None:
+    with contextlib.suppress(Exception):  # whatever Ray says of a group whose node, or whose cluster, is gone
+        remove_placement_group(reservation.group)

@@ -1,0 +1,209 @@
+"""`RayExecutor`: functions on the workers of a Ray cluster, a fixed number of them or as many as there are."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import ray
+
+from hora.ray.elastic import ElasticParams
+from hora.ray.ray_logger import Callback, queue_for
+from hora.ray.settings import MiniSettings
+from hora.ray.static import StaticParams
+
+__all__ = ["RayExecutor"]
+
+_OLD_NAMES = {
+    "num_slots": "num_workers_per_host",
+    "cpus_per_slot": "cpus_per_worker",
+    "gpus_per_slot": "gpus_per_worker",
+}
+
+
+class RayExecutor:
+    """`start`, then `run` functions, then `shutdown`; or as a context manager, which starts nothing by itself.
+
+    With `num_workers`, or `num_hosts` and `num_workers_per_host`, the size is fixed: processes and what happens in them
+    last from `start` to `shutdown`. With `min_workers` the job is elastic, and every `run` has new processes.
+    """
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: int = 30,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: int = 100,
+        nics: Collection[str] | None = None,
+        verbose: int = 1,
+    ) -> MiniSettings:
+        """Settings for an executor. There is no ssh on Ray: `ssh_str` and `ssh_identity_file` have no effect."""
+        if ssh_str is not None:
+            warnings.warn("ssh_str has no effect: nothing uses ssh on Ray, and no key is written", stacklevel=2)
+        return MiniSettings(
+            nics=nics,
+            verbose=verbose,
+            ssh_identity_file=ssh_identity_file,
+            timeout_s=timeout_s,
+            placement_group_timeout_s=placement_group_timeout_s,
+        )
+
+    def __init__(
+        self,
+        settings: Any,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int | None = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: tuple[int, int] | None = None,
+        elastic_timeout: float = 600,
+        override_discovery: bool = True,
+        **old_names: Any,
+    ) -> None:
+        renamed = _renamed(old_names)
+        self.adapter: Any = None
+        self._is_remote = False
+        if max_workers is not None and not (min_workers and min_workers > 0):
+            raise ValueError(
+                f"max_workers={max_workers} needs min_workers, which must be positive: it is {min_workers}"
+            )
+        if min_workers and num_workers:
+            raise ValueError(
+                "Both `min_workers` and `num_workers` provided. Say min_workers for an elastic job, num_workers for one "
+                "of a fixed size"
+            )
+        per_worker: dict[str, Any] = {
+            "cpus_per_worker": renamed.get("cpus_per_worker", cpus_per_worker),
+            "use_gpu": use_gpu,
+            "gpus_per_worker": renamed.get("gpus_per_worker", gpus_per_worker),
+        }
+        self.params: ElasticParams | StaticParams
+        if min_workers is not None:
+            self.params = ElasticParams(
+                min_workers=min_workers,
+                max_workers=max_workers,
+                reset_limit=reset_limit,
+                cooldown_range=cooldown_range,
+                elastic_timeout=elastic_timeout,
+                override_discovery=override_discovery,
+                **per_worker,
+            )
+        else:
+            self.params = StaticParams(
+                num_workers=num_workers,
+                num_hosts=num_hosts,
+                num_workers_per_host=renamed.get("num_workers_per_host", num_workers_per_host),
+                use_current_placement_group=use_current_placement_group,
+                **per_worker,
+            )
+        self.settings = settings
+        self.settings.elastic = self.params.elastic
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        """Have the cluster's resources, and with a fixed size the workers, each with its `executable_cls(…)`.
+
+        `extra_env_vars`: for the workers, from the start of their processes on.
+        """
+        if self.adapter is not None:
+            raise RuntimeError("the executor runs already: call shutdown() first")
+        arguments = {field.name: getattr(self.params, field.name) for field in fields(self.params)}
+        self._is_remote = bool(ray.util.client.ray.is_connected())
+        make: Any = self.params.adapter
+        if self._is_remote:
+            # Of no core: it only waits for the workers, who may need them all.
+            make = ray.remote(num_cpus=0)(make).remote
+        self.adapter = make(settings=self.settings, **arguments)
+        try:
+            self._call("start", executable_cls, executable_args, executable_kwargs, extra_env_vars)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] | None = None,
+    ) -> list[Any]:
+        """`fn(*args, **kwargs)` on all workers; their values in rank order.
+
+        `callbacks` get, here, what workers give to `horovod.ray.ray_logger.log`.
+        """
+        self._must_run()
+        with queue_for(callbacks) as queue:
+            return list(self._call("run", fn, args, kwargs, queue))
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """The same, without waiting: references to the values, in rank order."""
+        return list(self._call("run_remote", fn, args, kwargs))
+
+    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
+        """`fn(executable)` on all workers; their values in rank order."""
+        self._must_run()
+        with queue_for(callbacks) as queue:
+            return list(self._call("execute", fn, queue))
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """`fn(executable)` on rank 0; its value."""
+        return self._call("execute_single", fn)
+
+    def shutdown(self) -> None:
+        """End the workers and give everything back. May be said again, and `start` after it."""
+        adapter, self.adapter = self.adapter, None
+        if adapter is None or not ray.is_initialized():
+            return
+        if self._is_remote:
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                ray.get(adapter.shutdown.remote())
+            ray.kill(adapter)
+        else:
+            adapter.shutdown()
+
+    def _must_run(self) -> None:
+        if self.adapter is None:
+            raise RuntimeError("the executor does not run: call start() first")
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._must_run()
+        if self._is_remote:
+            return ray.get(getattr(self.adapter, method).remote(*arguments))
+        return getattr(self.adapter, method)(*arguments)
+
+    def __enter__(self) -> RayExecutor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the interpreter anything may be gone, and Ray ends it all
+            self.shutdown()
+
+
+def _renamed(old_names: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments' names of today for those of earlier releases."""
+    unknown = sorted(set(old_names) - set(_OLD_NAMES))
+    if unknown:
+        raise TypeError(f"RayExecutor() got an unexpected keyword argument {unknown[0]!r}")
+    for name in old_names:
+        warnings.warn(f"{name} is deprecated, say {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=3)
+    return {_OLD_NAMES[name]: value for name, value in old_names.items()}

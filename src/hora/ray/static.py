@@ -1,0 +1,260 @@
+"""Executors of a fixed size: one actor for each rank, which live from `start` to `shutdown`.
+
+Ray carries calls, results and exceptions. Of a rank that is lost the others hear through their rendezvous, so that none
+waits for it: within seconds of a death all of them are back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from hora.errors import HorovodInternalError, JobFailedError
+from hora.ray.adapter import Adapter, BaseParams
+from hora.ray.coordinator import Coordinator
+from hora.ray.interfaces import nics_to_env_var
+from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
+
+__all__ = ["StaticAdapter", "StaticParams", "logger"]
+
+# How long the others may take to end by themselves after a rank has raised, and after they were told that it is lost.
+_GRACE_S, _LIMIT_S = 2.0, 10.0
+
+logger = logging.getLogger("hora.ray")
+
+
+@dataclass
+class StaticParams(BaseParams):
+    """Either `num_workers`, or `num_hosts` with the same number of workers on each."""
+
+    num_workers: int | None = None
+    num_hosts: int | None = None
+    num_workers_per_host: int | None = 1
+    use_current_placement_group: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers and self.num_hosts:
+            raise ValueError(
+                f"num_workers={self.num_workers} and num_hosts={self.num_hosts} are both given: say one of them"
+            )
+        if not self.num_workers and not self.num_hosts:
+            raise ValueError("neither num_workers nor num_hosts is given: say one of them, or min_workers")
+
+    @property
+    def elastic(self) -> bool:
+        return False
+
+    @property
+    def adapter(self) -> type[Adapter]:
+        return StaticAdapter
+
+
+class StaticAdapter(Adapter):
+    """See `Adapter`."""
+
+    def __init__(
+        self,
+        settings: Any,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int | None = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+    ) -> None:
+        self.settings = settings
+        self.num_workers, self.num_hosts = num_workers, num_hosts
+        self.num_workers_per_host = num_workers_per_host or 1
+        self.use_current_placement_group = use_current_placement_group
+        self._per_worker: dict[str, Any] = {
+            "cpus_per_worker": cpus_per_worker,
+            "use_gpu": use_gpu,
+            "gpus_per_worker": gpus_per_worker,
+        }
+        self.workers: list[Any] = []
+        self.strategy: BaseStrategy | None = None
+        self.coordinator: Coordinator | None = None
+        self._broken = ""  # a worker is dead, and how
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, str] | None = None,
+    ) -> None:
+        if self.strategy is not None:
+            raise RuntimeError("the executor runs already: call shutdown() first")
+        try:
+            self.strategy = self._choose_strategy()
+            self.workers, _ = self.strategy.create_workers(extra_env_vars)
+            envs = self._meet(self.strategy, dict(extra_env_vars or {}))
+            executable = [ray.put(part) for part in (executable_cls, executable_args, executable_kwargs)]
+            self._outcomes(
+                [worker.settle.remote(env, *executable) for worker, env in zip(self.workers, envs, strict=True)]
+            )
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _choose_strategy(self) -> BaseStrategy:
+        inherits = self.use_current_placement_group and ray.util.get_current_placement_group() is not None
+        if self.num_workers or inherits:
+            return PGStrategy(
+                settings=self.settings,
+                num_workers=self.num_workers or (self.num_hosts or 1) * self.num_workers_per_host,
+                force_create_placement_group=not self.use_current_placement_group,
+                **self._per_worker,
+            )
+        assert self.num_hosts
+        return ColocatedStrategy(
+            settings=self.settings,
+            num_hosts=self.num_hosts,
+            num_workers_per_host=self.num_workers_per_host,
+            **self._per_worker,
+        )
+
+    def _meet(self, strategy: BaseStrategy, extra: dict[str, str]) -> list[dict[str, Any]]:
+        """The variables of each rank: its devices, its place, the meeting, what the user wants."""
+        coordinator = self.coordinator = Coordinator(self.settings)
+        for rank, place in enumerate(strategy.places):
+            coordinator.register(place.hostname, place.node, rank)
+        one_node = len(set(coordinator.node_id_by_rank.values())) == 1
+        interfaces = nics_to_env_var(self.settings.nics or (["lo"] if one_node else []))
+        shared = {**interfaces, **coordinator.establish_rendezvous(), **extra}
+        return [
+            {**strategy.visible_devices(rank), **place, **shared}
+            for rank, place in coordinator.finalize_registration().items()
+        ]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        queue: Any = None,
+    ) -> list[Any]:
+        return self.execute(_WithArguments(fn, tuple(args or ()), dict(kwargs or {})), queue)
+
+    def run_remote(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        references = self._submit(_WithArguments(fn, tuple(args or ()), dict(kwargs or {})), self._living())
+        for rank, worker in enumerate(self.workers):
+            # Comes after the call, so it tells of a death during it without fetching what the call returns.
+            worker.node_id.remote().future().add_done_callback(self._death_watch(rank))
+        return references
+
+    def execute(self, fn: Callable[[Any], Any], queue: Any = None) -> list[Any]:
+        workers = self._living()
+        for worker in workers if queue is not None else ():
+            worker.set_queue.remote(queue)
+        try:
+            return self._outcomes(self._submit(fn, workers))
+        finally:
+            for worker in self.workers if queue is not None else ():
+                worker.set_queue.remote(None)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        return self._outcomes(self._submit(fn, self._living()[:1]))[0]
+
+    def _living(self) -> list[Any]:
+        if not self.workers:
+            raise RuntimeError("the executor does not run: call start() first")
+        if self._broken:
+            raise RuntimeError(f"the executor cannot go on: {self._broken}; call shutdown(), then start() again")
+        return self.workers
+
+    def _submit(self, fn: Callable[[Any], Any], workers: Sequence[Any]) -> list[Any]:
+        call = ray.put(fn)  # pickled once, whatever it holds
+        return [worker.execute.remote(call) for worker in workers]
+
+    def _death_watch(self, rank: int) -> Callable[[Any], None]:
+        def ended(future: Any) -> None:
+            if isinstance(future.exception(), RayActorError) and self.coordinator is not None:
+                self.coordinator.lost(rank, "died")
+
+        return ended
+
+    # ---- outcomes -------------------------------------------------------------------------------------------
+
+    def _outcomes(self, references: Sequence[Any]) -> list[Any]:
+        """The values of all, or the error of the rank that failed first. No rank is left waiting for that one."""
+        ranks = {reference: rank for rank, reference in enumerate(references)}
+        values: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        left, limit, told = list(references), None, False
+        while left:
+            wait_s = None if limit is None else max(limit - time.monotonic(), 0.0)
+            ready, left = ray.wait(left, timeout=wait_s)
+            for reference in ready:
+                try:
+                    values[ranks[reference]] = ray.get(reference)
+                except Exception as error:  # whatever the function has raised there
+                    errors[ranks[reference]] = error
+            if errors and limit is None:
+                limit = time.monotonic() + _GRACE_S
+            died = any(isinstance(error, RayActorError) for error in errors.values())
+            if errors and not told and (died or (limit is not None and time.monotonic() >= limit)):
+                told, limit = True, time.monotonic() + _LIMIT_S
+                self._tell_of(errors)
+            elif not ready and told:
+                break
+        if errors:
+            self._fail(errors)
+        return [values[rank] for rank in range(len(references))]
+
+    def _tell_of(self, errors: Mapping[int, Exception]) -> None:
+        if self.coordinator is not None:
+            for rank, error in errors.items():
+                died = isinstance(error, RayActorError)
+                self.coordinator.lost(rank, "died" if died else f"raised {type(error).__name__}")
+
+    def _fail(self, errors: Mapping[int, Exception]) -> None:
+        """Raise what came first, unless it only tells of another rank."""
+        dead = {rank: error for rank, error in errors.items() if isinstance(error, RayActorError)}
+        if dead:
+            rank, error = next(iter(dead.items()))
+            where = self.strategy.places[rank] if self.strategy is not None and self.strategy.places else "unknown"
+            self._broken = f"rank {rank} died: {where}"
+            self._end_workers()
+            raise JobFailedError(f"{self._broken}\n{error}", rank=rank) from error
+        if self.coordinator is not None:
+            self.coordinator.begin_anew()
+        causes = [error for error in errors.values() if not isinstance(error, HorovodInternalError)]
+        raise (causes or list(errors.values()))[0]
+
+    def _end_workers(self) -> None:
+        assert self.strategy is not None
+        for worker in self.strategy.workers:  # also those of a start that did not come to its end
+            with contextlib.suppress(Exception):  # it is gone already
+                ray.kill(worker)
+
+    def shutdown(self) -> None:
+        if self.strategy is not None and ray.is_initialized():  # else Ray has ended everything already
+            self._end_workers()
+            self.strategy.shutdown()
+        if self.coordinator is not None:
+            self.coordinator.close()
+        self.workers, self.strategy, self.coordinator, self._broken = [], None, None, ""
+
+
+@dataclass(frozen=True)
+class _WithArguments:
+    """Calls the function with its arguments; the worker's executable is not among them."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, _: Any) -> Any:
+        return self.fn(*self.args, **self.kwargs)

@@ -1,0 +1,183 @@
+"""Where the actors of a static executor go: in a placement group of their own, or in the one that the caller is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hora.launch.ray.place import Place
+from hora.launch.slots import visible_gpus
+from hora.ray.worker import BaseHorovodWorker
+
+__all__ = ["BaseStrategy", "ColocatedStrategy", "PGStrategy", "create_placement_group"]
+
+Bundle = Mapping[str, float]
+
+
+def create_placement_group(
+    resources_per_bundle: Bundle, num_bundles: int, pg_timeout: float, pg_strategy: str
+) -> tuple[Any, list[dict[str, float]]]:
+    """A group that Ray has found room for, and its bundles. TimeoutError, with nothing left behind, if it has not."""
+    bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
+    group = placement_group(bundles, strategy=pg_strategy)
+    granted = False
+    try:
+        granted = group.wait(pg_timeout)
+    finally:
+        if not granted:
+            remove_placement_group(group)
+    if not granted:
+        raise TimeoutError(
+            f"Ray found no room for the workers within {pg_timeout:g} s (placement_group_timeout_s): "
+            f"available are {ray.available_resources()}, requested were {num_bundles} bundles of "
+            f"{dict(resources_per_bundle)} ({pg_strategy}). All of the cluster: {ray.cluster_resources()}"
+        )
+    return group, bundles
+
+
+class BaseStrategy:
+    """`create_workers` makes the actors; `shutdown` gives back what was reserved for them."""
+
+    def __init__(self, *, settings: Any, use_gpu: bool, cpus_per_worker: int, gpus_per_worker: int | None) -> None:
+        self.settings, self.use_gpu, self.cpus_per_worker = settings, use_gpu, cpus_per_worker
+        self.gpus_per_worker = (gpus_per_worker or 1) if use_gpu else 0
+        self.placement_group: Any = None
+        self.workers: list[Any] = []
+        self.places: list[Place] = []
+        self._created_placement_group = False
+
+    @property
+    def num_workers(self) -> int:
+        raise NotImplementedError
+
+    def create_workers(self, env_vars: Mapping[str, str] | None = None) -> tuple[list[Any], list[Any]]:
+        """The actors in rank order, and one of each host. `env_vars`: what their processes have from the beginning."""
+        bundles = self._reserve()
+        options: dict[str, Any] = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker}
+        if env_vars:
+            options["runtime_env"] = {"env_vars": {name: str(value) for name, value in env_vars.items()}}
+        worker_class = ray.remote(BaseHorovodWorker)
+        for rank, bundle in enumerate(bundles):
+            where = PlacementGroupSchedulingStrategy(
+                self.placement_group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+            )
+            actor = worker_class.options(scheduling_strategy=where, **options)
+            self.workers.append(actor.remote(world_rank=rank, world_size=self.num_workers))
+        self.places = self._find_places()
+        return self.workers, self.get_node_workers(self.workers)
+
+    def _reserve(self) -> list[int]:
+        """Have a placement group; the bundle of each rank (-1: any)."""
+        raise NotImplementedError
+
+    def _find_places(self) -> list[Place]:
+        limit_s = self.settings.placement_group_timeout_s + self.settings.start_timeout.remaining()
+        asked = [worker.place.remote() for worker in self.workers]
+        _, missing = ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+        if missing:
+            ranks = [rank for rank, reference in enumerate(asked) if reference in missing]
+            raise TimeoutError(
+                f"ranks {ranks} of {len(asked)} have not started within {limit_s:g} s (placement_group_timeout_s and "
+                f"timeout_s); Ray has free: {ray.available_resources()}"
+            )
+        return list(ray.get(asked))
+
+    def get_node_workers(self, workers: Sequence[Any]) -> list[Any]:
+        """One worker of each host name."""
+        first: dict[str, Any] = {}
+        for worker, place in zip(workers, self.places, strict=True):
+            first.setdefault(place.hostname, worker)
+        return list(first.values())
+
+    def visible_devices(self, rank: int) -> dict[str, str]:
+        """The variable that shows a rank all the GPUs which the job holds on its node."""
+        if not self.use_gpu:
+            return {}
+        own = self.places[rank]
+        here = [place.gpus for place in self.places if place.node == own.node]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible_gpus(own.gpus, here))}
+
+    def shutdown(self) -> None:
+        if self._created_placement_group and self.placement_group is not None:
+            remove_placement_group(self.placement_group)
+            self.placement_group, self._created_placement_group = None, False
+        self.workers, self.places = [], []
+
+    def _create_group(self, bundle: Bundle, num_bundles: int, strategy: str) -> None:
+        limit_s = self.settings.placement_group_timeout_s
+        self.placement_group, _ = create_placement_group(bundle, num_bundles, limit_s, strategy)
+        self._created_placement_group = True
+
+    def _per_worker(self, workers: int = 1) -> dict[str, float]:
+        return {"CPU": self.cpus_per_worker * workers, "GPU": self.gpus_per_worker * workers}
+
+
+class PGStrategy(BaseStrategy):
+    """A bundle for each worker, packed; or any bundles of the group that the caller is in."""
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_workers: int,
+        use_gpu: bool,
+        cpus_per_worker: int,
+        gpus_per_worker: int | None,
+        placement_group: Any = None,
+        force_create_placement_group: bool = False,
+    ) -> None:
+        super().__init__(
+            settings=settings, use_gpu=use_gpu, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
+        )
+        self._num_workers = num_workers
+        if not force_create_placement_group:
+            self.placement_group = placement_group or get_current_placement_group()
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    def _reserve(self) -> list[int]:
+        if self.placement_group is None:
+            self._create_group(self._per_worker(), self.num_workers, "PACK")
+            return list(range(self.num_workers))
+        need = {name: amount for name, amount in self._per_worker().items() if amount}
+        bundles = self.placement_group.bundle_specs
+        room = sum(int(min(bundle.get(name, 0) // amount for name, amount in need.items())) for bundle in bundles)
+        if need and room < self.num_workers:
+            raise ValueError(
+                f"the placement group that this runs in has room for {room} workers of {need}, but {self.num_workers} "
+                f"are asked for; its bundles are {bundles}. Enlarge it, or say use_current_placement_group=False"
+            )
+        return [-1] * self.num_workers
+
+
+class ColocatedStrategy(BaseStrategy):
+    """The same number of workers on each of several hosts; the ranks of a host are consecutive."""
+
+    def __init__(
+        self,
+        *,
+        settings: Any,
+        num_hosts: int,
+        num_workers_per_host: int,
+        use_gpu: bool,
+        cpus_per_worker: int,
+        gpus_per_worker: int | None,
+    ) -> None:
+        super().__init__(
+            settings=settings, use_gpu=use_gpu, cpus_per_worker=cpus_per_worker, gpus_per_worker=gpus_per_worker
+        )
+        self.num_hosts, self.num_workers_per_host = num_hosts, num_workers_per_host
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_hosts * self.num_workers_per_host
+
+    def _reserve(self) -> list[int]:
+        self._create_group(self._per_worker(self.num_workers_per_host), self.num_hosts, "STRICT_SPREAD")
+        return [host for host in range(self.num_hosts) for _ in range(self.num_workers_per_host)]

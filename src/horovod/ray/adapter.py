@@ -1,0 +1,3 @@
+from hora.ray.adapter import Adapter, BaseParams
+
+__all__ = ["Adapter", "BaseParams"]

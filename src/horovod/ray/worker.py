@@ -1,0 +1,3 @@
+from hora.ray.worker import BaseHorovodWorker
+
+__all__ = ["BaseHorovodWorker"]

@@ -1,0 +1,76 @@
+"""A Ray cluster on this machine: a head and a second node, each a set of processes, for all tests of a file.
+
+The nodes have one address in common, so they also go by resources of their own, `node:host-1` and so on, as hosts do.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from waiting import wait_until
+
+# A node that does not answer is given up after 10 s or so, not after Ray's half a minute.
+_IMPATIENT = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 4,
+    "worker_register_timeout_seconds": 300,  # a busy machine is slow to start processes
+}
+_STORE_BYTES = 80_000_000
+
+
+class RayCluster:
+    """Use as a context manager; this process is then its driver. `address`: for further drivers."""
+
+    def __init__(self, num_nodes: int = 2, cpus: int = 2, gpus: int = 4) -> None:
+        self._num_nodes, self._cpus, self._gpus = num_nodes, cpus, gpus
+        self._last_node = 0
+
+    def __enter__(self) -> RayCluster:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._cluster = Cluster()
+        self.add_node(num_gpus=self._gpus, include_dashboard=False, _system_config=_IMPATIENT)
+        for _ in range(self._num_nodes - 1):
+            self.add_node()
+        self.address = self._cluster.address
+        ray.init(address=self.address, log_to_driver=False, logging_level="warning")
+        return self
+
+    def add_node(self, **options: Any) -> Any:
+        self._last_node += 1
+        return self._cluster.add_node(
+            num_cpus=self._cpus,
+            object_store_memory=_STORE_BYTES,
+            resources={f"node:host-{self._last_node}": 1},
+            **options,
+        )
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def nothing_is_left() -> None:
+    """Wait until Ray knows of no living actor and no placement group any more."""
+    wait_until("all actors have ended", lambda: not living_actors())
+    wait_until("all placement groups are gone", lambda: not living_groups())
+
+
+def living_actors() -> list[int]:
+    """The processes of the actors that run, or are to run."""
+    from ray._private.state import actors
+
+    return [facts["Pid"] for facts in actors().values() if facts["State"] != "DEAD"]
+
+
+def living_groups() -> list[str]:
+    from ray.util import placement_group_table
+
+    return [facts["state"] for facts in placement_group_table().values() if facts["state"] != "REMOVED"]
