@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ class SlurmCluster:
     def __exit__(self, *_: object) -> None:
         if len(self._processes) == 4:
             self.command("scancel", "--user=root")
+            with suppress(AssertionError):  # a job of a test that has failed: its steps must end before the daemons
+                self.wait_until_free()
         for process in reversed(self._processes):
             process.terminate()
         for process in reversed(self._processes):
