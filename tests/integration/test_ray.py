@@ -308,3 +308,15 @@ def test_a_killed_driver_leaves_nothing(cluster):
     driver.wait(LIMIT_S)
     nothing_is_left()
     wait_until("the workers' processes have ended", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_a_distributed_function_on_ray(settings):
+    import hora
+
+    @hora.distributed(num_processes=2, on="ray")
+    def place(x):
+        import os
+
+        return x, os.environ["HOROVOD_RANK"]
+
+    assert place.distributed(3) == [(3, "0"), (3, "1")]
