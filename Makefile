@@ -9,12 +9,13 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-spark test-spark-protected lint format bench chaos fuzz clean
+.PHONY: help setup demo test test-spark test-spark-protected test-ray lint format bench chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
 	@echo "make test     lint, types and every test"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
+	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
@@ -61,6 +62,11 @@ test-spark:
 # Spark with spark.authenticate, its encryption and TLS, on a cluster of its own.
 test-spark-protected: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/integration/protected_spark.py
+
+# Ray takes 240 MB and minutes to install: not everybody's, so `make test` leaves these tests out where Ray is not there.
+test-ray: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray.py tests/integration/test_ray.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

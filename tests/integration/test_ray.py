@@ -13,18 +13,17 @@ from unittest import mock
 
 import psutil
 import pytest
-from ray_cluster import RayCluster, living_actors, nothing_is_left
-
-from waiting import wait_until
 
 pytest.importorskip("ray")
 
 import ray
+from ray_cluster import RayCluster, living_actors, nothing_is_left
 
 from hora.errors import JobFailedError
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic_v2 import RayHostDiscovery
 from horovod.runner.elastic.discovery import FixedHosts
+from waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
