@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import horovod.torch as hvd
 from hora.spark.estimator.dataset import Dataset
-from hora.spark.estimator.packing import ModelAndOptimizer, unpack_model
+from hora.spark.estimator.packing import ModelAndOptimizer
 from hora.spark.estimator.params import ESTIMATOR
 from hora.spark.estimator.store import Store
 from hora.spark.estimator.training import TrainingSpec, train
@@ -74,7 +74,7 @@ def fit(folder, *, make=lambda: torch.nn.Linear(2, 1), checkpoint=None, run="run
 
 
 def weights(result):
-    return unpack_model(result.model).state_dict()
+    return result.trained.unpack()[0].state_dict()
 
 
 def test_two_labels_with_weights_for_losses_and_rows(folder):
