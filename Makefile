@@ -9,12 +9,13 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-spark test-spark-protected test-ray lint format bench chaos fuzz clean
+.PHONY: help setup demo test test-spark test-spark-protected test-ray test-slow lint format bench chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
 	@echo "make test     lint, types and every test"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
+	@echo "make test-slow                  what is left out of it to stay near twenty minutes"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
@@ -47,7 +48,10 @@ format: $(STAMP)
 # Three test processes with one thread each: tests often wait, and threads that spin would fight for the cores. Tests
 # with real processes, signals and networks get another chance or two on a noisy machine; pytest's summary names the reruns.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --reruns 2 -rfER --durations 40
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadgroup --reruns 2 -rfER --durations 40
+
+test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rfER
 
 # Another Spark than the pinned one, beside everything else that is pinned. Minutes: not part of `make test`.
 SPARK_VENV = .venv-spark-$(VERSION)

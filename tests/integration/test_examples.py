@@ -88,7 +88,7 @@ def test_the_synthetic_benchmark(tmp_path):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["penguins", "images"])
+@pytest.mark.parametrize("name", ["penguins", pytest.param("images", marks=pytest.mark.slow)])
 def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
     notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}

@@ -78,6 +78,7 @@ def test_the_penguin_lab_with_spark(tmp_path):
     _assert_penguin_lab(out, tmp_path / "lab")
 
 
+@pytest.mark.slow
 def test_the_penguin_lab_without_spark(tmp_path):
     job = ("hora", "demo", "penguins", "--no-spark", "--epochs", "20", "--out", str(tmp_path / "lab"))
     status, out, err = run_command(*job, cwd=tmp_path)
@@ -118,7 +119,7 @@ def test_images_reach_97_percent_on_two_ranks(tmp_path):
 def test_images_survive_a_kill(tmp_path):
     """Fail a random rank at a random moment, resume: the weights are those of the undisturbed run."""
     script = str(Path(__file__).parents[2] / "examples" / "image_classifier.py")
-    job = ("horovodrun", "-np", "2", "python", script, "--epochs", "3", "--width", "8", "--checkpoint-steps", "7")
+    job = ("horovodrun", "-np", "2", "python", script, "--epochs", "2", "--width", "8", "--checkpoint-steps", "7")
     status, _, err = run_command(*job, "--log-dir", str(tmp_path / "whole"), cwd=tmp_path)
     assert status == 0, err
     job += ("--resume", "--log-dir", str(tmp_path / "killed"))

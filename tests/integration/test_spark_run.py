@@ -11,7 +11,9 @@ import pytest
 
 import horovod.spark
 from hora.errors import StartTimeoutError
+from hora.launch.spark.cluster import count_slots
 from horovod.spark import conf
+from waiting import wait_until
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 
@@ -77,6 +79,8 @@ def test_a_failing_rank_is_a_runtime_error_with_name_and_code(spark):
 
 
 def test_the_job_runs_in_its_own_group(spark, monkeypatch):
+    # An executor that an earlier test has ended may not be replaced yet.
+    wait_until("both slots are there", lambda: count_slots(spark.sparkContext) == 2)
     groups = []
     cancel_group = spark.sparkContext.cancelJobGroup
     monkeypatch.setattr(spark.sparkContext, "cancelJobGroup", lambda group: (groups.append(group), cancel_group(group)))
