@@ -13,9 +13,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
-	@echo "make test     lint, types and every test"
+	@echo "make test     lint, types and the tests"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
-	@echo "make test-slow                  what is left out of it to stay near twenty minutes"
+	@echo "make test-slow                  tests that make test leaves out to stay near twenty minutes"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
