@@ -10,12 +10,10 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
-import os
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -103,7 +101,7 @@ class Server:
         self._selector.register(self._wake_in, selectors.EVENT_READ, lambda: self._wake_in.recv(4096))
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        _live.add(self)
+        sockets.abandon_in_children(self)
 
     def listen(self, where: Where) -> int:
         """Take connections at this place, too; returns its port (0: a local socket). None is answered before `start`."""
@@ -194,7 +192,7 @@ class Server:
 
     def _close_sockets(self) -> None:
         self._stopping = True
-        _live.discard(self)
+        sockets.forget(self)
         for sock in (*self._listeners, self._wake_in, self._wake_out):
             sock.close()
         self._selector.close()
@@ -357,17 +355,3 @@ class Server:
         elif peer in self._peers:
             del self._peers[peer]
             self._handler.closed(peer)
-
-
-# A forked child (a DataLoader worker) inherits the sockets: while it keeps them open, the death of its parent would
-# not be seen by the peers, and a name that the parent took stays taken.
-_live: weakref.WeakSet[Server] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for server in list(_live):
-        server.abandon()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import NamedTuple
+import weakref
+from typing import NamedTuple, Protocol
 
-__all__ = ["Process", "Where", "listen", "open_socket", "process_at", "tune"]
+__all__ = ["Owner", "Process", "Where", "abandon_in_children", "forget", "listen", "open_socket", "process_at", "tune"]
 
 Where = str | tuple[str, int]  # the abstract name of a local socket, or a host's address and port
 
@@ -100,3 +101,34 @@ def tune(sock: socket.socket, *, silence_limit_s: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(silence_limit_s // 4, 1))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, silence_limit_s * 1000)
+
+
+class Owner(Protocol):
+    """Something that holds sockets."""
+
+    def abandon(self) -> None:
+        """In a forked child, which has none of the parent's threads: close the sockets, and do nothing else."""
+
+
+# A forked child (a DataLoader worker) inherits the sockets: while it keeps them open, the death of its parent would not
+# be seen by the peers, and a name that the parent took stays taken.
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def abandon_in_children(owner: Owner) -> None:
+    """Have children that are forked from now on close what the owner holds."""
+    _owners.add(owner)
+
+
+def forget(owner: Owner) -> None:
+    """The owner holds no sockets any more."""
+    _owners.discard(owner)
+
+
+def _after_fork_in_child() -> None:
+    for owner in list(_owners):
+        owner.abandon()
+    _owners.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -21,7 +21,6 @@ import stat
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +32,7 @@ from torch._C._distributed_c10d import Store
 from hora.engine.transport.base import Guard
 from hora.engine.transport.group import SLICE, ProcessGroup, connect
 from hora.errors import HorovodInternalError
+from hora.net import sockets
 
 __all__ = ["GlooGroup"]
 
@@ -152,7 +152,7 @@ class _Connections:
                     os.set_inheritable(descriptor, False)
                     found[descriptor] = ends
         connections = cls(found)
-        _live.add(connections)
+        sockets.abandon_in_children(connections)
         return connections
 
     def shut_the_door(self) -> None:
@@ -173,14 +173,14 @@ class _Connections:
                     sock.shutdown(socket.SHUT_RDWR)
         self.forget()
 
-    def close_descriptors(self) -> None:
+    def abandon(self) -> None:
         """In a forked child, where gloo itself has no threads and will not use them."""
         for descriptor in self._still_ours():
             os.close(descriptor)
 
     def forget(self) -> None:
         """gloo closes its sockets by itself from now on."""
-        _live.discard(self)
+        sockets.forget(self)
 
     def _still_ours(self) -> list[int]:
         """Without those that gloo has closed, whose numbers may be in use for something else by now."""
@@ -190,20 +190,6 @@ class _Connections:
                 if _ends(sock) == ends:
                     ours.append(descriptor)
         return ours
-
-
-# A forked child (a DataLoader worker) inherits the connections: while it keeps them open, the death of its parent would not
-# be seen by the peers.
-_live: weakref.WeakSet[_Connections] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for connections in list(_live):
-        connections.close_descriptors()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _sockets() -> list[int]:

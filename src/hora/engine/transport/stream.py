@@ -19,7 +19,6 @@ import ssl
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from hora.engine.transport.base import Guard
 from hora.engine.transport.group import SLICE, Group, Pending
 from hora.engine.transport.packing import copy, spread
 from hora.errors import HorovodInternalError
+from hora.net import sockets
 
 __all__ = ["StreamGroup", "Streams"]
 
@@ -72,7 +72,7 @@ class StreamGroup(Group):
         self._incoming = {peer: _Incoming(streams.incoming[peer]) for peer in reversed(after)}
         self._to_receive: deque[_Exchange] = deque()
         self._open = True
-        _live.add(self)
+        sockets.abandon_in_children(self)
 
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
@@ -102,7 +102,7 @@ class StreamGroup(Group):
                 return self._start("broadcast", [_view(tensor)] * self._num_members, nothing)
             return self._start("broadcast", nothing, _only(root, _view(tensor), nothing))
         # The root gives every member its part, and all give theirs to all: no member sends the whole to each of the others.
-        parts = [_view(part) for part in _split(tensor, self._num_members)]
+        parts = [_view(part) for part in tensor.split(spread(tensor.numel(), self._num_members))]
         mine = parts[self._member]
         if self._member == root:
             self.finish(self._start("broadcast", parts, nothing))
@@ -114,12 +114,17 @@ class StreamGroup(Group):
         return self._start("broadcast", _only(root, memoryview(b""), to_all), parts)
 
     def close(self) -> None:
-        self._let_go()
+        self._open = False
+        sockets.forget(self)
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        for incoming in self._incoming.values():
+            incoming.close()
 
     def discard(self) -> None:
-        self._let_go()
+        self.close()  # the same: the kernel tells the peers, whatever is under way
 
-    def close_descriptors(self) -> None:
+    def abandon(self) -> None:
         """In a forked child, where no thread sends."""
         self._open = False
         for sock in (*(s.sock for s in self._outgoing.values()), *(s.sock for s in self._incoming.values())):
@@ -157,14 +162,6 @@ class StreamGroup(Group):
             earliest.received = True
         for outgoing, number in work.sends:
             outgoing.wait(number, look_around)
-
-    def _let_go(self) -> None:
-        self._open = False
-        _live.discard(self)
-        for outgoing in self._outgoing.values():
-            outgoing.close()
-        for incoming in self._incoming.values():
-            incoming.close()
 
 
 class _Incoming:
@@ -304,24 +301,6 @@ def _views(tensor: torch.Tensor, sizes: Sequence[int]) -> list[memoryview]:
     return views
 
 
-def _split(tensor: torch.Tensor, num_parts: int) -> Sequence[torch.Tensor]:
-    return tensor.split(spread(tensor.numel(), num_parts))
-
-
 def _only(peer: int, view: memoryview, others: Sequence[memoryview]) -> list[memoryview]:
     """`view` for this peer, and what the others have for the others."""
     return [view if number == peer else other for number, other in enumerate(others)]
-
-
-# A forked child (a DataLoader worker) inherits the connections: while it keeps them open, the death of its parent would not
-# be seen by the peers.
-_live: weakref.WeakSet[StreamGroup] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for group in list(_live):
-        group.close_descriptors()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -30,20 +30,32 @@ from hora.workflow.history import Tally
 from hora.workflow.objective import Scored
 from hora.workflow.step import Recipe, Stepper, score_all
 
-__all__ = ["TrainingResult", "TrainingSpec", "rank_device", "train"]
+__all__ = ["RankSpec", "TrainingResult", "TrainingSpec", "rank_device", "train"]
 
 
-@dataclass(frozen=True)
-class TrainingSpec:
-    """Everything that a rank has to know. `values` are the estimator's parameters."""
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """What a rank of any estimator has to know, apart from its model. `values` are the estimator's parameters."""
 
-    model_and_optimizer: ModelAndOptimizer
     store: Store
     remote: RemoteStore
     dataset: Dataset
     features: tuple[str, ...]
     values: Mapping[str, Any]
     checkpoint: bytes | None = field(default=None, repr=False)
+
+    def join(self) -> None:
+        """Become a rank, as the parameters want it."""
+        if self.values["mp_start_method"] is not None:
+            torch.multiprocessing.set_start_method(self.values["mp_start_method"], force=True)
+        hvd.init()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec(RankSpec):
+    """Everything that a rank has to know."""
+
+    model_and_optimizer: ModelAndOptimizer
 
 
 @dataclass(frozen=True)
@@ -58,9 +70,7 @@ class TrainingResult:
 def train(spec: TrainingSpec) -> TrainingResult | None:
     """Train to the end; a result on rank 0, None elsewhere."""
     values = spec.values
-    if values["mp_start_method"] is not None:
-        torch.multiprocessing.set_start_method(values["mp_start_method"], force=True)
-    hvd.init()
+    spec.join()
     if values["random_seed"] is not None:
         torch.manual_seed(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]))

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
-from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.packing import unpack_model
-from hora.spark.estimator.store import RemoteStore, Store
-from hora.spark.estimator.training import rank_device
+from hora.spark.estimator.training import RankSpec, rank_device
 from hora.spark.lightning.data_module import parquet_data_module
 from hora.spark.lightning.module import modern, old_hooks
 from hora.spark.lightning.package import Package
@@ -43,18 +41,12 @@ _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class LightningSpec:
-    """Everything that a rank has to know. `values` are the estimator's parameters."""
+@dataclass(frozen=True, kw_only=True)
+class LightningSpec(RankSpec):
+    """Everything that a rank has to know."""
 
     package: Package
     module: bytes = field(repr=False)
-    store: Store
-    remote: RemoteStore
-    dataset: Dataset
-    features: tuple[str, ...]
-    values: Mapping[str, Any]
-    checkpoint: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -69,9 +61,7 @@ class LightningResult:
 def train(spec: LightningSpec) -> LightningResult | None:
     """Train to the end; a result on rank 0, None elsewhere."""
     values, package = spec.values, spec.package
-    if values["mp_start_method"] is not None:
-        torch.multiprocessing.set_start_method(values["mp_start_method"], force=True)
-    hvd.init()
+    spec.join()
     if values["random_seed"] is not None:
         package.module.seed_everything(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]) and values["num_gpus"] != 0)
