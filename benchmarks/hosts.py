@@ -13,7 +13,6 @@ all of them once.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import secrets
@@ -24,50 +23,23 @@ from pathlib import Path
 
 from benchmarks.collectives import SIZES, line
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
+
+from namespaces import Host, joined
+
 RANKS_PER_HOST = 2
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
 ETHERNET = 1514 / 1448  # bytes of a full frame, and how many of them are ours
 
 
-class Host:
-    """A network namespace, which lives as long as a process that holds it."""
-
-    def __init__(self) -> None:
-        command = ["unshare", "--net", "sh", "-c", "echo ready; exec cat >/dev/null"]
-        self._holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != b"ready\n":
-            raise SystemExit("cannot make a network namespace: this benchmark needs root")
-        self.pid = self._holder.pid
-        self.run("ip", "link", "set", "lo", "up")
-
-    def command(self, *command: str) -> list[str]:
-        return ["nsenter", "--target", str(self.pid), "--net", *command]
-
-    def run(self, *command: str) -> None:
-        subprocess.run(self.command(*command), check=True)
-
-    def close(self) -> None:
-        assert self._holder.stdin is not None
-        self._holder.stdin.close()
-        self._holder.wait(10)
-
-
-def joined(stack: contextlib.ExitStack, arguments: argparse.Namespace) -> list[Host]:
-    hosts = [Host() for _ in ADDRESSES]
-    for host in hosts:
-        stack.callback(host.close)
-    hosts[0].run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(hosts[1].pid))
-    for host, address in zip(hosts, ADDRESSES, strict=True):
-        host.run("ip", "address", "add", f"{address}/24", "dev", "cable")
-        host.run("ip", "link", "set", "cable", "up")
-        if arguments.rate:
-            shape = ["tbf", "rate", arguments.rate, "burst", "256kb", "latency", "50ms"]
-            host.run("tc", "qdisc", "add", "dev", "cable", "root", *shape)
-        elif arguments.delay or arguments.loss:
-            shape = ["delay", arguments.delay or "0ms", *(["loss", arguments.loss] if arguments.loss else [])]
-            host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "limit", "100000", *shape)
-    return hosts
+def shape(host: Host, arguments: argparse.Namespace) -> None:
+    """Make this host's end of the cable as slow or as bad as asked."""
+    if arguments.rate:
+        how = ["tbf", "rate", arguments.rate, "burst", "256kb", "latency", "50ms"]
+        host.run("tc", "qdisc", "add", "dev", "cable", "root", *how)
+    elif arguments.delay or arguments.loss:
+        how = ["delay", arguments.delay or "0ms", *(["loss", arguments.loss] if arguments.loss else [])]
+        host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "limit", "100000", *how)
 
 
 def run_ranks(hosts: list[Host], arguments: argparse.Namespace, folder: Path) -> list[dict]:
@@ -125,9 +97,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for everything (default: 900)")
     parser.add_argument("--json", type=Path, help="write the results here as well")
     arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        results = run_ranks(joined(stack, arguments), arguments, folder)
+    with tempfile.TemporaryDirectory() as folder, joined(ADDRESSES) as hosts:
+        for host in hosts:
+            shape(host, arguments)
+        results = run_ranks(hosts, arguments, Path(folder))
     if arguments.rate:
         for result in results:
             wire_us = result["bytes"] * ETHERNET * 8 / bits_a_second(arguments.rate) * 1e6

@@ -1,7 +1,4 @@
-"""Two hosts, played by two network namespaces joined by a cable, two ranks each: the engine across them.
-
-The namespaces have no names: each lives as long as a process that holds it, which ends with this one.
-"""
+"""Two hosts, played by two network namespaces joined by a cable, two ranks each: the engine across them."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from typing import Any
 
 import pytest
 import two_hosts_rank
+from namespaces import Host, joined
 
 pytestmark = pytest.mark.netns
 
@@ -23,48 +21,15 @@ LIMIT_S = 180
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
-class Host:
-    """A network namespace."""
-
-    def __init__(self) -> None:
-        self._holder = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "echo ready; exec cat >/dev/null"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._holder.stdout is not None
-        assert self._holder.stdout.readline() == b"ready\n"
-        self.pid = self._holder.pid
-        self.namespace = f"/proc/{self.pid}/ns/net"
-        self.run("ip", "link", "set", "lo", "up")
-
-    def run(self, *command: str) -> None:
-        inside = ["nsenter", "--target", str(self.pid), "--net", *command]
-        subprocess.run(inside, check=True, capture_output=True, text=True, timeout=30)
-
-    def close(self) -> None:
-        assert self._holder.stdin is not None
-        self._holder.stdin.close()
-        self._holder.wait(10)
-
-
 @pytest.fixture(scope="module")
 def hosts():
     if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter")):
         pytest.skip("needs root, ip, unshare and nsenter")
     with contextlib.ExitStack() as stack:
-        made = []
-        for _ in ADDRESSES:
-            try:
-                made.append(Host())
-            except (AssertionError, subprocess.CalledProcessError):
-                pytest.skip("this machine does not let us make network namespaces")
-            stack.callback(made[-1].close)
-        first, second = made
-        first.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second.pid))
-        for host, address in zip(made, ADDRESSES, strict=True):
-            host.run("ip", "address", "add", f"{address}/24", "dev", "cable")
-            host.run("ip", "link", "set", "cable", "up")
+        try:
+            made = stack.enter_context(joined(ADDRESSES))
+        except (AssertionError, subprocess.CalledProcessError):
+            pytest.skip("this machine does not let us make network namespaces")
         yield made
 
 
