@@ -14,6 +14,7 @@ def logger():
     found = logging.getLogger("hora")
     before = (list(found.handlers), found.level, found.propagate)
     found.handlers.clear()
+    found.propagate = True  # pytest gives its own handler to loggers that don't propagate
     yield found
     found.handlers[:], found.level, found.propagate = before
 
