@@ -1,38 +1,37 @@
 """Autotune against a sweep by hand, on two models: `python -m benchmarks.autotune [-np 2] [--rounds 9]`
 
-In one job: the same model is trained by several optimizers in turns, one with `HOROVOD_AUTOTUNE=1` that has ended its
-trials before, the others each with a setting of its own. Only times of the same round are compared: the medians of their
-ratios say how far the tuned one is from the best by hand, and from the default.
+In one job and with one optimizer, so that all have the same memory: after its trials the optimizer is given one setting
+after the other, in turns, the chosen one among them. Only times of the same round are compared: the medians of their ratios
+say how far the chosen one is from the best by hand, and from the default.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hora.torch.optimizer.autotune import Setting
 
 MB = 2**20
+SETTLING = 3  # steps after a change that don't count
 SHAPES = {"wide": (2048, 4, 32), "deep": (512, 48, 32)}  # width, layers, batch
 
 
-@contextlib.contextmanager
-def by_hand(size: int, overlap: bool) -> Iterator[None]:
-    """Optimizers that agree on their buckets meanwhile get this setting, and are not tuned."""
-    from hora.torch.optimizer import order
+def by_hand(num_bytes: int) -> dict[str, Setting]:
+    """What a person would try: sizes below the model's, while backward goes on and after it, and one bucket of everything."""
     from hora.torch.optimizer.autotune import Setting
 
-    before = order.DEFAULT, order.BucketOrder._start_tuning
-    order.DEFAULT, order.BucketOrder._start_tuning = Setting(size, overlap), lambda self, specs: None
-    try:
-        yield
-    finally:
-        order.DEFAULT, order.BucketOrder._start_tuning = before
+    sizes = [size for size in (MB, 4 * MB, 16 * MB, 64 * MB) if size < num_bytes]
+    settings = [Setting(size, overlap) for size in sizes for overlap in (True, False)]
+    return {str(setting): setting for setting in [*settings, Setting(num_bytes, overlap=True)]}
 
 
 def training(width: int, depth: int, batch: int) -> tuple[Callable[[], float], object]:
@@ -66,25 +65,21 @@ def rank(model: str, rounds: int, steps: int) -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    tuned, optimizer = training(*SHAPES[model])
-    contenders = {"autotune": tuned}
-    while (tuner := optimizer._bucket_order._tuner) is None or not tuner.done:
-        tuned()
-    for size in (MB, 4 * MB, 16 * MB, 64 * MB, 2**62):
-        for overlap in (True, False) if size < 2**40 else (True,):
-            name = ("all" if size > 2**40 else f"{size // MB} MB") + ("" if overlap else " after backward")
-            contenders[name], _ = training(*SHAPES[model])
-            with by_hand(size, overlap):
-                contenders[name](), contenders[name]()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    step, optimizer = training(*SHAPES[model])
+    order = optimizer._bucket_order
+    while order._tuner is None or not order._tuner.done:
+        step()
+    tuner = order._tuner
+    contenders = by_hand(tuner._num_bytes) | {str(tuner.setting): tuner.setting}
+    chosen, times = str(tuner.setting), {name: [] for name in contenders}
     for turn in range(rounds):
-        names = list(contenders) if turn % 2 == 0 else list(contenders)[::-1]
-        for name in names:
+        for name in list(contenders) if turn % 2 == 0 else reversed(contenders):
+            tuner.setting = contenders[name]
             hvd.barrier()
-            took = [contenders[name]() for _ in range(steps)]
-            times[name].append(statistics.median(took[2:]))
+            took = [step() for _ in range(steps + SETTLING)]
+            times[name].append(statistics.median(took[SETTLING:]))
     if hvd.rank() == 0:
-        print("RESULT " + json.dumps({"chosen": str(tuner.setting), "times": times}), flush=True)
+        print("RESULT " + json.dumps({"chosen": chosen, "times": times}), flush=True)
 
 
 def measure(model: str, np: int, rounds: int, steps: int) -> dict:
@@ -95,7 +90,7 @@ def measure(model: str, np: int, rounds: int, steps: int) -> dict:
     line = next(line for line in done.stdout.splitlines() if "RESULT " in line)
     found = json.loads(line.partition("RESULT ")[2])
     times = found["times"]
-    mine = times.pop("autotune")
+    mine = times[found["chosen"]]
     medians = {name: statistics.median(values) for name, values in times.items()}
     best = min(medians, key=lambda name: medians[name])
 
@@ -104,10 +99,10 @@ def measure(model: str, np: int, rounds: int, steps: int) -> dict:
 
     return {
         "chosen": found["chosen"],
-        "ms": {name: round(ms, 2) for name, ms in (medians | {"autotune": statistics.median(mine)}).items()},
+        "ms": {name: round(ms, 2) for name, ms in medians.items()},
         "best by hand": best,
         "over the best by hand": over(best),
-        "over the default": over("4 MB"),
+        "over the default": over("buckets of 4 MB"),
     }
 
 
