@@ -63,7 +63,7 @@ def _ask(page, path, method="GET", *, token=None, body=None, **headers):
 def test_the_page_and_its_files_come_with_a_strict_policy(served):
     _, page, _ = served
     total = 0
-    for path in ("/", "/page.css", "/page.js", "/charts.js", "/uPlot.iife.min.js", "/uPlot.min.css"):
+    for path in ("/", "/page.js"):
         status, body, headers = _ask(page, path, token="")
         assert status == 200
         total += len(body)

@@ -13,10 +13,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hora.watch.files import style_hash
+
 __all__ = ["SECURITY_HEADERS", "Access", "Refusal", "new_token"]
 
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src '{style}'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors {ancestors}; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 SECURITY_HEADERS = {
@@ -52,7 +54,7 @@ class Access:
     def headers(self) -> dict[str, str]:
         """What every answer says to the browser."""
         ancestors = "http: https:" if self.framed else "'none'"
-        return {**SECURITY_HEADERS, "Content-Security-Policy": _POLICY.format(ancestors=ancestors)}
+        return {**SECURITY_HEADERS, "Content-Security-Policy": _POLICY.format(ancestors=ancestors, style=style_hash())}
 
     def check_place(self, headers: Mapping[str, str]) -> Refusal | None:
         """For every request: does it mean this server, and does it come from its own page or from no page at all?"""

@@ -16,12 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from importlib import resources
 from typing import Any, Protocol
 
 from hora.watch import prometheus, view
 from hora.watch.access import Access
 from hora.watch.address import Page, answer_caller
+from hora.watch.files import site_files
 from hora.watch.http import MAX_HEAD_BYTES, Answer, BadRequest, Request, head_of, read_request, write, write_answer
 from hora.watch.model import Entry, Run
 
@@ -33,15 +33,6 @@ _TICK_S = 1.0
 _HEARTBEAT_S = 15.0
 _MAX_BACKLOG = 16  # messages a viewer may be behind
 _MAX_WAITING_ENTRIES = 50_000
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/timeline.js": ("timeline.js", "text/javascript; charset=utf-8"),
-    "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
-    "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
-}
 
 _log = logging.getLogger("hora.watch")
 
@@ -92,7 +83,7 @@ class Server:
         self._servers: list[asyncio.AbstractServer] = []
         self._thread = threading.Thread(target=self._main, name="hora-dashboard", daemon=True)
         self._closing: asyncio.Event | None = None
-        self._files = {path: (_load(name), kind) for path, (name, kind) in _FILES.items()}
+        self._files = site_files()
 
     # ---- from other threads -------------------------------------------------------------------------------
 
@@ -233,8 +224,7 @@ class Server:
         extra = self._access.headers()
         refusal = self._access.check_place(request.headers)
         if refusal is None and request.path in self._files and request.method in ("GET", "HEAD"):
-            body, kind = self._files[request.path]
-            await write_answer(writer, Answer(body, kind), extra)
+            await write_answer(writer, Answer(*self._files[request.path]), extra)
             return
         if refusal is None:
             refusal = self._access.check_token(request.headers)
@@ -363,10 +353,6 @@ def _put(viewer: asyncio.Queue[bytes | None], data: bytes | None) -> bool:
         return True
     except asyncio.QueueFull:
         return False
-
-
-def _load(name: str) -> bytes:
-    return resources.files("hora.watch").joinpath("site", name).read_bytes()
 
 
 def _line(value: Any) -> bytes:
