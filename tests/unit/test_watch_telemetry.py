@@ -54,6 +54,15 @@ def test_a_sample_holds_whole_steps_only():
     assert reading.sample().num_steps == 0
 
 
+def test_a_script_says_how_many_steps_it_will_take(monkeypatch):
+    meter = Meter()
+    monkeypatch.setattr(telemetry.meters, "meter", meter)
+    telemetry.report(total_steps=5000, loss=0.5)
+    telemetry.report(loss=0.25)
+    assert meter.total_steps == 5000
+    assert meter.take_metrics() == {"loss": 0.25}
+
+
 def test_a_blocked_time_is_divided_into_waiting_and_moving():
     meter = Meter()
     since = time.perf_counter() - 1.0

@@ -53,7 +53,7 @@ class Meter:
         self.wait_s = self.reduce_s = 0.0  # of the training thread
         self.transport_s = 0.0  # data moved, on whatever thread
         self.num_bytes = self.num_samples = 0.0
-        self.total_steps = 0  # as far as the fit loop knows
+        self.total_steps = 0  # as far as the fit loop or the user says
         self.blocked: tuple[Any, float, Sequence[int]] | None = None  # in what, since when, with which ranks
         self.on_stall: Callable[[Sequence[int]], None] | None = None  # these ranks keep others waiting for too long
         self.on_commit: Callable[[], None] | None = None  # the launcher waits for it
@@ -189,6 +189,11 @@ meter = Meter()
 """The one of this process."""
 
 
-def report(**metrics: SupportsFloat) -> None:
-    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`. Cheap, from any rank, at any time."""
+def report(*, total_steps: int | None = None, **metrics: SupportsFloat) -> None:
+    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`. Cheap, from any rank, at any time.
+
+    `total_steps`: how many steps of the optimizer this training will have, once; the page then knows the time that is left.
+    """
+    if total_steps is not None:
+        meter.total_steps = int(total_steps)
     meter.report(metrics)
