@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-spark test-spark-protected test-ray test-slow lint format bench chaos fuzz clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-slow lint format bench chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -22,6 +22,8 @@ help:
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages"
+	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
+	@echo "make wheels   dist/: a wheel with the native part for this kind of machine, one without for all, and the source"
 	@echo "make setup    only the virtual environment in $(VENV)"
 
 setup: $(STAMP)
@@ -32,6 +34,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
+
+native: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+
+# CC=aarch64-linux-gnu-gcc builds for that machine.
+wheels: $(STAMP)
+	$(BIN)/python -m hatchling build -d dist -t sdist -t wheel
+	HORA_NATIVE=0 $(BIN)/python -m hatchling build -d dist -t wheel
 
 demo: $(STAMP)
 	$(BIN)/hora demo penguins
@@ -89,4 +99,4 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pytest $(PARSERS) --cases 200000 --timeout 0
 
 clean:
-	rm -rf $(VENV) .venv-spark-* .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse
+	rm -rf $(VENV) .venv-spark-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse

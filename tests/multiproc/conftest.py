@@ -4,6 +4,7 @@
     @pytest.mark.ranks(3, lost=(1,))                    # rank 1 is expected to die; the pool is then thrown away
     @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "gloo"})
     @pytest.mark.over_network                           # and once more on three ranks, as if each were on its own host
+    @pytest.mark.both_ways                              # and once more without the native part
 
 The test function itself is called on every rank at the same time. Pools of ranks are kept for the whole session, one per
 world size and environment, so a test costs milliseconds; a test that calls `hvd.init()` must leave the runtime shut down.
@@ -34,6 +35,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     worlds = {f"np{size}": World(size, marker.kwargs.get("env", {})) for size in marker.args}
     if metafunc.definition.get_closest_marker("over_network") is not None:
         worlds["np3-tcp"] = World(3, {"HORA_TRANSPORT": "tcp"})
+    if metafunc.definition.get_closest_marker("both_ways") is not None:
+        most = max(marker.args)
+        worlds[f"np{most}-python"] = World(most, {**marker.kwargs.get("env", {}), "HORA_NATIVE": "0"})
     metafunc.fixturenames.append("world")
     metafunc.parametrize("world", worlds.values(), ids=worlds.keys(), indirect=True)
 

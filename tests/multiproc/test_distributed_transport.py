@@ -36,6 +36,7 @@ def made(place, kind, guard=lambda: None, limit_s=LIMIT_S, store=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.both_ways
 @pytest.mark.ranks(2, 3, 4)
 def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, kind):
     with made(place, kind) as transport:

@@ -71,6 +71,7 @@ def made(place, hosts, guard=lambda: None):
 
 
 @pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.both_ways
 @pytest.mark.ranks(4)
 def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, hosts):
     with made(place, hosts) as transport:

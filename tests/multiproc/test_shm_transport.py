@@ -20,6 +20,8 @@ from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 
+pytestmark = pytest.mark.both_ways
+
 LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
 
 
@@ -59,6 +61,16 @@ def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
     with made(place) as transport:
         results = check_everything(transport, place.rank, place.size)
     assert len(results) > 100
+    assert place.gather(results) == [results] * place.size
+
+
+@pytest.mark.ranks(3)
+def test_one_member_may_have_the_native_part_and_another_not(place):
+    """They take the same steps, and get the same bits."""
+    with made(place) as transport:
+        if place.rank == 1:
+            transport._library = None
+        results = check_everything(transport, place.rank, place.size)
     assert place.gather(results) == [results] * place.size
 
 

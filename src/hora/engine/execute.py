@@ -139,7 +139,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
 
 def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
     scaled = torch.empty_like(tensor)
-    arithmetic_of(Reduce(prescale=reduce.prescale), tensor.dtype, 1, native=True).prepare(tensor, scaled)
+    arithmetic_of(Reduce(prescale=reduce.prescale), tensor.dtype, 1, elsewhere=True).prepare(tensor, scaled)
     return scaled
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from hora.horovod.env import env_without_world
 from hora.launch.environment import module_command
 
-__all__ = ["check_build", "format_build", "print_build", "probe_build"]
+__all__ = ["check_build", "describe_native", "format_build", "print_build", "probe_build"]
 
 _LIMIT_S = 120.0
 _NO_MPI = "there is no MPI in Hora; a script started by mpirun finds its rank by itself"
@@ -37,7 +37,13 @@ def check_build() -> str:
     """The text that `horovodrun --check-build` prints."""
     from hora.version import horovod_version
 
-    return format_build(horovod_version(), probe_build())
+    problems = probe_build()
+    return format_build(f"{horovod_version()}, {describe_native(problems)}", problems)
+
+
+def describe_native(problems: Mapping[str, str]) -> str:
+    """Whether the native part is in use, in words."""
+    return f"without the native part: {problems['native']}" if "native" in problems else "with the native part"
 
 
 def print_build(verbose: bool = False) -> None:
@@ -45,7 +51,7 @@ def print_build(verbose: bool = False) -> None:
     problems = probe_build()
     from hora.version import horovod_version
 
-    print(format_build(horovod_version(), problems))
+    print(format_build(f"{horovod_version()}, {describe_native(problems)}", problems))
     for name, problem in problems.items() if verbose else ():
         print(f"{name}: {problem}")
 
@@ -114,7 +120,20 @@ def _try_backend(name: str, device: str) -> None:
         dist.destroy_process_group()
 
 
+def _try_native() -> None:
+    from hora.engine.shm.native import absence
+
+    missing = absence()
+    if missing is not None:
+        raise _AbsentError(missing)
+
+
+class _AbsentError(Exception):
+    """Not a failure: something that one can do without is not there."""
+
+
 _TRIALS: dict[str, Callable[[], None]] = {
+    "native": _try_native,
     "PyTorch": _try_pytorch,
     "Gloo": lambda: _try_backend("gloo", "cpu"),
     "NCCL": lambda: _try_backend("nccl", "cuda"),
@@ -126,6 +145,8 @@ def _main() -> None:
     for name, trial in _TRIALS.items():
         try:
             trial()
+        except _AbsentError as error:
+            problems[name] = str(error)
         except Exception as error:  # whatever goes wrong in there is the answer
             problems[name] = traceback.format_exception_only(error)[-1].strip()
             if "--traceback" in sys.argv:

@@ -32,7 +32,7 @@ class Finding:
 
 def host_findings(facts: Facts) -> list[Finding]:
     """What one host's facts mean."""
-    found = [_python(facts), _torch(facts), _foreign(facts), _memory(facts), _gpus(facts)]
+    found = [_python(facts), _torch(facts), _foreign(facts), _memory(facts), _native(facts), _gpus(facts)]
     if facts["open_files"] < _LEAST_OPEN_FILES:
         found.append(
             Finding(
@@ -65,6 +65,13 @@ def _torch(facts: Facts) -> Finding:
             "see its traceback: python -m hora.horovod.check_build --traceback",
         )
     return Finding("ok", f"PyTorch {version}; an allreduce was tried and works")
+
+
+def _native(facts: Facts) -> Finding:
+    problem = facts["build"].get("native")
+    if problem is None:
+        return Finding("ok", "the native part is in use for shared memory")
+    return Finding("note", f"shared memory is worked on in Python alone, which takes longer: {problem}")
 
 
 def _foreign(facts: Facts) -> Finding | None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
-__all__ = ["LINE_BYTES", "Counter", "supported"]
+__all__ = ["LINE_BYTES", "SLICE_S", "Counter", "supported"]
 
 LINE_BYTES = 64
 
@@ -29,7 +29,7 @@ _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _ALL_WAITERS = 2**31 - 1
 # A sleeping waiter looks up this often to ask its guard whether the peer it waits for is still alive.
-_SLICE_S = 0.05
+SLICE_S = 0.05
 # How many looks before sleeping, about 50 ns each. To be woken takes tens of microseconds, so spinning pays
 # when peers are in step and have cores of their own. Otherwise it steals time from the peer that is waited for. So
 # every counter finds out: after `patience` sleeps that were over soon it looks longer; when that has been in
@@ -46,7 +46,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_slice = _Timespec(int(_SLICE_S), int(_SLICE_S % 1 * 1e9))
+_slice = _Timespec(int(SLICE_S), int(SLICE_S % 1 * 1e9))
 _slice_pointer = ctypes.byref(_slice)
 _none = ctypes.c_void_p(None)
 _wait_call = ctypes.CDLL(None, use_errno=True).syscall  # releases the GIL: the wait may be long
@@ -84,6 +84,11 @@ class Counter:
     @property
     def value(self) -> int:
         return self._word.value
+
+    @property
+    def address(self) -> int:
+        """Where the number is, for native code, as long as this counter lives."""
+        return ctypes.addressof(self._word)
 
     def store(self, value: int) -> None:
         """Publish `value` where no process sleeps on it."""

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from hora.engine.request import Reduce, ReduceOp
+from hora.engine.shm.native import DTYPE_NUMBERS, Library, Sum, library
 
 __all__ = ["HALVES", "SERIAL_ELEMENTS", "Arithmetic", "adasum_pair", "arithmetic_of", "identity", "single_threaded"]
 
@@ -52,12 +53,14 @@ class Arithmetic:
     """One reduction for one dtype and number of members. Made by `arithmetic_of`, which keeps them.
 
     `prescales`: each member applies the prescale to its own data, with `prepare`, before `reduce` sees it. Else `reduce`
-    does it. `native`: something else combines, and `prepare` and `finish_` do what comes before and after. `weights`: how
-    much each member counts in an average of half precision.
+    does it. `elsewhere`: something else combines, and `prepare` and `finish_` do what comes before and after. `weights`: how
+    much each member counts in an average of half precision. `compiled`: the native part, which does sums of tensors on the
+    CPU if it is there; `sum` is what it is told, None for what it does not know.
     """
 
     __slots__ = (
         "_combine",
+        "_compiled",
         "_finish",
         "_prescale",
         "_weights",
@@ -66,10 +69,17 @@ class Arithmetic:
         "dtype",
         "num_members",
         "prescales",
+        "sum",
     )
 
     def __init__(
-        self, reduce: Reduce, dtype: torch.dtype, num_members: int, native: bool, weights: tuple[int, ...]
+        self,
+        reduce: Reduce,
+        dtype: torch.dtype,
+        num_members: int,
+        elsewhere: bool,
+        weights: tuple[int, ...],
+        compiled: Library | None,
     ) -> None:
         op, prescale, postscale = reduce
         assert op in _COMBINE, f"{op} is not an element-wise reduction"
@@ -82,11 +92,18 @@ class Arithmetic:
         self._finish = _finishing(num_members if op == ReduceOp.AVERAGE and not weighted else 1, postscale, dtype)
         # Two members without factors are rounded once anyway.
         several_steps = num_members > 2 or weighted or self._prescale is not None or self._finish is not None
-        self._widens = dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX) and several_steps and not native
+        self._widens = dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX) and several_steps and not elsewhere
         self._wide_prescale: _Step | None = None
         if self._widens and op != ReduceOp.PRODUCT:  # where a rank that has joined gives 1, which must stay 1
             self._prescale, self._wide_prescale = None, self._prescale
         self.prescales = self._prescale is not None
+        self.sum: Sum | None = None
+        self._compiled = compiled
+        sums = op in (ReduceOp.SUM, ReduceOp.AVERAGE) and not weighted and not elsewhere
+        if compiled is not None and sums and compiled.sums(dtype):
+            how, factor = _ending(num_members if op == ReduceOp.AVERAGE else 1, postscale)
+            if dtype.is_floating_point or how == _NOTHING:
+                self.sum = Sum(DTYPE_NUMBERS[dtype], prescale if self._wide_prescale else 1.0, how, factor)
 
     def prepare_(self, tensor: torch.Tensor) -> None:
         """Apply prescale in place."""
@@ -105,6 +122,9 @@ class Arithmetic:
 
         `out` may be one of the operands; `scratch` may not, and holds what lies between.
         """
+        if self.sum is not None and self._compiled is not None and out.is_cpu:
+            self._compiled.reduce(self.sum, operands, out)
+            return
         if self._widens:
             self._reduce_widely(operands, out)
             return
@@ -177,10 +197,10 @@ def _wide_buffers() -> tuple[torch.Tensor, torch.Tensor]:
 
 @lru_cache(maxsize=512)
 def arithmetic_of(
-    reduce: Reduce, dtype: torch.dtype, num_members: int, *, native: bool = False, weights: tuple[int, ...] = ()
+    reduce: Reduce, dtype: torch.dtype, num_members: int, *, elsewhere: bool = False, weights: tuple[int, ...] = ()
 ) -> Arithmetic:
     """The arithmetic of a reduction; the same object for the same arguments."""
-    return Arithmetic(reduce, dtype, num_members, native, weights)
+    return Arithmetic(reduce, dtype, num_members, elsewhere, weights, library())
 
 
 def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
@@ -194,20 +214,34 @@ def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
     return lambda source, out: torch.mul(source, scalar, out=out)
 
 
+_NOTHING, _MULTIPLY, _DIVIDE = range(3)
+
+
+def _ending(divisor: int, postscale: float) -> tuple[int, float]:
+    """How floats are finished. They are divided exactly when there is nothing else to do; with a postscale the two become
+    one factor."""
+    if divisor == 1:
+        return (_NOTHING, 1.0) if postscale == 1.0 else (_MULTIPLY, postscale)
+    if postscale != 1.0:
+        return _MULTIPLY, postscale / divisor
+    if divisor & (divisor - 1) == 0:
+        return _MULTIPLY, 1.0 / divisor  # exactly the division, and several times faster
+    return _DIVIDE, float(divisor)
+
+
 def _finishing(divisor: int, postscale: float, dtype: torch.dtype) -> _Step | None:
-    """Divide exactly when there is nothing else to do; with a postscale the two become one factor."""
+    """Divide and apply postscale; None when there is nothing to do."""
+    if dtype.is_floating_point:
+        how, factor = _ending(divisor, postscale)
+        if how != _DIVIDE:
+            return _scaling(factor, dtype)
+        scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32), device="cpu")
+        return lambda source, out: torch.div(source, scalar, out=out)
     if divisor == 1:
         return _scaling(postscale, dtype)
-    if not dtype.is_floating_point:
-        if postscale == 1.0:
-            return lambda source, out: torch.div(source, divisor, rounding_mode="trunc", out=out)
-        return lambda source, out: out.copy_(source.double().mul_(postscale).div_(divisor).trunc_())
-    if postscale != 1.0:
-        return _scaling(postscale / divisor, dtype)
-    if divisor & (divisor - 1) == 0:
-        return _scaling(1.0 / divisor, dtype)  # exactly the division, and several times faster
-    scalar = torch.tensor(float(divisor), dtype=torch.promote_types(dtype, torch.float32), device="cpu")
-    return lambda source, out: torch.div(source, scalar, out=out)
+    if postscale == 1.0:
+        return lambda source, out: torch.div(source, divisor, rounding_mode="trunc", out=out)
+    return lambda source, out: out.copy_(source.double().mul_(postscale).div_(divisor).trunc_())
 
 
 def identity(op: int, dtype: torch.dtype) -> float | int | bool:

@@ -68,8 +68,8 @@ class DistributedTransport:
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
-        native = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
-        arithmetic = arithmetic_of(reduce, dtype, self._num_members, native=native, weights=self._weights)
+        elsewhere = isinstance(self._group, NcclGroup) and self._group.reduces(dtype)
+        arithmetic = arithmetic_of(reduce, dtype, self._num_members, elsewhere=elsewhere, weights=self._weights)
         cut = portions(inputs, outputs, self._portion_bytes // dtype.itemsize)
         overlap(
             self._reduce(_Portion(sources, results, number % 2), reduce.op, arithmetic)
@@ -85,7 +85,7 @@ class DistributedTransport:
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         n, me, dtype = self._num_members, self._member, inputs[0].dtype
         assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
-        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n, native=True)
+        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n, elsewhere=True)
         sizes = [tensor.numel() for tensor in inputs]
         own = self._buffers.take("own", sum(sizes), dtype)
         for source, part in zip(inputs, own.split(sizes), strict=True):

@@ -15,11 +15,13 @@ operations.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 
 import torch
 
-from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm import native
+from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
 from hora.engine.transport.base import Guard
 
@@ -61,6 +63,7 @@ class Ring:
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
         counters = [Counter.at(segment.memory, peer * _MEMBER_BYTES) for peer in range(num_members)]
         self._own = counters[member]
+        self._counters_at = counters[0].address
         # Each member begins with the next one, so that not all of them look at member 0 first.
         order = [(member + distance) % num_members for distance in range(1, num_members)]
         self._peers = [(counters[peer], f"member {peer} in shared memory") for peer in order]
@@ -71,6 +74,7 @@ class Ring:
             ]
             for peer in range(num_members)
         ]
+        self._native: native.Ring | None = None
         self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device="cpu")
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
@@ -141,6 +145,35 @@ class Ring:
         for counter, what in self._peers:
             if counter.value < step:
                 counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what)
+
+    def allreduce(self, library: native.Library, job: native.Allreduce, num_steps: int) -> None:
+        """Have the native part do an allreduce, of which the job says everything but where the ring is."""
+        if self._native is None:
+            self._native = self._description()
+        job.ring, job.first_step = ctypes.pointer(self._native), self._step + 1
+        self._step += num_steps
+        begin = 0.0
+        while not library.allreduce(job, SLICE_S):
+            self._guard()
+            now = time.monotonic()
+            begin = begin or now
+            if now - begin > self._limit_s:
+                raise TimeoutError(f"waited {self._limit_s:g} s for member {job.late} in shared memory")
+
+    def _description(self) -> native.Ring:
+        # The counters keep the mapping alive.
+        begin = self._counters_at
+        return native.Ring(
+            slots=begin + self._slots_at,
+            results=begin + self._results_at,
+            counters=begin,
+            member_bytes=_MEMBER_BYTES,
+            slot_bytes=self.slot_bytes,
+            member=self._member,
+            num_members=self._num_members,
+            depth=DEPTH,
+            ahead=AHEAD,
+        )
 
     def meet(self) -> None:
         """A step without data: return when all members have come."""

@@ -1,4 +1,4 @@
-"""Collectives among processes of one host that share memory: torch operations on views of it, no native code.
+"""Collectives among processes of one host that share memory: torch operations on views of it, or the native part.
 
 Private data goes through the slots of a `Ring` piece by piece, so the memory in use stays in the cache and is
 bounded whatever the size of the tensors. Two members, or little data: each member reads all members' slots and
@@ -12,12 +12,14 @@ Called by the engine, from one thread at a time. After an exception the transpor
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from operator import is_
 
 import torch
 
 from hora.engine.request import Reduce, ReduceOp
+from hora.engine.shm import native
 from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.reduction import shared_slice
 from hora.engine.shm.segment import Segment
@@ -63,6 +65,7 @@ class ShmTransport:
         self._num_members = num_members
         self._guard = guard
         self._limit_s = limit_s
+        self._library = native.library()
         self._ring = self._make_ring(SMALL_SLOT_BYTES)
 
     def _make_ring(self, slot_bytes: int) -> Ring:
@@ -90,12 +93,46 @@ class ShmTransport:
         num_bytes = count * dtype.itemsize
         ring = self._ring_for(num_bytes)
         direct = num_members <= 2 or num_bytes * num_members <= DIRECT_BYTES
-        if direct and num_bytes <= ring.slot_bytes and count <= SERIAL_ELEMENTS:
+        if self._library is not None and arithmetic.sum is not None and not arithmetic.prescales and count:
+            self._allreduce_natively(self._library, ring, inputs, outputs, count, arithmetic.sum, direct)
+        elif direct and num_bytes <= ring.slot_bytes and count <= SERIAL_ELEMENTS:
             self._allreduce_at_once(ring, inputs, outputs, count, arithmetic)
         elif direct:
             self._allreduce_direct(ring, inputs, outputs, arithmetic)
         else:
             self._allreduce_sliced(ring, inputs, outputs, arithmetic)
+
+    def _allreduce_natively(
+        self,
+        library: native.Library,
+        ring: Ring,
+        inputs: Tensors,
+        outputs: Tensors,
+        count: int,
+        what: native.Sum,
+        direct: bool,
+    ) -> None:
+        """The same as below, in the same steps: another member may go the other way."""
+        num_tensors = len(inputs)
+        pointers = ctypes.c_void_p * num_tensors
+        sources = pointers(*[tensor.data_ptr() for tensor in inputs])
+        results = sources if outputs is inputs else pointers(*[tensor.data_ptr() for tensor in outputs])
+        counts = (ctypes.c_int64 * num_tensors)(*[tensor.numel() for tensor in inputs])
+        num_pieces = -(-count * inputs[0].itemsize // ring.slot_bytes)
+        lag = 0 if direct else LAG if num_pieces > AHEAD else num_pieces
+        job = native.Allreduce(
+            inputs=ctypes.addressof(sources),
+            outputs=ctypes.addressof(results),
+            counts=ctypes.addressof(counts),
+            total=count,
+            lag=lag,
+            dtype=what.dtype_number,
+            finish=what.how,
+            direct=direct,
+            prescale=what.prescale,
+            factor=what.factor,
+        )
+        ring.allreduce(library, job, num_pieces + lag)
 
     def _allreduce_at_once(
         self, ring: Ring, inputs: Tensors, outputs: Tensors, count: int, arithmetic: Arithmetic
@@ -179,7 +216,7 @@ class ShmTransport:
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         if self._num_members & (self._num_members - 1):
             raise ValueError(f"Adasum needs a power of 2 of ranks, not {self._num_members}; use Average or Sum")
-        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, self._num_members, native=True)
+        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, self._num_members, elsewhere=True)
         for source, out in zip(inputs, outputs, strict=True):
             arithmetic.prepare(source, out)
         distance = 1

@@ -1,0 +1,158 @@
+"""The native part: `native.c` as a library, if it was built when this package was installed. Nothing needs it.
+
+The library is called through `ctypes`, which knows nothing of Python's versions; long calls release the GIL. With
+HORA_NATIVE=0, without a library (no compiler was there), or with one that is not of this source, `library` gives None and
+Python does the same work, with the same bits. `absence` says why, for `hora doctor` and `--check-build`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hora.config import EngineConfig
+
+__all__ = ["DTYPE_NUMBERS", "Allreduce", "Library", "Ring", "Sum", "absence", "library"]
+
+_VERSION = 1  # VERSION of native.c
+_PATH = Path(__file__).with_name("libhora.so")
+# A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
+_SHORT_BYTES = 32768
+
+DTYPE_NUMBERS = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.uint8: 4,  # sums wrap, whatever the sign
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+}
+
+
+class _Patience(ctypes.Structure):
+    """How long to look before sleeping."""
+
+    _fields_ = (("looks", ctypes.c_int32), ("patience", ctypes.c_int32), ("tally", ctypes.c_int32))
+
+
+class Ring(ctypes.Structure):
+    """Where the slots and counters of a ring are: `struct ring`."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("results", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("member_bytes", ctypes.c_int64),
+        ("slot_bytes", ctypes.c_int64),
+        ("member", ctypes.c_int32),
+        ("num_members", ctypes.c_int32),
+        ("depth", ctypes.c_int32),
+        ("ahead", ctypes.c_int32),
+        ("patience", _Patience),
+    )
+
+
+class Allreduce(ctypes.Structure):
+    """An allreduce through a ring, and how far it has come: `struct job`."""
+
+    _fields_ = (
+        ("ring", ctypes.POINTER(Ring)),
+        ("inputs", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("total", ctypes.c_int64),
+        ("first_step", ctypes.c_int64),
+        ("lag", ctypes.c_int64),
+        ("filled", ctypes.c_int64),
+        ("drained", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("finish", ctypes.c_int32),
+        ("direct", ctypes.c_int32),
+        ("late", ctypes.c_int32),
+        ("prescale", ctypes.c_double),
+        ("factor", ctypes.c_double),
+        ("put_part", ctypes.c_int64),
+        ("put_offset", ctypes.c_int64),
+        ("take_part", ctypes.c_int64),
+        ("take_offset", ctypes.c_int64),
+    )
+
+
+class Sum(NamedTuple):
+    """What is done to numbers: times `prescale` (half precision only), summed, finished.
+
+    `how` they are finished: 0 not at all, 1 times the factor, 2 divided by it.
+    """
+
+    dtype_number: int
+    prescale: float
+    how: int
+    factor: float
+
+
+class Library:
+    """The functions of native.c."""
+
+    def __init__(self, path: Path) -> None:
+        long, short = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        found = int(long.hora_version())
+        if found != _VERSION:
+            raise OSError(f"{path.name} is version {found}, not {_VERSION}: it was built from another source")
+        self.has_float16 = bool(long.hora_has_f16())
+        for reduce in (long.hora_reduce, short.hora_reduce):
+            reduce.argtypes = (
+                *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+                *(ctypes.c_double, ctypes.c_int, ctypes.c_double),
+            )
+            reduce.restype = None
+        self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
+        self._allreduce = long.hora_allreduce
+        self._allreduce.argtypes = (ctypes.POINTER(Allreduce), ctypes.c_long)
+
+    def sums(self, dtype: torch.dtype) -> bool:
+        """Whether it can sum this dtype, on this processor."""
+        return dtype in DTYPE_NUMBERS and (dtype is not torch.float16 or self.has_float16)
+
+    def reduce(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Sum flat tensors in order into `out`, which may be one of them."""
+        num_operands = len(operands)
+        pointers = (ctypes.c_void_p * num_operands)(*[operand.data_ptr() for operand in operands])
+        call = self._short_reduce if out.nbytes <= _SHORT_BYTES else self._long_reduce
+        number, prescale, how, factor = what
+        call(number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
+
+    def allreduce(self, job: Allreduce, slice_s: float) -> bool:
+        """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""
+        return bool(self._allreduce(job, int(slice_s * 1e9)))
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> Library | str:
+    if not EngineConfig.from_env().native:
+        return "HORA_NATIVE=0"
+    if not _PATH.exists():
+        return "there was no C compiler when Hora was installed, or it was told not to use one"
+    try:
+        return Library(_PATH)
+    except (OSError, AttributeError) as error:
+        return str(error)
+
+
+def library() -> Library | None:
+    """The library of this process, found out once."""
+    found = _loaded()
+    return found if isinstance(found, Library) else None
+
+
+def absence() -> str | None:
+    """Why there is no library; None when there is."""
+    found = _loaded()
+    return found if isinstance(found, str) else None

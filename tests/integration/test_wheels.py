@@ -1,0 +1,54 @@
+"""The wheels: one with the native part for this kind of machine, one for all, and what needs no compiler."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The source as it would be checked out, without what lies about here."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def built(tree, out, **env):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)]
+    subprocess.run(command, cwd=tree, env={**os.environ, **env}, check=True, timeout=250, capture_output=True)
+    (wheel,) = out.glob("*.whl")
+    return wheel, set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_a_wheel_with_the_native_part_is_for_every_python_and_old_machines(tree, tmp_path):
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler here")
+    wheel, names = built(tree, tmp_path / "out", HORA_NATIVE="1")
+    assert re.fullmatch(r"hora-[\d.]+-py3-none-manylinux_2_17_(x86_64|aarch64)\.whl", wheel.name)
+    assert "hora/engine/shm/libhora.so" in names
+    library = zipfile.ZipFile(wheel).read("hora/engine/shm/libhora.so")
+    needed = {tuple(map(int, found)) for found in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)}
+    assert needed
+    assert max(needed) <= (2, 17)
+    assert not (tree / "src/hora/engine/shm/libhora.so").exists()
+
+
+@pytest.mark.parametrize("env", [{"HORA_NATIVE": "0"}, {"CC": "no-such-compiler"}, {"CC": "false"}], ids=str)
+def test_without_a_compiler_or_the_wish_it_is_a_wheel_for_all(tree, tmp_path, env):
+    wheel, names = built(tree, tmp_path / "out", **({"HORA_NATIVE": "1"} | env))
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in names if name.endswith(".so")]
+    assert "hora/engine/shm/native.py" in names

@@ -1,0 +1,85 @@
+"""The native part against Python: the same bits, and what happens where it is not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hora.engine.request import Reduce, ReduceOp
+from hora.engine.shm import native
+from hora.engine.transport.arithmetic import Arithmetic
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+needs_it = pytest.mark.skipif(native.library() is None, reason=f"no native part: {native.absence()}")
+
+
+def numbers(count, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if not dtype.is_floating_point:
+        return torch.randint(0, 120, (count,), generator=generator).to(dtype)
+    values = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-6, 5, (count,), generator=generator)
+    values[3], values[4], values[5], values[6] = float("inf"), -0.0, 1e-41, float("nan")
+    return values.to(dtype)
+
+
+def reduced(parts, reduce, compiled, out):
+    arithmetic = Arithmetic(reduce, parts[0].dtype, len(parts), False, (), compiled)
+    prepared = [torch.empty_like(part) for part in parts]
+    for part, place in zip(parts, prepared, strict=True):
+        arithmetic.prepare(part, place)
+    result = torch.empty_like(parts[0]) if out is None else prepared[out]
+    arithmetic.reduce(prepared, result, torch.empty_like(parts[0]))
+    return result, arithmetic.sum is not None
+
+
+@needs_it
+@pytest.mark.parametrize("num_members", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
+def test_sums_have_the_same_bits_with_and_without_it(dtype, num_members):
+    parts = [numbers(5003, dtype, seed) for seed in range(num_members)]
+    ops = [ReduceOp.SUM, ReduceOp.AVERAGE] if dtype.is_floating_point else [ReduceOp.SUM]
+    scales = [(1.0, 1.0), (0.3, 1.0), (1.0, 0.7), (0.5, 3.0)] if dtype.is_floating_point else [(1.0, 1.0)]
+    for op in ops:
+        for prescale, postscale in scales:
+            for out in (None, num_members - 1):
+                reduce = Reduce(op, prescale, postscale)
+                expected, _ = reduced(parts, reduce, None, out)
+                found, in_c = reduced(parts, reduce, native.library(), out)
+                assert in_c
+                if dtype.is_floating_point:  # a NaN stays one, but which of its bits are set is not even torch's to say
+                    assert torch.equal(found.isnan(), expected.isnan())
+                    assert torch.equal(found.signbit()[~found.isnan()], expected.signbit()[~expected.isnan()])
+                    found, expected = found.nan_to_num(7.0), expected.nan_to_num(7.0)
+                assert torch.equal(found, expected), (op, prescale, postscale, out)
+
+
+@needs_it
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_what_it_does_not_know_is_left_to_torch(op):
+    parts = [numbers(100, torch.int32, seed) for seed in range(3)]
+    expected, _ = reduced(parts, Reduce(op), None, None)
+    found, in_c = reduced(parts, Reduce(op), native.library(), None)
+    assert not in_c
+    assert torch.equal(found, expected)
+
+
+def test_it_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("HORA_NATIVE", "0")
+    assert native._loaded.__wrapped__() == "HORA_NATIVE=0"
+
+
+def test_python_goes_on_without_it_and_with_one_of_another_source(monkeypatch, tmp_path):
+    monkeypatch.delenv("HORA_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_PATH", tmp_path / "libhora.so")
+    assert "no C compiler" in native._loaded.__wrapped__()
+    (tmp_path / "libhora.so").write_bytes(b"something else")
+    assert "libhora.so" in native._loaded.__wrapped__()
+
+
+@needs_it
+def test_a_library_of_another_version_is_refused(monkeypatch):
+    monkeypatch.delenv("HORA_NATIVE", raising=False)
+    monkeypatch.setattr(native, "_VERSION", -1)
+    assert "built from another source" in native._loaded.__wrapped__()
