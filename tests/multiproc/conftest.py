@@ -36,8 +36,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("over_network") is not None:
         worlds["np3-tcp"] = World(3, {"HORA_TRANSPORT": "tcp"})
     if metafunc.definition.get_closest_marker("both_ways") is not None:
-        most = max(marker.args)
-        worlds[f"np{most}-python"] = World(most, {**marker.kwargs.get("env", {}), "HORA_NATIVE": "0"})
+        size = 3 if 3 in marker.args else max(marker.args)
+        worlds[f"np{size}-python"] = World(size, {**marker.kwargs.get("env", {}), "HORA_NATIVE": "0"})
     metafunc.fixturenames.append("world")
     metafunc.parametrize("world", worlds.values(), ids=worlds.keys(), indirect=True)
 

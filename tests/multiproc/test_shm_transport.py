@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transport_checks import check_everything, combined, data, fingerprint
 
 from hora.engine.request import Reduce, ReduceOp
+from hora.engine.shm import native
 from hora.engine.shm.reduction import cut_slice, reduce_everywhere, reduce_slice, shared_slice
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
@@ -67,6 +68,8 @@ def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
 @pytest.mark.ranks(3)
 def test_one_member_may_have_the_native_part_and_another_not(place):
     """They take the same steps, and get the same bits."""
+    if native.library() is None:
+        pytest.skip("none of them has it")
     with made(place) as transport:
         if place.rank == 1:
             transport._library = None
