@@ -57,6 +57,44 @@ def test_mpi_operators_sample_with_its_hostfile(tmp_path):
     assert sorted(out.splitlines()) == ["rank 0 of 2 localhost", "rank 1 of 2 127.0.0.2"]
 
 
+# What mpi-operator gave its launchers before it used ssh, around a `kubectl` that knows two pods: both are this machine.
+KUBEXEC = """#!/bin/sh
+set -x
+POD_NAME=$1
+shift
+{folder}/kubectl exec{interactive} ${{POD_NAME}} -- /bin/sh -c "$*"
+"""
+KUBECTL = """#!/bin/sh
+test "$1" = exec && shift
+if test "$1" = -i; then shift; else exec </dev/null; fi
+case $1 in job-worker-[01]) ;; *) echo "pods \\"$1\\" not found" >&2; exit 1;; esac
+export OF_POD=$1; shift
+test "$1" = -- && shift
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("interactive", [" -i", ""])
+def test_mpi_operators_kubexec(tmp_path, interactive):
+    for name, text in {"kubexec.sh": KUBEXEC, "kubectl": KUBECTL}.items():
+        (tmp_path / name).write_text(text.format(folder=tmp_path, interactive=interactive) if "{" in text else text)
+        (tmp_path / name).chmod(0o555)
+    (tmp_path / "hostfile").write_text("job-worker-0 slots=1\njob-worker-1 slots=1\n")
+    env = {
+        "OMPI_MCA_plm_rsh_agent": str(tmp_path / "kubexec.sh"),
+        "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile"),
+    }
+    line = "hora mpirun -np 2 --allow-run-as-root -bind-to none -map-by slot -mca btl_tcp_if_include lo"
+    code, out, err = run_command(*line.split(), "sh", "-c", "echo rank $OMPI_COMM_WORLD_RANK in $OF_POD", env=env)
+    if interactive:
+        assert code == 0, err
+        assert sorted(out.splitlines()) == ["rank 0 in job-worker-0", "rank 1 in job-worker-1"]
+    else:
+        assert code != 0
+        assert "does not pass its standard input on to job-worker-0" in err
+        assert "kubectl exec -i" in err
+
+
 def test_nvidias_wrapper_keeps_its_own_flags(tmp_path):
     bind = tmp_path / "bind.sh"
     bind.write_text('shift 2; test "$1" = -- && shift; exec "$@"\n')

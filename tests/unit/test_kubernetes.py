@@ -90,8 +90,46 @@ def test_manifests_fit_their_schemas(kind, elastic):
         assert manifest["metadata"]["namespace"] == "lab"
 
 
-def test_an_mpi_jobs_pods_fit_the_schema_of_pods():
-    replicas = by_kind("mpijob")["MPIJob"]["spec"]["mpiReplicaSpecs"]
+# What mpi-operator's CustomResourceDefinition (kubeflow.org/v2beta1) allows; no package has it.
+MPI_JOB = {
+    "slotsPerWorker": int,
+    "runLauncherAsWorker": bool,
+    "runPolicy": {
+        "cleanPodPolicy": ("None", "Running", "All"),
+        "ttlSecondsAfterFinished": int,
+        "activeDeadlineSeconds": int,
+        "backoffLimit": int,
+        "schedulingPolicy": {},
+        "suspend": bool,
+        "managedBy": str,
+    },
+    "mpiReplicaSpecs": {
+        name: {"replicas": int, "restartPolicy": ("Never", "OnFailure"), "template": dict}
+        for name in ("Launcher", "Worker")
+    },
+    "sshAuthMountPath": str,
+    "launcherCreationPolicy": ("AtStartup", "WaitForWorkersReady"),
+    "mpiImplementation": ("OpenMPI", "Intel", "MPICH"),
+}
+
+
+def assert_allowed(value, schema) -> None:
+    if isinstance(schema, dict):
+        for name, part in value.items():
+            assert name in schema, f"{name} is unknown"
+            assert_allowed(part, schema[name])
+    elif isinstance(schema, tuple):
+        assert value in schema
+    else:
+        assert type(value) is schema
+
+
+def test_an_mpi_job_has_what_the_operator_knows_and_its_pods_fit_the_schema_of_pods():
+    job = by_kind("mpijob")["MPIJob"]
+    assert job["apiVersion"] == "kubeflow.org/v2beta1"
+    assert_allowed(job["spec"], MPI_JOB)
+    replicas = job["spec"]["mpiReplicaSpecs"]
+    assert replicas["Launcher"]["replicas"] == 1
     for name in ("Launcher", "Worker"):
         assert_known(replicas[name]["template"], "IoK8sApiCoreV1PodTemplateSpec")
     assert replicas["Worker"]["replicas"] == 3

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from hora.engine import meeting
@@ -117,6 +118,29 @@ def test_a_port_that_is_taken_is_said(world: World, port: int):
             meeting._StoreMeeting(open_one, 1.0)
         with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
             meeting._meet_at_rank_0(world, 1.0)
+
+
+def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, monkeypatch: pytest.MonkeyPatch):
+    """As in Ray Train, which has made one before the user's function is called: its store has the port."""
+    monkeypatch.setattr(meeting, "_open", {})
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
+            ranks = [meeting._StoreMeeting(meeting._beside_torch(replace(open_one, rank=r)), LIMIT_S) for r in (0, 1)]
+            told = [
+                pool.submit(one.allgather, "key", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
+                for rank, one in enumerate(ranks)
+            ]
+            assert [one.result() for one in told] == [[b"0", b"1"]] * 2
+            with_secret = meeting._beside_torch(world)
+            first, second = meet(with_secret, with_secret)
+            assert first.secret_for("the hub") == second.secret_for("the hub")
+        elsewhere = replace(world, meeting=replace(world.meeting, port=port + 1))
+        assert meeting._beside_torch(elsewhere) is elsewhere
+    finally:
+        dist.destroy_process_group()
+    assert meeting._beside_torch(world) is world
 
 
 def test_beside_torchruns_store(world: World, port: int):

@@ -79,7 +79,9 @@ def _run(argv: Sequence[str]) -> None:
         _say(f"-x {' -x '.join(unset)}: not set here, so there is nothing to pass on")
     environ |= asked.set_variables
     if asked.ssh_options or asked.ssh_program:
-        environ.setdefault("HORA_SSH", f"{asked.ssh_program or 'ssh'} {asked.ssh_options}")
+        program = asked.ssh_program or "ssh"
+        name = "HORA_SSH" if os.path.basename(program.split()[0]) == "ssh" else "HORA_RSH_AGENT"
+        environ.setdefault(name, f"{program} {asked.ssh_options}")
     if asked.directory is not None:
         os.chdir(asked.directory)
     options = _options(asked, placed)

@@ -116,7 +116,7 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
         client = ControlClient.connect(point, name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
         meeting = _TableMeeting(client, lambda: derived_secret(read_held_secret(point.secret_file), point.job))
     elif point.secret_file:
-        meeting = _meet_at_rank_0(world, limit_s)
+        meeting = _meet_at_rank_0(_beside_torch(world), limit_s)
     else:
         accept_risk(
             f"the ranks meet without a secret at {point.endpoint}: whoever reaches it, another user of this machine for "
@@ -124,9 +124,21 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
             "nobody else (umask 077; openssl rand -hex 32 > FILE), or start the job with horovodrun",
             warn=world.rank == 0,
         )
-        meeting = _StoreMeeting(world, limit_s)
+        meeting = _StoreMeeting(_beside_torch(world), limit_s)
     _open[point] = meeting
     return meeting
+
+
+def _beside_torch(world: World) -> World:
+    """The same world; where torch's process group was made before from the same variables, as Ray Train does, its store is at
+    the meeting point already, and rank 0 opens none."""
+    if not world.meeting.host_store or not dist.is_initialized():
+        return world
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    there = isinstance(store, TCPStore) and store.port == world.meeting.port
+    return replace(world, meeting=replace(world.meeting, host_store=False)) if there else world
 
 
 def control_client(world: World) -> ControlClient | None:

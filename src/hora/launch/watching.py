@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hora.watch import live
+    from hora.watch.kubeflow import Controller
 
 __all__ = ["Watching"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`."""
+    """`page`: live, at `listen` (host:port; loopback and a free port unless given). `record`: a file for `hora view`.
+
+    `controller`: Kubeflow's, which wants to know how far the job is.
+    """
 
     page: bool = False
     listen: str = ""
     record: str | None = None
+    controller: Controller | None = None
 
     @classmethod
     def wanted(
@@ -32,17 +37,29 @@ class Watching:
         listen: str | None = None,
         record: str | None = None,
     ) -> Watching | None:
-        """What was asked for, by arguments or by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD; None: nothing."""
+        """What was asked for, by arguments, by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by Kubeflow's
+        variables; None: nothing."""
         asked = environ.get("HORA_DASHBOARD", "")
         if page is None:
             page = asked not in ("", "0") or bool(listen)
         if not listen and asked not in ("", "0", "1"):
             listen = asked
         record = record or environ.get("HORA_RECORD") or None
-        return cls(page=page, listen=listen or "", record=record) if page or record else None
+        controller = _controller(environ) if "KUBEFLOW_TRAINER_SERVER_URL" in environ else None
+        if not page and not record and controller is None:
+            return None
+        return cls(page=page, listen=listen or "", record=record, controller=controller)
 
     def open(self, facts: Mapping[str, Any], job: live.Job) -> live.Dashboard:
         """Begin to observe a job. `facts`: what it is; `job`: what may be done to it. OSError: the address is taken."""
         from hora.watch.live import open_dashboard
 
-        return open_dashboard(facts, job, listen=self.listen, record=self.record, page=self.page)
+        return open_dashboard(
+            facts, job, listen=self.listen, record=self.record, page=self.page, controller=self.controller
+        )
+
+
+def _controller(environ: Mapping[str, str]) -> Controller | None:
+    from hora.watch.kubeflow import Controller
+
+    return Controller.of(environ)

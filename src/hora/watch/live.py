@@ -21,6 +21,7 @@ from typing import Any, Protocol, TextIO
 
 from hora.watch import address, view
 from hora.watch.access import Access, new_token
+from hora.watch.kubeflow import Controller, Reports
 from hora.watch.model import MAX_LINE_CHARS, Entry, Run
 from hora.watch.recording import Recorder
 from hora.watch.server import Server
@@ -49,19 +50,33 @@ class Job(Protocol):
 
 
 def open_dashboard(
-    facts: Mapping[str, Any], job: Job, *, listen: str = "", record: str | None = None, page: bool = True
+    facts: Mapping[str, Any],
+    job: Job,
+    *,
+    listen: str = "",
+    record: str | None = None,
+    page: bool = True,
+    controller: Controller | None = None,
 ) -> Dashboard:
-    """Observe a job. `listen`: host:port. `record`: a file for `hora view`. `page=False`: only record."""
-    return Dashboard(facts, job, listen=listen, record=record, page=page)
+    """Observe a job. `listen`: host:port. `record`: a file for `hora view`. `page=False`: none. `controller`: Kubeflow's."""
+    return Dashboard(facts, job, listen=listen, record=record, page=page, controller=controller)
 
 
 class Dashboard:
     """An observer of a job (`hora.launch.control.observer.Observer`), and the page's `Controls`. Any thread may call."""
 
     def __init__(
-        self, facts: Mapping[str, Any], job: Job, *, listen: str = "", record: str | None = None, page: bool = True
+        self,
+        facts: Mapping[str, Any],
+        job: Job,
+        *,
+        listen: str = "",
+        record: str | None = None,
+        page: bool = True,
+        controller: Controller | None = None,
     ) -> None:
         self._job = job
+        self._reports = None if controller is None else Reports(controller)
         self._recorder = Recorder(record, facts)
         self._output = _Output()
         self._run = Run(facts)
@@ -120,6 +135,8 @@ class Dashboard:
         """The job is over: done, failed or stopped. Tells the viewers and closes everything."""
         self._say("end", -1, {"outcome": outcome, "text": text})
         self._server.close(linger_s=1.0)
+        if self._reports is not None:
+            self._reports.close(self._run)
         if self._address_socket is not None:
             self._address_socket.close()
         self._recorder.close()
@@ -157,6 +174,8 @@ class Dashboard:
 
     def _look(self, run: Run) -> None:
         """Once a second: ask what a person would ask."""
+        if self._reports is not None:
+            self._reports.tick(run)
         stuck = run.stuck() if run.outcome is None else None
         if stuck is not None:
             if time.time() - self._asked_stacks_at > _ASK_AGAIN_S or self._noted_stall != stuck.name:

@@ -320,6 +320,15 @@ class Run:
         step = max((place.last.step for place in self.places.values()), default=0)
         return step, max((place.total_steps for place in self.places.values()), default=0)
 
+    def latest_metrics(self) -> dict[str, float]:
+        """What the training reported last, by name."""
+        bins = range(self.grid.num_used - 1, -1, -1)
+        found = {
+            name: next((v for i in bins if (v := self.grid.metric(name, i)) is not None), None)
+            for name in self.grid.metrics
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
     def time_left_s(self) -> float | None:
         step, total = self.progress()
         step_s = self.usual_step_s()

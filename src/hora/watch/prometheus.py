@@ -29,10 +29,6 @@ def exposition(run: Run) -> str:
         for labels, facts in ranks
         for part, value in zip(PARTS, facts.get("parts", ()), strict=False)
     ]
-    bins = range(run.grid.num_used - 1, -1, -1)
-    metrics = {
-        name: next((v for i in bins if (v := run.grid.metric(name, i)) is not None), None) for name in run.grid.metrics
-    }
     families = [
         _family("hora_world_size", "ranks of the current world", [(job, now["size"])]),
         _family("hora_generation", "how often the world was formed anew", [(job, max(run.generation, 0))]),
@@ -62,7 +58,9 @@ def exposition(run: Run) -> str:
         ),
         _family("hora_rank_memory_bytes", "resident memory", [(labels, f["memory"]) for labels, f in ranks]),
         _family(
-            "hora_metric", "what the training reported last", [({**job, "name": n}, v) for n, v in metrics.items()]
+            "hora_metric",
+            "what the training reported last",
+            [({**job, "name": name}, value) for name, value in run.latest_metrics().items()],
         ),
     ]
     return "".join(families)

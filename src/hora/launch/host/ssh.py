@@ -30,6 +30,7 @@ _CONNECT_LIMIT_S = 10
 _SILENCE_S, _SILENCES = 5, 3  # ssh gives a host up after this many unanswered questions, this far apart
 _SSH_FAILED = 255
 _SHOWN_BYTES = 4096
+_ECHOED = b"hora hears itself\n"
 _OPTIONS = {
     "PasswordAuthentication": "no",
     "StrictHostKeyChecking": "accept-new",  # a key that has changed is refused; HORA_SSH='ssh -o …' comes first
@@ -43,9 +44,14 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ssh:
-    """How to reach hosts and which Python to start there. `program`: ssh, perhaps with options of its own."""
+    """How to reach hosts and which Python to start there. `program`: ssh, perhaps with options of its own.
+
+    `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host and a
+    command.
+    """
 
     program: tuple[str, ...] = ("ssh",)
+    is_agent: bool = False
     port: int | None = None
     identity_file: str | None = None
     executable: str = sys.executable
@@ -55,18 +61,21 @@ class Ssh:
     def from_environ(
         cls, environ: Mapping[str, str], *, port: int | None = None, identity_file: str | None = None
     ) -> Ssh:
-        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`)."""
+        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`); `HORA_RSH_AGENT` is a
+        program that is called with a host and a command alone."""
         if identity_file is not None and not os.path.isfile(identity_file):
             raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
         if port is not None and not 0 < port < 65536:
             raise ValueError(f"--ssh-port must lie in 1..65535, but it is {port}")
         folders = environ.get("PYTHONPATH", "").split(os.pathsep)
+        name = "HORA_RSH_AGENT" if environ.get("HORA_RSH_AGENT") else "HORA_SSH"
         try:
-            program = tuple(shlex.split(environ.get("HORA_SSH") or "ssh"))
+            program = tuple(shlex.split(environ.get(name) or "ssh"))
         except ValueError as error:
-            raise ValueError(f"HORA_SSH is not a command line: {error}, in {environ['HORA_SSH']}") from None
+            raise ValueError(f"{name} is not a command line: {error}, in {environ[name]}") from None
         return cls(
             program=program,
+            is_agent=name == "HORA_RSH_AGENT",
             port=port,
             identity_file=identity_file,
             python_path=os.pathsep.join(os.path.abspath(folder) for folder in folders if folder),
@@ -74,6 +83,9 @@ class Ssh:
 
     def command(self, hostname: str, remote: Sequence[str], *, attempts: int = 1) -> list[str]:
         """The argv that runs `remote` on a host. ssh hands it to a shell there, so each word is quoted."""
+        line = " ".join(shlex.quote(word) for word in remote)
+        if self.is_agent:
+            return [*self.program, hostname, line]
         argv = list(self.program)
         for name, value in _OPTIONS.items():
             argv += ["-o", f"{name}={value}"]
@@ -82,7 +94,7 @@ class Ssh:
             argv += ["-p", str(self.port)]
         if self.identity_file is not None:
             argv += ["-i", self.identity_file]
-        return [*argv, " ".join(shlex.quote(word) for word in remote)]
+        return [*argv, line]
 
     def python(self, hostname: str, module: str, *args: str, attempts: int = 1) -> list[str]:
         """The argv that runs a module with the job's Python on a host."""
@@ -97,6 +109,8 @@ class Ssh:
 
     def real_name(self, hostname: str) -> str:
         """The name or address that ssh itself uses for a host, which may be an alias of its configuration."""
+        if self.is_agent:
+            return hostname
         found = subprocess.run(
             [*self.program, "-G", hostname],
             stdin=subprocess.DEVNULL,
@@ -116,8 +130,11 @@ def check_hosts(hostnames: Iterable[str], ssh: Ssh, *, limit_s: float) -> None:
     unreached: dict[str, str] = {}
     unusable: dict[str, str] = {}
     limit = time.monotonic() + limit_s
+    hostnames = list(dict.fromkeys(hostnames))
     with ended_by_signals(), contextlib.ExitStack() as stack:
-        checks = [stack.enter_context(_Check(name, ssh)) for name in dict.fromkeys(hostnames)]
+        if ssh.is_agent and hostnames:
+            _check_input(hostnames[0], ssh, limit_s)
+        checks = [stack.enter_context(_Check(name, ssh)) for name in hostnames]
         for check in checks:
             reached, problem = check.result(limit, limit_s)
             if problem:
@@ -134,6 +151,21 @@ def check_hosts(hostnames: Iterable[str], ssh: Ssh, *, limit_s: float) -> None:
         )
 
 
+def _check_input(hostname: str, ssh: Ssh, limit_s: float) -> None:
+    """An agent must pass standard input on: that is where orders and the job's secret travel."""
+    argv = ssh.command(hostname, ["cat"])
+    with contextlib.suppress(
+        OSError, subprocess.TimeoutExpired
+    ):  # whatever keeps it from running is said by the checks
+        done = subprocess.run(argv, input=_ECHOED, capture_output=True, timeout=limit_s, check=False)
+        if done.returncode != 0 or _ECHOED in done.stdout:
+            return
+        raise RuntimeError(
+            f"{shlex.join(ssh.program)} does not pass its standard input on to {hostname}, so no order can reach it; with "
+            "`kubectl exec`, say `kubectl exec -i`"
+        )
+
+
 class _Check:
     """One trial: a supervisor that has nothing to read ends at once, after it has shown its mark."""
 
@@ -146,11 +178,13 @@ class _Check:
         try:
             self._process = subprocess.Popen(
                 self._argv,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=self._stdout,
                 stderr=self._stderr,
                 start_new_session=True,
             )
+            assert self._process.stdin is not None
+            self._process.stdin.close()
         except OSError as error:
             raise RuntimeError(f"cannot run {self._argv[0]!r}: {error.strerror}; is ssh installed?") from None
         return self

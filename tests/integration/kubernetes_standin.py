@@ -1,0 +1,276 @@
+"""A small stand-in for Kubernetes: an API server that takes manifests, and pods that are processes in namespaces.
+
+Of the API it has what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs and JobSets. A pod has
+a network, a host name, processes and a /etc of its own: its Secrets are files there, the names of the other pods are in its
+hosts file, and its command is process 1, which gets SIGTERM, a grace period and SIGKILL. An indexed Job starts a deleted pod,
+and with `OnFailure` a failed one, again. Not here: images, scheduling, probes, quotas, DNS, access control.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from job_process import BIN, JobProcess
+from namespaces import Host, joined
+
+Manifest = dict[str, Any]
+
+_ADDRESSES = ("10.81.0.1", "10.81.0.2")
+_RESOURCES = {
+    "/api/v1": [("Secret", "secrets"), ("Service", "services"), ("Pod", "pods")],
+    "/apis/batch/v1": [("Job", "jobs")],
+    "/apis/jobset.x-k8s.io/v1alpha2": [("JobSet", "jobsets")],
+}
+# Files of this pod over the machine's, in a mount namespace of its own; then the command, as process 1.
+_ENTER = (
+    "hostname $NAME && mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt/ && cp -a $FILES/. /mnt/ && mount --bind /mnt /etc && "
+    'unset NAME FILES && exec "$@"'
+)
+
+
+class Pod:
+    """A container's process. `node`: where it is; `name`: its host name."""
+
+    def __init__(self, name: str, container: Manifest, spec: Manifest, node: Host, folder: Path, files: Path) -> None:
+        self.name, self._grace_s = name, spec["terminationGracePeriodSeconds"]
+        self.deleted = False
+        env = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+        index = name.rpartition("-")[2]
+        env |= {item["name"]: index for item in container["env"] if "valueFrom" in item}
+        enter = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _ENTER]
+        argv = node.command(*enter, name, *container["command"])
+        path = {"PATH": f"{BIN}:{os.environ['PATH']}", "NAME": name, "FILES": str(files)}
+        self.job = JobProcess(argv, folder, **env, **path)
+
+    def log(self) -> str:
+        return self.job.text()
+
+    def status(self) -> int | None:
+        return self.job.process.poll()
+
+    def delete(self) -> None:
+        """As the kubelet does it; returns when the pod is gone."""
+        self.deleted = True
+        self._signal(signal.SIGTERM)
+        try:
+            self.job.process.wait(self._grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self.job.process.wait(60)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the container's process 1, which `unshare` has started."""
+        outer = self.job.process.pid
+        with suppress(OSError):
+            for child in Path(f"/proc/{outer}/task/{outer}/children").read_text().split():
+                os.kill(int(child), number)
+
+
+class Kubernetes:
+    """`url`: of the API server. `folder`: for logs and files."""
+
+    def __init__(self, folder: Path, nodes: list[Host]) -> None:
+        self._folder, self._nodes = folder, nodes
+        self._lock = threading.Lock()
+        self.objects: dict[tuple[str, str], Manifest] = {}
+        self.pods: dict[str, Pod] = {}
+        self.past: list[Pod] = []
+        self._jobs: dict[str, tuple[Manifest, str]] = {}  # name -> its specification, its pods' subdomain
+        self._outcomes: dict[str, str] = {}
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    # ---- what the API server asks of it ---------------------------------------------------------------------------
+
+    def apply(self, kind: str, manifest: Manifest) -> None:
+        name = manifest["metadata"]["name"]
+        with self._lock:
+            self.objects[kind, name] = manifest
+        if kind == "jobs":
+            self._create_job(name, manifest["spec"], manifest["spec"]["template"]["spec"]["subdomain"])
+        elif kind == "jobsets":
+            network = manifest["spec"]["network"]
+            assert network["enableDNSHostnames"]
+            for part in manifest["spec"]["replicatedJobs"]:
+                for replica in range(part["replicas"]):
+                    job = f"{name}-{part['name']}-{replica}"
+                    self._create_job(job, part["template"]["spec"], network["subdomain"])
+
+    def delete_pod(self, name: str) -> None:
+        self.pods[name].delete()
+
+    def outcome(self, job: str) -> str:
+        """Complete, Failed, or nothing yet."""
+        return self._outcomes.get(job, "")
+
+    # ---- the controller of Jobs -------------------------------------------------------------------------------------
+
+    def _create_job(self, name: str, spec: Manifest, subdomain: str) -> None:
+        assert spec["completionMode"] == "Indexed"
+        assert spec["completions"] == spec["parallelism"] == len(self._nodes)
+        for index in reversed(range(spec["completions"])):  # in no order that could help
+            thread = threading.Thread(target=self._keep, args=(name, index, spec, subdomain), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _keep(self, job: str, index: int, spec: Manifest, subdomain: str) -> None:
+        """See that this index of the job succeeds, or that the job fails."""
+        failures = 0
+        while not self._closed.is_set() and self.outcome(job) != "Failed":
+            pod = self._create_pod(job, index, spec, subdomain)
+            while pod.status() is None:
+                if self._closed.wait(0.05):
+                    return
+            if pod.status() == 0:
+                self._succeeded(job, spec["completions"])
+                return
+            if not pod.deleted:  # by itself, or by somebody with kill -9
+                failures += 1
+                if failures > spec["backoffLimit"]:
+                    self._outcomes[job] = "Failed"
+
+    def _succeeded(self, job: str, completions: int) -> None:
+        with self._lock:
+            done = int(self._outcomes.get(f"{job}/done", "0")) + 1
+            self._outcomes[f"{job}/done"] = str(done)
+            if done == completions:
+                self._outcomes[job] = "Complete"
+
+    def _create_pod(self, job: str, index: int, spec: Manifest, subdomain: str) -> Pod:
+        pod_spec = spec["template"]["spec"]
+        (container,) = pod_spec["containers"]
+        name = f"{job}-{index}"
+        folder = self._folder / f"{name}.{time.monotonic_ns()}"
+        files = folder / "etc"
+        files.mkdir(parents=True)
+        hosts = [f"{address} {job}-{i}.{subdomain} {job}-{i}" for i, address in enumerate(_ADDRESSES)]
+        (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+        for mount in container["volumeMounts"]:
+            (volume,) = [volume for volume in pod_spec["volumes"] if volume["name"] == mount["name"]]
+            assert mount["mountPath"].startswith("/etc/")
+            self._mount_secret(volume["secret"], files / Path(mount["mountPath"]).name)
+        pod = Pod(name, container, pod_spec, self._nodes[index], folder, files)
+        with self._lock:
+            self.past += [self.pods[name]] if name in self.pods else []
+            self.pods[name] = pod
+        return pod
+
+    def _mount_secret(self, secret: Manifest, where: Path) -> None:
+        where.mkdir()
+        for name, text in self.objects["secrets", secret["secretName"]]["data"].items():
+            (where / name).touch(mode=secret["defaultMode"])
+            (where / name).write_bytes(base64.b64decode(text))
+
+    def close(self) -> None:
+        self._closed.set()
+        for pod in [*self.past, *self.pods.values()]:
+            pod.job.kill()
+        for thread in self._threads:
+            thread.join(60)
+
+
+class ApiServer(ThreadingHTTPServer):
+    def __init__(self, cluster: Kubernetes) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.cluster = cluster
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ApiServer
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path in ("/api", "/apis", *_RESOURCES):
+            self._answer(200, _discovery(path))
+            return
+        kind, name = self._named()
+        found = self.server.cluster.objects.get((kind, name))
+        self._answer(*((200, found) if found is not None else (404, _status("NotFound", 404))))
+
+    def do_POST(self) -> None:
+        manifest = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kind, _ = self._named()
+        self.server.cluster.apply(kind, manifest)
+        self._answer(201, manifest)
+
+    def do_DELETE(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        _, name = self._named()
+        threading.Thread(target=self.server.cluster.delete_pod, args=(name,), daemon=True).start()
+        self._answer(200, {"kind": "Pod", "apiVersion": "v1", "metadata": {"name": name}})
+
+    def _named(self) -> tuple[str, str]:
+        found = re.search(r"/namespaces/[\w-]+/(\w+)/?([\w.-]*)", self.path.partition("?")[0])
+        return (found[1], found[2]) if found else ("", "")
+
+    def _answer(self, code: int, content: Mapping[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def _discovery(path: str) -> Mapping[str, Any]:
+    """What there is, as `kubectl` asks for it."""
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        groups = [name.removeprefix("/apis/") for name in _RESOURCES if name.startswith("/apis/")]
+        versions = [{"groupVersion": group, "version": group.rpartition("/")[2]} for group in groups]
+        return {
+            "kind": "APIGroupList",
+            "apiVersion": "v1",
+            "groups": [
+                {"name": one["groupVersion"].rpartition("/")[0], "versions": [one], "preferredVersion": one}
+                for one in versions
+            ],
+        }
+    verbs = ["create", "delete", "get", "list", "patch"]
+    return {
+        "kind": "APIResourceList",
+        "apiVersion": "v1",
+        "groupVersion": path.rpartition("/api/")[2] if path.startswith("/api/") else path.removeprefix("/apis/"),
+        "resources": [
+            {"name": plural, "singularName": kind.lower(), "namespaced": True, "kind": kind, "verbs": verbs}
+            for kind, plural in _RESOURCES[path]
+        ],
+    }
+
+
+def _status(reason: str, code: int) -> Mapping[str, Any]:
+    return {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": code}
+
+
+@contextmanager
+def kubernetes(folder: Path) -> Iterator[tuple[Kubernetes, str]]:
+    """A cluster of two nodes, and its API server's URL. AssertionError or CalledProcessError where there can be none."""
+    with ExitStack() as stack:
+        cluster = Kubernetes(folder, stack.enter_context(joined(_ADDRESSES)))
+        stack.callback(cluster.close)
+        server = ApiServer(cluster)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        stack.callback(thread.join, 30)
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+        yield cluster, server.url

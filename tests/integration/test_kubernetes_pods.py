@@ -1,0 +1,188 @@
+"""The manifests of `hora kubernetes`, applied: their pods run the node agent, on a stand-in for a cluster."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from job_process import BIN
+from kubernetes_standin import Kubernetes, kubernetes
+
+from waiting import wait_until
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None,
+        reason="needs root, ip (iproute2) and unshare",
+    ),
+]
+PATHS = {"Secret": "api/v1", "Service": "api/v1", "Job": "apis/batch/v1", "JobSet": "apis/jobset.x-k8s.io/v1alpha2"}
+
+TRAINING = """
+import os, sys, time
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+state = hvd.elastic.TorchState(step=0)
+state.persist("commits")
+
+@hvd.elastic.run
+def train(state):
+    while not hvd.broadcast_object(os.path.exists("over"), root_rank=0):
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="step").item() == hvd.size()
+        state.step += 1
+        if hvd.rank() == 0:
+            print("step", state.step, "of", hvd.size(), flush=True)
+        time.sleep(0.05)  # arithmetic
+        state.commit()
+
+train(state)
+print("done", flush=True)
+"""
+
+
+class User:
+    """Somebody with a terminal. The lines are for `kubectl`, where there is one; else what they mean is sent by hand."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self._url, self._kubectl = url, shutil.which("kubectl")
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": {"server": url}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "", "namespace": "default"}}],
+            "current-context": "test",
+        }
+        (folder / "config").write_text(yaml.safe_dump(config))
+        self._env = {**os.environ, "KUBECONFIG": str(folder / "config"), "HOME": str(folder)}
+
+    def start(self, manifest: str) -> None:
+        """Make the Secret as the manifest says, then apply it."""
+        (line,) = re.findall(r"^#   (openssl .*)$", manifest, re.MULTILINE)
+        name = line.split()[line.split().index("generic") + 1]
+        if self._kubectl:
+            # `create` would send it in Kubernetes' binary format, which the stand-in does not read.
+            self._run(f"{line} --dry-run=client -o json | kubectl apply --validate=false -f -")
+            self._run("kubectl apply --validate=false -f -", manifest)
+        else:
+            secret = self._run(line.partition("|")[0]).encode()
+            data = {"secret": base64.b64encode(secret).decode()}
+            self._post({"kind": "Secret", "metadata": {"name": name}, "data": data})
+            for part in yaml.safe_load_all(manifest):
+                self._post(part)
+
+    def _run(self, line: str, given: str | None = None) -> str:
+        done = subprocess.run(
+            ["sh", "-c", line], input=given, capture_output=True, text=True, env=self._env, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def _post(self, manifest: dict) -> None:
+        path = f"{PATHS[manifest['kind']]}/namespaces/default/{manifest['kind'].lower()}s"
+        data = json.dumps(manifest).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{self._url}/{path}", data), timeout=60) as answer:
+            assert answer.status == 201
+
+    def delete_pod(self, name: str) -> None:
+        if self._kubectl:
+            self._run(f"kubectl delete pod {name} --wait=false")
+            return
+        request = urllib.request.Request(f"{self._url}/api/v1/namespaces/default/pods/{name}", method="DELETE")
+        urllib.request.urlopen(request, timeout=60).close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path):
+    try:
+        entered = kubernetes(tmp_path / "pods")
+        running, url = entered.__enter__()
+    except (AssertionError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot make namespaces: {error}")
+    try:
+        yield running, User(tmp_path, url)
+    finally:
+        entered.__exit__(None, None, None)
+
+
+def manifest(kind: str, *arguments: str) -> str:
+    line = [str(BIN / "hora"), "kubernetes", "manifest", kind, "--name", "train", "--image", "i", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def assert_secret_is_hidden(cluster: Kubernetes) -> None:
+    """Not in a command line, not in an environment, not in a log; only in the pods' files."""
+    ((_, found),) = [(key, one) for key, one in cluster.objects.items() if key[0] == "secrets"]
+    secret = base64.b64decode(found["data"]["secret"]).strip()
+    assert len(secret) == 64
+    processes = [process for pod in cluster.pods.values() for process in pod.job.processes()]
+    assert len(processes) >= 4
+    for process in processes:
+        for name in ("cmdline", "environ"):
+            try:
+                assert secret not in Path(f"/proc/{process.pid}/{name}").read_bytes()
+            except OSError:  # it has ended
+                continue
+    assert not any(secret.decode() in pod.log() for pod in cluster.pods.values())
+
+
+def test_pods_of_an_elastic_job_go_with_notice_or_without_and_come_back(cluster, tmp_path: Path):
+    running, user = cluster
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = ["sh", "-c", f"cd {tmp_path} && exec {sys.executable} train.py"]
+    user.start(manifest("job", "--min-nodes", "1", "--", *command))
+
+    def first() -> str:
+        return running.pods["train-0"].log() if "train-0" in running.pods else ""
+
+    def wait_for(size: int, after: str) -> None:
+        wait_until(f"a world of {size}", lambda: f"of {size}\n" in first()[len(after) :] or "train-0" in failed(), 120)
+        assert not failed(), first()
+
+    def failed() -> list[str]:
+        return [name for name, pod in running.pods.items() if pod.status() not in (None, 0) and not pod.deleted]
+
+    wait_for(2, "")
+    assert_secret_is_hidden(running)
+    gone, before = running.pods["train-1"], first()
+    user.delete_pod("train-1")
+    wait_until("the pod has left", lambda: gone.status() is not None, 120)
+    assert gone.status() == 75, gone.log()  # its ranks have committed
+    wait_for(1, before)
+    assert "failed" not in first()
+    wait_for(2, first())  # another pod has taken its place
+    before = first()
+    running.pods["train-1"].kill()
+    wait_until("the first one goes on alone", lambda: "of 1\n" in first()[len(before) :], 120)
+    wait_until("it is one of two again", lambda: "of 2\n" in first()[len(before) :].rpartition("of 1\n")[2], 120)
+    (tmp_path / "over").touch()
+    wait_until("the job is over", lambda: running.outcome("train"), 120)
+    assert running.outcome("train") == "Complete", first()
+    for pod in [*running.past, *running.pods.values()]:
+        pod.job.assert_nothing_left(60)
+
+
+def test_a_failure_in_a_pod_of_a_job_set_is_the_jobs_and_is_named(cluster):
+    running, user = cluster
+    fails = "test $HOROVOD_RANK != 1 || { echo oh no >&2; exit 7; }; sleep 600"
+    user.start(manifest("jobset", "--", "sh", "-c", fails))
+    wait_until("the job has failed", lambda: running.outcome("train-node-0"), 120)
+    first, second = (running.pods[f"train-node-0-{index}"] for index in (0, 1))
+    wait_until("both pods have ended", lambda: None not in (first.status(), second.status()), 120)
+    assert (running.outcome("train-node-0"), first.status(), second.status()) == ("Failed", 7, 7)
+    assert "Process name: 1\nExit code: 7" in first.log()
+    assert "oh no" in first.log()
+    for pod in running.pods.values():
+        pod.job.assert_nothing_left(60)
