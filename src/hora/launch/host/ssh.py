@@ -175,16 +175,16 @@ class _Check:
 
     def __enter__(self) -> _Check:
         self._stdout, self._stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._nothing, end = os.pipe()
+        os.close(end)
         try:
             self._process = subprocess.Popen(
                 self._argv,
-                stdin=subprocess.PIPE,
+                stdin=self._nothing,
                 stdout=self._stdout,
                 stderr=self._stderr,
                 start_new_session=True,
             )
-            assert self._process.stdin is not None
-            self._process.stdin.close()
         except OSError as error:
             raise RuntimeError(f"cannot run {self._argv[0]!r}: {error.strerror}; is ssh installed?") from None
         return self
@@ -208,6 +208,7 @@ class _Check:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+        os.close(self._nothing)
         self._stdout.close()
         self._stderr.close()
 
