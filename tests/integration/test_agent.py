@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_process import BIN, JobProcess
+from test_ssh import SPY
 
 from waiting import wait_until
 
@@ -89,6 +90,13 @@ def test_nothing_is_left_after_any_death(tmp_path, victim):
         assert "the supervisor on host" in controller.text()
     if victim == "controller":
         assert "the first node, 127.0.0.1, is gone" in agent.text()
+    nodes.assert_nothing_left()
+
+
+def test_the_secret_is_in_no_process_list_and_no_environment(tmp_path):
+    nodes = TwoNodes(tmp_path, "-np", "2", sys.executable, "-c", SPY)
+    assert nodes.wait() == [0, 0], nodes.jobs[0].text()
+    assert all(f"[{rank}]<stdout>:True []\n" in nodes.jobs[0].text() for rank in (0, 1)), nodes.jobs[0].text()
     nodes.assert_nothing_left()
 
 

@@ -174,15 +174,26 @@ def test_pods_of_an_elastic_job_go_with_notice_or_without_and_come_back(cluster,
         pod.job.assert_nothing_left(60)
 
 
-def test_a_failure_in_a_pod_of_a_job_set_is_the_jobs_and_is_named(cluster):
+@pytest.mark.parametrize("what", ["a rank fails", "the second pod is killed", "the first pod is killed"])
+def test_a_failure_in_a_pod_of_a_job_set_is_the_jobs_and_is_named(cluster, what):
     running, user = cluster
-    fails = "test $HOROVOD_RANK != 1 || { echo oh no >&2; exit 7; }; sleep 600"
-    user.start(manifest("jobset", "--", "sh", "-c", fails))
-    wait_until("the job has failed", lambda: running.outcome("train-node-0"), 120)
+    fails = "echo I run; test $HOROVOD_RANK != 1 || { echo oh no >&2; exit 7; }; sleep 600"
+    user.start(manifest("jobset", "--", "sh", "-c", fails if what == "a rank fails" else "echo I run; exec sleep 600"))
+    wait_until("both pods are there", lambda: len(running.pods) == 2)
     first, second = (running.pods[f"train-node-0-{index}"] for index in (0, 1))
+    wait_until("both ranks run", lambda: first.log().count("I run") == 2, 120)
+    if "killed" in what:
+        (first if "first" in what else second).kill()
+    wait_until("the job has failed", lambda: running.outcome("train-node-0"), 120)
     wait_until("both pods have ended", lambda: None not in (first.status(), second.status()), 120)
-    assert (running.outcome("train-node-0"), first.status(), second.status()) == ("Failed", 7, 7)
-    assert "Process name: 1\nExit code: 7" in first.log()
-    assert "oh no" in first.log()
+    assert running.outcome("train-node-0") == "Failed"
+    if what == "a rank fails":
+        assert (first.status(), second.status()) == (7, 7)
+        assert "Process name: 1\nExit code: 7" in first.log()
+        assert "oh no" in first.log()
+    elif what == "the second pod is killed":
+        assert "the supervisor on host train-node-0-1" in first.log()
+    else:
+        assert "the first node, 10.81.0.1, is gone" in second.log()
     for pod in running.pods.values():
         pod.job.assert_nothing_left(60)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import threading
+
 import pytest
 
 from hora.errors import StartTimeoutError
 from hora.launch.agent.agents import PROTOCOL, Agents, credentials, job_secret
-from hora.launch.agent.place import Machine, find_place
+from hora.launch.agent.node import join
+from hora.launch.agent.place import Machine, Place, find_place
 from hora.launch.agent.srun import allocation
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
@@ -170,6 +176,43 @@ def test_who_does_not_hold_the_secret_gets_nothing(agents):
     with pytest.raises((OSError, RuntimeError)):
         joining(agents, secret=new_secret())
     assert agents.hosts() == [HostInfo("a", 1)]
+
+
+def test_strangers_who_come_before_the_real_node_do_not_keep_it_away(agents):
+    port = ("127.0.0.1", agents.port)
+    strangers = [socket.create_connection(port, timeout=30) for _ in range(5)]
+    join = {"op": "join", "node": 1, "name": "b", "slots": 2, "version": version(), "protocol": PROTOCOL}
+    nonsense = (b"", b"\0" * 3, b"GET / HTTP/1.1\r\n\r\n", json.dumps(join).encode(), b"\xff" * 999)
+    for stranger, said in zip(strangers, nonsense, strict=True):
+        stranger.sendall(said)
+    assert agents.hosts() == [HostInfo("a", 1)]
+    connection, welcome = joining(agents)
+    assert welcome["op"] == "welcome"
+    for stranger in strangers:
+        stranger.close()
+    connection.close()
+
+
+def test_a_stranger_in_the_first_nodes_place_learns_nothing():
+    heard = bytearray()
+
+    def listen(server: socket.socket) -> None:
+        with server.accept()[0] as sock:
+            sock.settimeout(30)
+            sock.sendall(b"\x5a" * 400)  # no proof of anything
+            with contextlib.suppress(OSError):
+                while data := sock.recv(4096):
+                    heard.extend(data)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=listen, args=(server,), daemon=True)
+        thread.start()
+        place = Place(num_nodes=2, index=1, host="127.0.0.1", port=server.getsockname()[1], slots=1)
+        with pytest.raises((RuntimeError, OSError)):
+            join(place, SECRET, limit_s=2.0)
+        thread.join(30)
+    for shown in (SECRET, SECRET.hex().encode(), credentials(SECRET).secret, b"join", version().encode()):
+        assert shown not in heard
 
 
 ALLOCATED = {
