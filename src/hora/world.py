@@ -36,7 +36,8 @@ _FOREIGN = (
 class MeetingPoint:
     """Where the ranks of a world find one another.
 
-    `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the secret is read from `secret_file`),
+    `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the key of worker number `worker` is read from
+    `secret_file`, or, where that is -1, a secret of all),
     `tcp` (hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user gave a
     `secret_file`) or `none` (a world of one).
     """
@@ -46,6 +47,7 @@ class MeetingPoint:
     port: int = 0
     secret_file: str = ""
     job: str = ""
+    worker: int = -1
     host_store: bool = False  # rank 0 opens the meeting place
 
     @property
@@ -189,6 +191,7 @@ def _from_horovod(env: Mapping[str, str]) -> World:
             port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
             secret_file=env["HORA_SECRET_FILE"],
             job=env["HORA_JOB"],
+            worker=_integer(env, "HORA_WORKER", -1),
         )
     elif size > 1:
         meeting = _tcp_meeting(env, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)

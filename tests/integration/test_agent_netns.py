@@ -1,10 +1,11 @@
-"""Two nodes, played by network namespaces: the cable between them is cut, and both ends notice."""
+"""Two nodes, played by network namespaces: what passes the cable between them, and what happens when it is cut."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 from job_process import BIN, JobProcess
@@ -42,18 +43,59 @@ def nodes():
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False, timeout=30)
 
 
+SNIFFER = """
+import socket, sys, threading
+stop = threading.Event()
+with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as sniffer:
+    sniffer.bind(("cable", 0))
+    sniffer.settimeout(0.2)
+    print("running", flush=True)
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set())).start()
+    while not stop.is_set():
+        try:
+            sys.stdout.buffer.write(sniffer.recv(2**17))
+        except TimeoutError:
+            pass
+"""
+LINE = "what a rank prints"
+
+
+@pytest.mark.parametrize("encrypt", ["auto", "never"])
+def test_control_messages_between_nodes_cannot_be_read(nodes, tmp_path, encrypt):
+    """Neither the environment that a rank is given nor what it prints; unless the user does not mind."""
+    sniffer = subprocess.Popen(
+        ["ip", "netns", "exec", nodes[0], sys.executable, "-c", SNIFFER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert sniffer.stdout.readline() == b"running\n"
+        jobs = [started(nodes, rank, tmp_path, f"echo {LINE}", HORA_ENCRYPT=encrypt) for rank in (0, 1)]
+        assert [job.wait(150) for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
+        recorded, _ = sniffer.communicate(timeout=30)
+    finally:
+        sniffer.kill()
+        sniffer.wait(30)
+    assert jobs[0].text().count(LINE) == 2
+    assert len(recorded) > 1000
+    readable = [text for text in (LINE, "HOROVOD_LOCAL_RANK", "HORA_JOB") if text.encode() in recorded]
+    assert len(readable) == (0 if encrypt == "auto" else 3)
+
+
+def started(nodes, rank, folder, command, **environment):
+    """One node of two, each with one rank, which runs this command."""
+    own = folder / str(rank)
+    own.mkdir()
+    secret = own / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("s" * 64)
+    place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", "10.79.0.1:29500", "--secret-file", str(secret)]
+    line = [str(BIN / "hora"), "run", *place, "-np", "2", "--start-timeout", "120", "sh", "-c", command]
+    return JobProcess(["ip", "netns", "exec", nodes[rank], *line], own, **environment)
+
+
 def test_a_silent_node_is_given_up_and_ends_its_workers_by_itself(nodes, tmp_path):
-    jobs = []
-    for rank, name in enumerate(nodes):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        secret = folder / "secret"
-        secret.touch(mode=0o600)
-        secret.write_text("s" * 64)
-        place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", "10.79.0.1:29500", "--secret-file", str(secret)]
-        line = [str(BIN / "hora"), "run", *place, "-np", "2", "--start-timeout", "120"]
-        rank_command = ["sh", "-c", "echo I run; exec sleep 600"]
-        jobs.append(JobProcess(["ip", "netns", "exec", name, *line, *rank_command], folder))
+    jobs = [started(nodes, rank, tmp_path, "echo I run; exec sleep 600") for rank in (0, 1)]
     wait_until("both ranks run", lambda: jobs[0].text().count("I run") == 2, 120)
     ip(f"-n {nodes[1]} link set cable down")
     assert [job.wait(150) for job in jobs] == [255, 1], jobs[0].text() + jobs[1].text()

@@ -222,10 +222,11 @@ def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Pa
         for env in (process.environ() for process in victim.job.processes())
         if "HORA_SECRET_FILE" in env
     )
-    secret = Path(secret_file).read_bytes()
+    # The process from which both ranks were forked was started with what the first one has.
+    held = Credentials(Path(secret_file).read_bytes(), job_id, 0)
     for port in victim.ports:
         with Tap(port) as tap:
-            genuine = connect(("127.0.0.1", tap.port), Credentials(secret, job_id), timeout_s=30)
+            genuine = connect(("127.0.0.1", tap.port), held, timeout_s=30)
             genuine.send({"op": "hello", "id": 1, "name": "me", "worker": -1})
             genuine.receive()
             genuine.send({"op": "add", "id": 2, "key": "counted", "amount": 1})
@@ -239,7 +240,7 @@ def test_a_recorded_conversation_cannot_be_replayed(victim: Victim, tmp_path: Pa
             with pytest.raises((EOFError, ConnectionError)):
                 genuine.receive()
             genuine.close()
-        checker = connect(("127.0.0.1", port), Credentials(secret, job_id), timeout_s=30)
+        checker = connect(("127.0.0.1", port), held, timeout_s=30)
         checker.send({"op": "add", "id": 1, "key": "counted", "amount": 0})
         assert checker.receive()[1] == b"1"
         checker.close()
@@ -308,7 +309,7 @@ class Tap:
             thread.join(30)
 
 
-# Each rank writes down which secret guards the ranks' hub.
+# Each rank writes down which keys guard the ranks' hub and their objects.
 HUB_JOB = """
 import horovod, pathlib
 
@@ -317,8 +318,9 @@ def work():
     from hora import engine
     hvd.init()
     hvd.barrier()
-    secret = engine.current_runtime()._peers.hub._credentials.secret.hex()
-    pathlib.Path(f"rank{hvd.rank()}").write_text(secret)
+    keys = engine.current_runtime()._peers.keys
+    hub = keys.of(1) if hvd.rank() == 0 else keys.towards(0)
+    pathlib.Path(f"rank{hvd.rank()}").write_text(f"{keys.shared.hex()} {hub.secret.hex()}")
     hvd.shutdown()
 
 if __name__ == "__main__":
@@ -328,7 +330,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="listening on the network needs root")
 def test_who_listens_on_the_network_does_not_learn_the_secret_of_the_hub(tmp_path: Path):
-    """It is derived from the job's secret on every rank; what the ranks tell one another when they meet is in clear."""
+    """The launcher gives every rank its keys, hidden; what the ranks tell one another when they meet is in clear."""
     (tmp_path / "job.py").write_text(HUB_JOB)
     heard = bytearray()
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
@@ -342,5 +344,6 @@ def test_who_listens_on_the_network_does_not_learn_the_secret_of_the_hub(tmp_pat
     first, second = ((tmp_path / f"rank{rank}").read_text() for rank in (0, 1))
     assert first == second
     assert b"hub_name" in heard  # their introductions were heard
-    assert first.encode() not in heard
-    assert bytes.fromhex(first) not in heard
+    for key in first.split():
+        assert key.encode() not in heard
+        assert bytes.fromhex(key) not in heard

@@ -205,6 +205,7 @@ NONSENSE = {
     "no JSON": "struct.pack('>cii', b'x', 0, 3) + b'{}}'",
     "odd keys": "struct.pack('>cii', b'x', 0, 10) + b'{\"a\":  1 }'[:10]",
     "a list": "struct.pack('>cii', b'x', 0, 3) + b'[1]'",
+    "the end of another host's worker": "struct.pack('>cii', b'x', 7, 25) + b'{\"code\": 0, \"reason\": \"\"}'",
 }
 
 

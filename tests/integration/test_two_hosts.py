@@ -44,7 +44,7 @@ def secret(tmp_path_factory):
 
 @contextlib.contextmanager
 def recording(hosts: list[Host]) -> Iterator[list[Any]]:
-    """What passed the cable inside the block: how many bytes, was the tensor's text among them, was the object's."""
+    """What passed the cable inside the block: how many bytes, and which of the texts of a tensor, an object and messages."""
     context = multiprocessing.get_context("forkserver")
     here, there = context.Pipe()
     process = context.Process(target=two_hosts_rank.listen, args=(hosts[0].namespace, there))
@@ -130,10 +130,9 @@ def seen(recorded):
 
 
 def test_what_passes_the_cable_cannot_be_read(recorded):
-    num_bytes, tensor, object = recorded[1]
+    num_bytes, readable = recorded[1]
     assert num_bytes > 1_000_000
-    assert not tensor
-    assert not object
+    assert not readable
 
 
 def test_every_operation_goes_through_memory_inside_and_streams_between(seen):
@@ -169,7 +168,7 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
         seen = run_ranks(hosts, secret, "killed", lost=(3,), HORA_ENCRYPT="never")
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
-    assert found[1:] == [True, True]
+    assert len(found[1]) == 4
 
 
 def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):

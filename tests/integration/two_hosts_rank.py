@@ -20,6 +20,7 @@ _CLONE_NEWNET = 0x40000000
 _ALL_PROTOCOLS = 0x0003
 TENSOR_TEXT = b"what a tensor says"
 OBJECT_TEXT = "what an object says"
+NAME_TEXT = "what an operation is called"
 
 
 def shared_memory() -> list[int]:
@@ -52,14 +53,15 @@ def operations() -> dict[str, object]:
 
 
 def say_what_must_not_be_read() -> None:
-    """Send a tensor and an object from one host to the other."""
+    """Send a tensor and an object from one host to the other, and the name of an operation."""
     told = hvd.broadcast(torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.uint8).clone(), root_rank=0)
     assert bytes(told.tolist()) == TENSOR_TEXT * 200
     assert hvd.broadcast_object({"text": OBJECT_TEXT * 20}, root_rank=3) == {"text": OBJECT_TEXT * 20}
+    hvd.allreduce(torch.ones(1), name=NAME_TEXT)
 
 
 def listen(namespace: str, answer: Any) -> None:
-    """Record everything that passes the cable until told to stop; then send whether the two texts were in it."""
+    """Record everything that passes the cable until told to stop; then send which of the texts were in it."""
     enter(namespace)
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS)) as sniffer:
         sniffer.bind(("cable", 0))
@@ -71,7 +73,8 @@ def listen(namespace: str, answer: Any) -> None:
             with contextlib.suppress(TimeoutError):
                 frames.append(sniffer.recv(2**17))
     recorded = b"".join(frames)
-    answer.send([len(recorded), TENSOR_TEXT in recorded, OBJECT_TEXT.encode() in recorded])
+    texts = (TENSOR_TEXT, OBJECT_TEXT.encode(), NAME_TEXT.encode(), b"hub_name")  # which is in the ranks' introductions
+    answer.send([len(recorded), [text for text in texts if text in recorded]])
 
 
 def describe() -> dict[str, object]:

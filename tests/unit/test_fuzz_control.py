@@ -189,6 +189,8 @@ OPERATIONS = [
     "delete",
     "check",
     "gather",
+    "keys",
+    "told",
     "returned",
     "raised",
     "said",
@@ -205,6 +207,8 @@ FIELDS = [
     "name",
     "worker",
     "generation",
+    "epoch",
+    "kind",
     "type",
     "message",
     "traceback",
@@ -216,6 +220,7 @@ def operation(rng: random.Random) -> dict[str, object]:
     """An operation that is nearly right: a wrong or missing field here and there."""
     right = {"id": rng.randrange(100), "key": rng.choice("ab"), "keys": ["a"], "amount": 1, "timeout_s": 0.0}
     right |= {"rank": rng.randrange(3), "size": 3, "name": "n", "worker": rng.randrange(-1, 3), "generation": -1}
+    right |= {"epoch": "0", "kind": "k"}
     right |= {"type": "E", "message": "m", "traceback": "t", "consequence": False, "op": rng.choice(OPERATIONS)}
     for _ in range(rng.randrange(3)):
         field = rng.choice(FIELDS)

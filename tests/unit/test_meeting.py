@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from hora.engine import meeting
 from hora.errors import HorovodInternalError
+from hora.net.keys import RankKeys
 from hora.world import MeetingPoint, World
 
 LIMIT_S = 60.0
@@ -47,6 +48,11 @@ def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[meeti
         return [found.result() for found in reversed(waiting)]
 
 
+def keys_of(meetings: list[meeting._TableMeeting], epoch: str) -> list[RankKeys]:
+    found = [one.keys(World(rank=rank, size=9), epoch, limit_s=LIMIT_S) for rank, one in enumerate(meetings)]
+    return [keys for keys in found if keys is not None]
+
+
 @pytest.fixture(autouse=True)
 def _no_table_is_left():
     yield
@@ -69,11 +75,12 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
             for rank, one in enumerate(both)
         ]
         assert [found.result() for found in said] == [[b"0", b"1"]] * 2
-    first, second = (one.secret_for("the hub") for one in both)
-    assert first == second != both[0].secret_for("objects")
+    first, second = keys_of(both, "0.0")
+    assert first.shared == second.shared != keys_of(both, "0.1")[0].shared
+    assert second.towards(0) == first.of(1)
     meeting._tables.popitem()[1].close()
     again = meet(world, world)
-    assert again[0].secret_for("the hub") != first, "one file, another job"
+    assert keys_of(again, "0.0")[0].shared != first.shared, "one file, another job"
 
 
 def test_a_rank_with_another_secret_is_told_so(world: World, tmp_path: Path):
@@ -96,7 +103,7 @@ def test_without_a_secret_rank_0_warns_once_and_listens_at_the_meeting_address_o
     place = meeting.open_meeting(open_one, limit_s=LIMIT_S)
     assert listening(port) == {"127.0.0.1"}
     assert meeting.open_meeting(open_one, limit_s=LIMIT_S) is place
-    assert place.secret_for("anything") is None
+    assert place.keys(open_one, "0.0", limit_s=LIMIT_S) is None
     assert caplog.text.count("Set HORA_SECRET_FILE") == 1
     monkeypatch.setattr(meeting, "_open", {})
     meeting.open_meeting(replace(open_one, rank=1, local_rank=1), limit_s=LIMIT_S)
@@ -150,9 +157,8 @@ def test_beside_torchruns_store(world: World, port: int):
     with pytest.raises(HorovodInternalError, match=r"waited 0\.3 s for rank 0 to come"):
         meeting._meet_at_rank_0(replace(inside, rank=1, local_rank=1), 0.3)
     first, second = meet(inside, inside)
-    assert first.secret_for("the hub") == second.secret_for("the hub")
     again = meeting._meet_at_rank_0(inside, LIMIT_S)  # after a start that failed on the way
-    assert again.secret_for("the hub") == first.secret_for("the hub")
+    assert len({keys.shared for keys in keys_of([first, second, again], "0.0")}) == 1
     store.set("hora/job/table", "nonsense")
     with pytest.raises(HorovodInternalError, match="not a number, but b'nonsense'"):
         meeting._meet_at_rank_0(replace(inside, rank=1, local_rank=1), LIMIT_S)

@@ -23,9 +23,10 @@ from collections.abc import Callable
 from hora.engine.shm.segment import Segment
 from hora.errors import HorovodInternalError
 from hora.net.connection import Connection, connect
+from hora.net.keys import RankKeys
 from hora.net.server import Peer, Server
 from hora.net.sockets import Where
-from hora.net.wire import Credentials, Header
+from hora.net.wire import Header
 
 __all__ = ["Hub", "HubEvents"]
 
@@ -78,10 +79,10 @@ class Hub:
 
     # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join.
 
-    def start(self, secret: bytes) -> None:
-        """Begin to answer. `secret` is shared by the ranks of this world only."""
-        self._credentials = Credentials(secret, "hub")
-        self._server.start(self._credentials)
+    def start(self, keys: RankKeys) -> None:
+        """Begin to answer. `keys` are this rank's, in this world: who connects has proven which rank it is."""
+        self._keys = keys
+        self._server.start(keys.of)
         self._server.call(self._plan_tick)
 
     def offer(self, key: str, num_bytes: int, num_readers: int) -> Segment:
@@ -96,13 +97,13 @@ class Hub:
         self._server.call(self._serve_segments)
         return segment
 
-    def fetch(self, name: str, key: str, *, limit_s: float, guard: Callable[[], None]) -> Segment:
-        """Fetch the segment that the rank listening at `name` offers. OSError when it is not on this host.
+    def fetch(self, rank: int, name: str, key: str, *, limit_s: float, guard: Callable[[], None]) -> Segment:
+        """Fetch the segment that this rank, listening at `name`, offers. OSError when it is not on this host.
 
         `guard` raises when waiting has become pointless: some rank, not only that one, may have ended the world.
         """
         deadline = time.monotonic() + limit_s
-        with self._connect(name, limit_s) as connection:
+        with self._connect(rank, name, limit_s) as connection:
             connection.send({"want": "segment", "key": key})
             while time.monotonic() < deadline:
                 guard()
@@ -119,24 +120,24 @@ class Hub:
 
     def join(self, where: Where, *, limit_s: float) -> None:
         """Connect to rank 0, at a local socket name or at a TCP address."""
-        connection = self._connect(where, limit_s)
-        connection.send({"want": "hub", "rank": self.rank})
+        connection = self._connect(0, where, limit_s)
+        connection.send({"want": "hub"})
         link = self._links[0] = self._server.peer_at(connection)
         link.number, link.name = 0, "rank 0"
         self._server.serve(link)
 
-    def open_stream(self, where: Where, key: str, *, limit_s: float) -> socket.socket:
-        """A connection to the rank that listens at `where`, for bytes in this direction only, of which the hub knows nothing.
+    def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> socket.socket:
+        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the hub knows nothing.
 
         The other rank finds it by `take_stream`, under the same key.
         """
-        connection = self._connect(where, limit_s)
+        connection = self._connect(rank, where, limit_s)
         try:
-            connection.send({"want": "stream", "key": key, "rank": self.rank})
+            connection.send({"want": "stream", "key": key})
             connection.receive(limit_s=limit_s)  # the other's hub has let go of it: what follows is not read there
         except EOFError:
             connection.close()
-            raise ConnectionError(f"the rank at {where} did not take a stream for {key!r}") from None
+            raise ConnectionError(f"rank {rank} at {where} did not take a stream for {key!r}") from None
         except BaseException:
             connection.close()
             raise
@@ -151,8 +152,8 @@ class Hub:
                 raise ConnectionError("Horovod has been shut down")
             return self._streams.pop((key, rank))
 
-    def _connect(self, where: Where, limit_s: float) -> Connection:
-        return connect(where, self._credentials, timeout_s=limit_s, silence_limit_s=_SILENCE_LIMIT_S)
+    def _connect(self, rank: int, where: Where, limit_s: float) -> Connection:
+        return connect(where, self._keys.towards(rank), timeout_s=limit_s, silence_limit_s=_SILENCE_LIMIT_S)
 
     def wait_for_all(self, *, limit_s: float) -> None:
         """Rank 0 waits until every rank has connected."""
@@ -181,12 +182,12 @@ class Hub:
         """Tell every rank that the world is broken, and through which rank."""
         self._broadcast({"t": "fault", "rank": rank, "text": text})
 
-    def announce(self, process_set: int, member: int, data: bytes) -> None:
+    def announce(self, process_set: int, data: bytes) -> None:
         """Send announcements of a set that spans hosts to every rank, in one order for all."""
         if self.rank == 0:
-            self._relay(process_set, member, data)
+            self._relay(process_set, 0, data)
         else:
-            self._links[0].send({"t": "announce", "set": process_set, "member": member}, data)
+            self._links[0].send({"t": "announce", "set": process_set}, data)
 
     def wait_for_goodbyes(self, limit_s: float) -> None:
         """Give the others a moment to finish what was agreed. Returns early when all have said goodbye."""
@@ -239,7 +240,7 @@ class Hub:
         if peer.number < 0:
             self._introduce(peer, header)
         elif kind == "announce" and self.rank == 0:
-            self._relay(int(header["set"]), int(header["member"]), payload)
+            self._relay(int(header["set"]), peer.number, payload)
         elif kind == "round" and self.rank != 0:
             self._events.announced(int(header["set"]), _cut(payload, header["parts"]))
         else:
@@ -268,9 +269,9 @@ class Hub:
             self._serve_segments()
             return
         if header.get("want") == "stream":
-            self._keep_stream(peer, (str(header["key"]), int(header["rank"])))
+            self._keep_stream(peer, (str(header["key"]), peer.speaker))
             return
-        rank = int(header["rank"])
+        rank = peer.speaker
         if self.rank != 0 or not 0 < rank < self.size or rank in self._links:
             log.warning(
                 "closed a connection from %s, which wanted to be rank %d: that place is taken", peer.where, rank
@@ -315,10 +316,10 @@ class Hub:
                     self._segments[key] = (descriptor, num_readers - 1)
             peer.close()
 
-    def _relay(self, process_set: int, member: int, data: bytes) -> None:
+    def _relay(self, process_set: int, rank: int, data: bytes) -> None:
         with self._changed:
             planned = bool(self._announcements)
-            self._announcements.setdefault(process_set, []).append((member, data))
+            self._announcements.setdefault(process_set, []).append((rank, data))
         if not planned:
             self._server.call(self._send_rounds)
 
@@ -335,7 +336,7 @@ class Hub:
         with self._changed:
             rounds, self._announcements = self._announcements, {}
         for process_set, parts in rounds.items():
-            header = {"t": "round", "set": process_set, "parts": [[member, len(data)] for member, data in parts]}
+            header = {"t": "round", "set": process_set, "parts": [[rank, len(data)] for rank, data in parts]}
             self._broadcast(header, b"".join(data for _, data in parts))
             self._events.announced(process_set, parts)
 
@@ -352,7 +353,7 @@ class Hub:
 
 def _cut(payload: bytes, parts: list[list[int]]) -> list[tuple[int, bytes]]:
     pieces, at = [], 0
-    for member, length in parts:
-        pieces.append((member, payload[at : at + length]))
+    for rank, length in parts:
+        pieces.append((rank, payload[at : at + length]))
         at += length
     return pieces

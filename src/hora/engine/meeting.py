@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
@@ -26,7 +26,8 @@ from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import sockets
 from hora.net.address import listening_address
 from hora.net.client import ControlClient
-from hora.net.secret_file import read_held_secret, read_secret_file
+from hora.net.keys import RankKeys, world_secret
+from hora.net.secret_file import read_secret_file
 from hora.net.table import Table
 from hora.net.wire import Credentials, derived_secret
 from hora.world import MeetingPoint, World
@@ -42,22 +43,29 @@ class Meeting(Protocol):
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         """Every rank's value, in rank order. HorovodInternalError names the ranks that did not come."""
 
-    def secret_for(self, purpose: str) -> bytes | None:
-        """A secret that only the ranks of this job can derive; None where no launcher gave them one in common."""
+    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys | None:
+        """This rank's keys in its world, of which `epoch` names this initialisation; None where nothing gives them any."""
 
     def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
         """A torch store for gloo and NCCL whose keys cannot clash with other prefixes."""
 
 
 class _TableMeeting:
-    """At the rendezvous of a Hora launcher, or at a table of rank 0's. `secret` is the job's."""
+    """At the rendezvous of a Hora launcher, which has our keys, or at a table of rank 0's, where all ranks have `secret`."""
 
-    def __init__(self, client: ControlClient, secret: Callable[[], bytes]) -> None:
+    def __init__(self, client: ControlClient, secret: bytes | None = None) -> None:
         self.client = client
         self._secret = secret
 
-    def secret_for(self, purpose: str) -> bytes | None:
-        return derived_secret(self._secret(), purpose)
+    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys | None:
+        secret = self._secret
+        if secret is not None:
+            return RankKeys.derived(world_secret(secret, epoch), world.rank)
+
+        def get(ranks: Sequence[int]) -> bytes:
+            return self.client.rank_keys(world, epoch, ranks, timeout_s=limit_s)
+
+        return RankKeys(world.rank, get, at_once=[0] if world.rank else [])
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
         try:
@@ -77,7 +85,7 @@ class _StoreMeeting:
         listener = _listener(world) if point.host_store and world.rank == 0 else None
         self._store = _own_keys(point, _tcp_store(point, limit_s, listener))
 
-    def secret_for(self, purpose: str) -> bytes | None:
+    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys | None:
         return None
 
     def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
@@ -114,7 +122,7 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
         # An elastic worker asks for its next place over this connection, so it speaks for that worker.
         worker = world.worker if world.elastic else -1
         client = ControlClient.connect(point, name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
-        meeting = _TableMeeting(client, lambda: derived_secret(read_held_secret(point.secret_file), point.job))
+        meeting = _TableMeeting(client)
     elif point.secret_file:
         meeting = _meet_at_rank_0(_beside_torch(world), limit_s)
     else:
@@ -165,7 +173,7 @@ def _meet_at_rank_0(world: World, limit_s: float) -> _TableMeeting:
     client = _connect(point, credentials, name=f"rank {world.rank}", deadline=deadline)
     # The user may use one file for many jobs: what is derived from it is for this one.
     salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
-    return _TableMeeting(client, lambda: derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+    return _TableMeeting(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
 
 
 def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:

@@ -27,7 +27,9 @@ from hora.engine.transport.stream import Streams
 from hora.engine.validation import check_ranks_at_init
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
-from hora.net.tls import Tls, available
+from hora.net.cipher import available
+from hora.net.keys import RankKeys
+from hora.net.tls import Tls
 from hora.world import World
 
 __all__ = ["Peers"]
@@ -61,7 +63,7 @@ class _Introduction:
     pid: int
     hostname: str
     process_sets: list[list[int]]
-    secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive it from
+    secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive their keys from
     can_encrypt: bool
     settings: _CommonSettings
 
@@ -86,8 +88,7 @@ class Peers:
         self._world = world
         self._epoch = epoch
         self._guard = guard
-        self.secret = b""  # from `meet` on: of this world's ranks
-        self._tls: Tls | None = None  # where something is encrypted
+        self._keys: RankKeys | None = None  # from `meet` on
         self._introductions: list[_Introduction] = []
         self._places: list[tuple[str, int]] = []  # where each rank's hub listens, in worlds that need a network
         self._num_segments: dict[str, int] = {}
@@ -99,8 +100,8 @@ class Peers:
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
         world = self._world
-        derived = self._meeting.secret_for(f"the world {self._epoch}")
-        secret = secrets.token_hex(32) if derived is None and world.rank == 0 else ""
+        keys = self._meeting.keys(world, self._epoch, limit_s=self.config.init_timeout_s)
+        secret = secrets.token_hex(32) if keys is None and world.rank == 0 else ""
         common = _CommonSettings(*(getattr(self.config, field.name) for field in fields(_CommonSettings)))
         mine = _Introduction(
             world.rank,
@@ -116,13 +117,19 @@ class Peers:
         self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
         self._check_agreement_on_sets()
         self.config = replace(self.config, **asdict(self._introductions[0].settings))
-        self.secret = derived or bytes.fromhex(self._introductions[0].secret)
-        self.hub.start(self.secret)
+        self._keys = keys or RankKeys.derived(bytes.fromhex(self._introductions[0].secret), world.rank)
+        self.hub.start(self._keys)
         self.hosts = self._prove_hosts()
         self._settle_encryption()
         with self.peers_may_go():
             self._join_hub()
         return self._introductions[0].process_sets
+
+    @property
+    def keys(self) -> RankKeys:
+        """This rank's in this world. From `meet` on."""
+        assert self._keys is not None
+        return self._keys
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
         """Every rank's value, in rank order (collective)."""
@@ -169,7 +176,7 @@ class Peers:
         else:
             try:
                 name, limit_s = self._introductions[leader].hub_name, _PROBE_LIMIT_S
-                self.hub.fetch(name, "probe", limit_s=limit_s, guard=self._guard).close()
+                self.hub.fetch(leader, name, "probe", limit_s=limit_s, guard=self._guard).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
@@ -239,7 +246,7 @@ class Peers:
             return self.hub.offer(name, num_bytes, len(ranks) - 1)
         hub_name, limit_s = self._introductions[ranks[0]].hub_name, self.config.init_timeout_s
         try:
-            return self.hub.fetch(hub_name, name, limit_s=limit_s, guard=self._guard)
+            return self.hub.fetch(ranks[0], hub_name, name, limit_s=limit_s, guard=self._guard)
         except ConnectionError:  # the hub will tell the same, in a moment
             raise HorovodInternalError(self.lost(ranks[0])) from None
 
@@ -258,10 +265,11 @@ class Peers:
         me, limit_s = self._world.rank, self.config.init_timeout_s
         outgoing: dict[int, socket.socket] = {}
         incoming: dict[int, socket.socket] = {}
+        self.keys.fetch(ranks)
         try:
             for rank in ranks:
                 if rank != me:
-                    outgoing[rank] = self.hub.open_stream(self._places[rank], key, limit_s=limit_s)
+                    outgoing[rank] = self.hub.open_stream(rank, self._places[rank], key, limit_s=limit_s)
             for rank in ranks:
                 if rank != me:
                     incoming[rank] = self.hub.take_stream(key, rank, limit_s=limit_s)
@@ -284,11 +292,12 @@ class Peers:
         for sender, receiver in itertools.permutations(ranks, 2):
             if me not in (sender, receiver) or not self._encrypts(sender, receiver):
                 continue
-            if self._tls is None:
-                self._tls = Tls(self.secret)
+            # A certificate for these two alone: no third rank can stand between them.
+            credentials = self.keys.towards(receiver) if sender == me else self.keys.of(sender)
+            tls = Tls(credentials.secret)
             streams, peer = (outgoing, receiver) if sender == me else (incoming, sender)
             streams[peer].settimeout(self.config.init_timeout_s)
-            wrap = self._tls.wrap_client if sender == me else self._tls.wrap_server
+            wrap = tls.wrap_client if sender == me else tls.wrap_server
             streams[peer] = wrap(streams[peer])
 
     def _encrypts(self, a: int, b: int) -> bool:

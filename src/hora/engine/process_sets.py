@@ -245,8 +245,8 @@ class ProcessSets:
             num_bytes = SharedMemoryAgreement.num_bytes(len(ranks))
             segment = peers.share(f"{self._label(number)}/control", ranks, num_bytes)
             return SharedMemoryAgreement(segment, member, len(ranks), cache_capacity=capacity)
-        send = functools.partial(peers.hub.announce, self._serials[number], member)
-        return HubAgreement(send, len(ranks), cache_capacity=capacity)
+        send = functools.partial(peers.hub.announce, self._serials[number])
+        return HubAgreement(send, ranks, cache_capacity=capacity)
 
     def _make_transport(self, number: int, ranks: tuple[int, ...], device: str) -> Transport:
         if self.peers is None or len(ranks) == 1:

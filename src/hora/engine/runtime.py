@@ -77,7 +77,7 @@ class Runtime:
 
     def secret_for(self, purpose: str) -> bytes:
         """A secret that the ranks of this world have in common, and no other process has."""
-        return derived_secret(self._alone if self._peers is None else self._peers.secret, purpose)
+        return derived_secret(self._alone if self._peers is None else self._peers.keys.shared, purpose)
 
     def _peers_may_go(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go()

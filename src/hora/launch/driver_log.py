@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 
+from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
 from hora.world import World
 
@@ -55,5 +56,5 @@ def log_to_driver(message: object) -> None:
         return
     try:
         _line.say(text, world)
-    except OSError as error:
+    except (OSError, HorovodInternalError) as error:
         print(f"{text}\n(not sent to the driver: {error})", file=sys.stderr, flush=True)

@@ -90,7 +90,7 @@ class WorkerSpec:
     """One process for a launcher to start.
 
     `worker` identifies the process for the whole job (its rank, in a job that never changes size). `private_files`:
-    variables and what the process shall find in the file that each of them names: the job's secret in
+    variables and what the process shall find in the file that each of them names: the worker's own key in
     `HORA_SECRET_FILE`. The launcher makes these files (memfds in /proc, never on a disk) and adds the variables to `env`;
     argv and environment never hold what is in them. `preload`: several workers of one host may be forked from a process
     that has loaded these modules, instead of being executed; None: they may not.

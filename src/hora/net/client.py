@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
-from hora.net.wire import Credentials, Header
+from hora.net.wire import Credentials, Header, mask
 from hora.world import MeetingPoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient"]
@@ -82,10 +83,10 @@ class ControlClient:
     ) -> ControlClient:
         """Connect to the rendezvous of this meeting.
 
-        `name` appears in messages. `worker`: this connection speaks for that worker; if it ends without
+        `name` appears in messages. `worker`: this connection is that worker's (which must be ourselves); if it ends without
         `close`, the worker counts as lost. `credentials`: other than what the launcher gave us.
         """
-        proof = credentials or Credentials(read_held_secret(meeting.secret_file), meeting.job)
+        proof = credentials or Credentials(read_held_secret(meeting.secret_file), meeting.job, meeting.worker)
         deadline, left_s = time.monotonic() + timeout_s, timeout_s
         while True:
             client = cls(cls._open(meeting, proof, left_s), meeting, name)
@@ -153,6 +154,16 @@ class ControlClient:
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
         return self._ask({"op": "check", "keys": list(keys)})[1] == b"1"
+
+    def rank_keys(self, world: World, epoch: str, towards: Sequence[int], *, timeout_s: float) -> bytes:
+        """This rank's keys in its world (`hora.net.keys`), with those towards these ranks.
+
+        HorovodInternalError: this process has no such place in the launcher's present generation.
+        """
+        request = {"op": "keys", "rank": world.rank, "generation": world.generation, "epoch": epoch}
+        ranks = struct.pack(f">{len(towards)}I", *towards)
+        header, masked = self._ask(request, ranks, waiting_for="the keys of this world", limit_s=timeout_s)
+        return mask(read_held_secret(self._meeting.secret_file), bytes.fromhex(header["nonce"]), masked)
 
     # ---- reporting home -----------------------------------------------------------------------------------
 

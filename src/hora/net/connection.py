@@ -12,6 +12,7 @@ from collections import deque
 from types import TracebackType
 
 from hora.net import sockets
+from hora.net.cipher import wanted
 from hora.net.sockets import Where
 from hora.net.wire import MAX_FRAME_BYTES, ClientHandshake, Credentials, Header, Keys, Opener, Sealer
 
@@ -56,7 +57,7 @@ def _attempt(where: Where, credentials: Credentials, deadline: float, silence_li
 
 def _shake_hands(sock: socket.socket, credentials: Credentials, deadline: float) -> Keys:
     """The client's part of the handshake. EOFError when the server closes the connection."""
-    handshake = ClientHandshake(credentials)
+    handshake = ClientHandshake(credentials, wanted(sock))
     sock.sendall(handshake.hello)
     keys, proof = handshake.answer(_receive_exactly(sock, handshake.challenge_bytes, deadline))
     sock.sendall(proof)
@@ -79,7 +80,9 @@ class Connection:
 
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
         self.sock = sock
-        self.sealer, self.opener = Sealer(keys.to_server), Opener(keys.to_client)
+        self.encrypted = keys.encrypted
+        self.sealer = Sealer(keys.to_server, encrypted=keys.encrypted)
+        self.opener = Opener(keys.to_client, encrypted=keys.encrypted)
         self._ready: deque[tuple[Header, bytes]] = deque()
 
     def __enter__(self) -> Connection:

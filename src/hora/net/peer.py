@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from hora.net.wire import Header, Opener, Sealer, ServerHandshake
+from hora.net.wire import ANYBODY, Header, Opener, Sealer, ServerHandshake
 
 __all__ = ["Peer"]
 
@@ -16,7 +16,8 @@ __all__ = ["Peer"]
 class Peer:
     """States: stranger (until `handshake` is done) -> authenticated (`opener` and `sealer` exist) -> closed (not `open`).
 
-    `name`, and the `number` of the worker, task or rank for which it speaks, belong to the server's handler. `host`:
+    `speaker`: the number of the worker or rank whose key it has proven to hold (-1: a key that all share). `name`, and the
+    `number` of the worker, task or rank of which this is the connection, belong to the server's handler. `host`:
     the address from which it comes, or its process where that is local; `where`: the same in more detail, for messages.
     `flush` and `drop` are the server's; it calls them in its thread.
     """
@@ -32,6 +33,7 @@ class Peer:
     ) -> None:
         self.sock, self.host, self.where = sock, host, where
         self.since = time.monotonic()
+        self.speaker = ANYBODY
         self.name, self.number = where, -1
         self.handshake: ServerHandshake | None = None
         self.opener: Opener | None = None

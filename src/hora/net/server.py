@@ -10,16 +10,20 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
+import logging
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from hora.config import encryption
 from hora.errors import AuthenticationError
 from hora.net import sockets, strangers
+from hora.net.cipher import leaves_the_host, wanted
 from hora.net.connection import Connection
 from hora.net.peer import Peer
 from hora.net.sockets import Where
@@ -27,6 +31,7 @@ from hora.net.wire import (
     MAX_FRAME_BYTES,
     MAX_PAYLOAD_BYTES,
     Credentials,
+    CredentialsOf,
     Header,
     Opener,
     Sealer,
@@ -39,9 +44,19 @@ _FLUSH_LIMIT_S = 2.0
 _ACCEPT_AT_ONCE = 64
 _REST_S = 0.2
 _LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a user's limit may be longer
-_MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError)  # what comes of a message that makes no sense
+_MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+    struct.error,
+)  # what comes of a message that makes no sense
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+
+
+_log = logging.getLogger("hora.net")
 
 
 class Handler(Protocol):
@@ -85,7 +100,8 @@ class Server:
     ) -> None:
         self._handler, self._failed = handler, failed
         self._silence_limit_s, self._max_payload_bytes = silence_limit_s, max_payload_bytes
-        self._credentials: Credentials | None = None
+        self._credentials: Credentials | CredentialsOf | None = None
+        self._encryption, self._told_of_plain_text = encryption(), False
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._strangers = strangers.WaitingRoom()
@@ -111,8 +127,8 @@ class Server:
         self.call(lambda: self._watch(listener))
         return 0 if isinstance(where, str) else int(listener.getsockname()[1])
 
-    def start(self, credentials: Credentials) -> None:
-        """Begin to answer those who hold the same credentials."""
+    def start(self, credentials: Credentials | CredentialsOf) -> None:
+        """Begin to answer those who hold the same credentials; a function tells those of each who may speak."""
         self._credentials = credentials
         self._thread.start()
 
@@ -266,7 +282,7 @@ class Server:
         sockets.tune(sock, silence_limit_s=self._silence_limit_s)
         assert self._credentials is not None
         peer = self._peer(sock, host=host, where=where)
-        peer.handshake = ServerHandshake(self._credentials)
+        peer.handshake = ServerHandshake(self._credentials, wanted(sock, self._encryption))
         self._strangers.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
@@ -313,11 +329,23 @@ class Server:
         elif handshake.done:
             keys = handshake.keys
             assert keys is not None
-            peer.opener = Opener(keys.to_server, max_payload_bytes=self._max_payload_bytes)
-            peer.sealer = Sealer(keys.to_client)
-            peer.handshake = None
+            limit, encrypted = self._max_payload_bytes, keys.encrypted
+            peer.opener = Opener(keys.to_server, encrypted=encrypted, max_payload_bytes=limit)
+            peer.sealer = Sealer(keys.to_client, encrypted=encrypted)
+            self._notice(peer, encrypted)
+            peer.handshake, peer.speaker = None, handshake.speaker
             self._strangers.remove(peer)
             self._peers[peer] = None
+
+    def _notice(self, peer: Peer, encrypted: bool) -> None:
+        """Say once what can be read on the wire."""
+        if self._encryption == "auto" and not encrypted and not self._told_of_plain_text and leaves_the_host(peer.sock):
+            self._told_of_plain_text = True
+            _log.warning(
+                "control messages to and from %s are not encrypted: the package cryptography is missing there or here "
+                "(pip install 'hora[tls]'; HORA_ENCRYPT=never says that it is meant so)",
+                peer.host,
+            )
 
     def _admit(self, peer: Peer) -> None:
         self._peers[peer] = None

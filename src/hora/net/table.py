@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hora.net.server import Peer, Server, Timer
-from hora.net.wire import Credentials, Header
+from hora.net.wire import Credentials, CredentialsOf, Header
 
 __all__ = ["NAME_CHARACTERS", "Operation", "Parked", "Table"]
 
@@ -71,7 +71,7 @@ class _Gather:
 class Table:
     """The server, at this place until closed. `name`: of its thread."""
 
-    def __init__(self, where: tuple[str, int], credentials: Credentials, *, name: str) -> None:
+    def __init__(self, where: tuple[str, int], credentials: Credentials | CredentialsOf, *, name: str) -> None:
         self.generation = -1  # of the ranks that meet
         self._table: dict[str, bytes] = {}
         self._gets: dict[str, list[Parked]] = {}

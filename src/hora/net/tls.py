@@ -10,7 +10,6 @@ Needs the package `cryptography`, which only makes the certificate; the rest is 
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import os
 import socket
 import ssl
@@ -18,12 +17,7 @@ import ssl
 from hora.errors import AuthenticationError
 from hora.net.wire import derived_secret
 
-__all__ = ["Tls", "available"]
-
-
-def available() -> bool:
-    """Whether this process can make the certificate."""
-    return importlib.util.find_spec("cryptography") is not None
+__all__ = ["Tls"]
 
 
 class Tls:

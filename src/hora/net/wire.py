@@ -2,18 +2,17 @@
 
 Both ends prove with HMAC-SHA256 that they hold the job's secret before anything else is read; then every
 frame carries a MAC under a key that belongs to this connection and this direction and covers the frame's
-number, so that frames can be neither forged nor replayed nor reordered nor carried to another job. Contents
-are authenticated, not encrypted. A message is a small JSON header and a raw payload, cut into bounded
-frames: nothing here unpickles or evaluates.
+number, so that frames can be neither forged nor replayed nor reordered nor carried to another job. Between hosts
+they are encrypted as well, where both ends can (`cipher`); their nonces then are halves of an exchange of keys. A message is a
+small JSON header and a raw payload, cut into bounded frames: nothing here unpickles or evaluates.
 
-    client -> server   hello      magic, client nonce
-    server -> client   challenge  server nonce, server's proof
+    client -> server   hello      magic, offers encryption, speaker, client nonce
+    server -> client   challenge  is encrypted, server nonce, server's proof
     client -> server   proof      client's proof
     both               frames     length, MAC(number, length, body), body
 
 The classes hold state and move no bytes: `server` drives them from its event loop, `connection` from a blocking socket.
-What messages mean is decided by the owners of servers and connections. A later kind of protection (keys derived for
-each rank, encryption) belongs here and into `Credentials`: all of the network is behind it.
+What messages mean is decided by the owners of servers and connections; who is given which key, in `keys`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ import hmac
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from hora.errors import AuthenticationError
+from hora.net.cipher import Cipher, Encryption, Exchange
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -35,12 +35,14 @@ __all__ = [
     "MAX_PAYLOAD_BYTES",
     "ClientHandshake",
     "Credentials",
+    "CredentialsOf",
     "Header",
     "Keys",
     "Opener",
     "Sealer",
     "ServerHandshake",
     "derived_secret",
+    "mask",
     "new_secret",
 ]
 
@@ -51,14 +53,16 @@ MAX_FRAME_BYTES = 256 * 1024
 MAX_HEADER_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024**3
 
-_MAGIC = b"HORA/1\r\n"
+ANYBODY = -1
+
+_MAGIC = b"HORA/2\r\n"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
-_HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
-_CHALLENGE_BYTES = _NONCE_BYTES + _MAC_BYTES
+_SPEAKER = struct.Struct(">i")
+_HELLO_BYTES = len(_MAGIC) + 1 + _SPEAKER.size + _NONCE_BYTES
+_CHALLENGE_BYTES = 1 + _NONCE_BYTES + _MAC_BYTES
 _LENGTH = struct.Struct(">I")
 _NUMBER = struct.Struct(">Q")
-_PREFIX_BYTES = _LENGTH.size + _MAC_BYTES
 
 
 def new_secret() -> bytes:
@@ -71,29 +75,58 @@ def derived_secret(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, b"derived secret: " + purpose.encode(), "sha256")
 
 
+def mask(secret: bytes, nonce: bytes, data: bytes) -> bytes:
+    """The data, hidden from listeners; applied twice it is itself again. The nonce must be new for every message.
+
+    For what has to stay secret on a connection that authenticates what it carries but does not encrypt it.
+    """
+    key = derived_secret(secret, "mask")
+    pad = b"".join(hmac.digest(key, nonce + block.to_bytes(4, "big"), "sha256") for block in range(-(-len(data) // 32)))
+    masked = int.from_bytes(data, "big") ^ int.from_bytes(pad[: len(data)], "big")
+    return masked.to_bytes(len(data), "big")
+
+
 @dataclass(frozen=True)
 class Credentials:
-    """What both ends of a connection must hold: a secret, and what it is for.
+    """What both ends of a connection must hold: a secret, what it is for, and who is at the client's end.
 
     The purpose (a job, the hub of a world, a session of workers) is part of every proof, so that what was said in one
-    place is worth nothing in another.
+    place is worth nothing in another. `speaker`: the number of the worker or the rank whose key it is, where each has its own.
     """
 
     secret: bytes = field(repr=False)
     purpose: str
+    speaker: int = ANYBODY
 
     def __post_init__(self) -> None:
         if len(self.secret) < SECRET_BYTES:
             raise ValueError(f"a job's secret must have {SECRET_BYTES} bytes, but this one has {len(self.secret)}")
 
 
-class Keys:
-    """The proofs and the two directions' keys of one connection."""
+CredentialsOf = Callable[[int], Credentials]  # a server's: those of the one for whom a client says that it speaks
 
-    def __init__(self, credentials: Credentials, client_nonce: bytes, server_nonce: bytes) -> None:
+
+class Keys:
+    """The proofs and the two directions' keys of one connection.
+
+    `offered`: the client can encrypt. `exchanged`: what the two ends' halves give, if the connection is encrypted.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        client_nonce: bytes,
+        server_nonce: bytes,
+        *,
+        offered: bool = False,
+        exchanged: bytes = b"",
+    ) -> None:
         name = credentials.purpose.encode()
+        self.encrypted = bool(exchanged)
         self._secret = credentials.secret
-        self._transcript = _MAGIC + _LENGTH.pack(len(name)) + name + client_nonce + server_nonce
+        speaker = _SPEAKER.pack(credentials.speaker)
+        said = _LENGTH.pack(len(name)) + name + bytes([offered, self.encrypted]) + speaker
+        self._transcript = _MAGIC + said + client_nonce + server_nonce + exchanged
         self.server_proof = self._derive(b"server proof")
         self.client_proof = self._derive(b"client proof")
         self.to_server = self._derive(b"client to server")
@@ -104,10 +137,14 @@ class Keys:
 
 
 class ServerHandshake:
-    """The server's half. It reads at most 72 bytes of a stranger and stores no more than these."""
+    """The server's half. It reads at most 77 bytes of a stranger and stores no more than these.
 
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
+    `speaker`: for whom the client speaks, which is proven when the handshake is `done`.
+    """
+
+    def __init__(self, credentials: Credentials | CredentialsOf, encryption: Encryption = Encryption.NONE) -> None:
+        self._credentials, self._encryption = credentials, encryption
+        self.speaker = ANYBODY
         self._received = bytearray()
         self.keys: Keys | None = None
         self.done = False
@@ -127,39 +164,72 @@ class ServerHandshake:
             return b""
         received, self._received = bytes(self._received), bytearray()
         if self.keys is None:
-            nonce = os.urandom(_NONCE_BYTES)
-            self.keys = Keys(self._credentials, received[len(_MAGIC) :], nonce)
-            return nonce + self.keys.server_proof
+            return self._challenge(received[len(_MAGIC)], received[len(_MAGIC) + 1 :])
         if not hmac.compare_digest(received, self.keys.client_proof):
             raise AuthenticationError("it does not hold the job's secret")
         self.done = True
         return b""
 
+    def _challenge(self, offered: int, rest: bytes) -> bytes:
+        (self.speaker,), theirs = _SPEAKER.unpack_from(rest), rest[_SPEAKER.size :]
+        if offered > 1:
+            raise AuthenticationError("it does not speak the control protocol")
+        if self._encryption is Encryption.REQUIRED and not offered:
+            raise AuthenticationError("it does not encrypt, which HORA_ENCRYPT=always asks for")
+        expected, exchanged, nonce = self._expected(self.speaker), b"", os.urandom(_NONCE_BYTES)
+        if offered and self._encryption:
+            exchange = Exchange()
+            exchanged, nonce = exchange.shared(theirs), exchange.public
+        self.keys = Keys(expected, theirs, nonce, offered=bool(offered), exchanged=exchanged)
+        return bytes([self.keys.encrypted]) + nonce + self.keys.server_proof
+
+    def _expected(self, speaker: int) -> Credentials:
+        found = self._credentials if isinstance(self._credentials, Credentials) else self._credentials(speaker)
+        if found.speaker != speaker:
+            raise AuthenticationError(f"it wants to speak for number {speaker}, which has no key here")
+        return found
+
 
 class ClientHandshake:
     """The client's half: say `hello`, then answer the challenge."""
 
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-        self._nonce = os.urandom(_NONCE_BYTES)
-        self.hello = _MAGIC + self._nonce
+    def __init__(self, credentials: Credentials, encryption: Encryption = Encryption.NONE) -> None:
+        self._credentials, self._encryption = credentials, encryption
+        self._exchange = Exchange() if encryption else None
+        self._nonce = os.urandom(_NONCE_BYTES) if self._exchange is None else self._exchange.public
+        self.hello = _MAGIC + bytes([bool(encryption)]) + _SPEAKER.pack(credentials.speaker) + self._nonce
         self.challenge_bytes = _CHALLENGE_BYTES
 
     def answer(self, challenge: bytes) -> tuple[Keys, bytes]:
         """The connection's keys and the proof to send. AuthenticationError if the server has no secret."""
-        keys = Keys(self._credentials, self._nonce, challenge[:_NONCE_BYTES])
-        if not hmac.compare_digest(challenge[_NONCE_BYTES:], keys.server_proof):
+        encrypted, theirs, proof = challenge[0], challenge[1 : 1 + _NONCE_BYTES], challenge[1 + _NONCE_BYTES :]
+        exchanged = self._exchange.shared(theirs) if encrypted and self._exchange is not None else b""
+        keys = Keys(self._credentials, self._nonce, theirs, offered=bool(self._encryption), exchanged=exchanged)
+        if not hmac.compare_digest(proof, keys.server_proof):
             raise AuthenticationError("the server does not hold this job's secret")
+        if self._encryption is Encryption.REQUIRED and not keys.encrypted:
+            raise AuthenticationError("the server does not encrypt, which HORA_ENCRYPT=always asks for")
         return keys, keys.client_proof
 
 
 class _Mac:
-    """Numbers and signs the frames of one direction."""
+    """Numbers and signs the frames of one direction. Takes turns with `Cipher`, which also encrypts them."""
+
+    tag_bytes = _MAC_BYTES
 
     def __init__(self, key: bytes) -> None:
         self._key, self._number = key, 0
 
-    def next(self, body: bytes | bytearray | memoryview) -> bytes:
+    def seal(self, body: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
+        """The frame's tag, and what takes the place of its body."""
+        return self._next(body), body
+
+    def open(self, tag: bytes, body: bytes) -> bytes:
+        if not hmac.compare_digest(tag, self._next(body)):
+            raise AuthenticationError("a frame carried a wrong signature")
+        return body
+
+    def _next(self, body: bytes | bytearray | memoryview) -> bytes:
         mac = hmac.new(self._key, _NUMBER.pack(self._number) + _LENGTH.pack(len(body)), hashlib.sha256)
         mac.update(body)
         self._number += 1
@@ -169,8 +239,8 @@ class _Mac:
 class Sealer:
     """Turns messages into signed frames."""
 
-    def __init__(self, key: bytes) -> None:
-        self._mac = _Mac(key)
+    def __init__(self, key: bytes, *, encrypted: bool = False) -> None:
+        self._protection = Cipher(key) if encrypted else _Mac(key)
 
     def frames(self, header: Header, payload: bytes | memoryview = b"") -> Iterator[bytes]:
         """The frames of one message, made one at a time so that a large payload is never held twice.
@@ -189,14 +259,15 @@ class Sealer:
             yield self._frame(view[start : start + MAX_FRAME_BYTES])
 
     def _frame(self, body: bytes | memoryview) -> bytes:
-        return b"".join((_LENGTH.pack(len(body)), self._mac.next(body), body))
+        return b"".join((_LENGTH.pack(len(body)), *self._protection.seal(body)))
 
 
 class Opener:
     """Turns received bytes back into messages; AuthenticationError at the first frame that is not genuine."""
 
-    def __init__(self, key: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-        self._mac = _Mac(key)
+    def __init__(self, key: bytes, *, encrypted: bool = False, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._protection = Cipher(key) if encrypted else _Mac(key)
+        self._prefix_bytes = _LENGTH.size + self._protection.tag_bytes
         self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
         self._header: Header | None = None
@@ -206,23 +277,19 @@ class Opener:
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[Header, bytes]]:
         """Messages completed by these bytes."""
         self._buffer += data
+        prefix_bytes = self._prefix_bytes
         while True:
-            if len(self._buffer) < _PREFIX_BYTES:
+            if len(self._buffer) < prefix_bytes:
                 return
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_FRAME_BYTES:
                 raise AuthenticationError(f"a frame of {length} bytes was announced; the limit is {MAX_FRAME_BYTES}")
-            if len(self._buffer) < _PREFIX_BYTES + length:
+            if len(self._buffer) < prefix_bytes + length:
                 return
             with memoryview(self._buffer) as view:
-                mac, body = (
-                    bytes(view[_LENGTH.size : _PREFIX_BYTES]),
-                    bytes(view[_PREFIX_BYTES : _PREFIX_BYTES + length]),
-                )
-            del self._buffer[: _PREFIX_BYTES + length]
-            if not hmac.compare_digest(mac, self._mac.next(body)):
-                raise AuthenticationError("a frame carried a wrong signature")
-            message = self._take(body)
+                tag, body = bytes(view[_LENGTH.size : prefix_bytes]), bytes(view[prefix_bytes : prefix_bytes + length])
+            del self._buffer[: prefix_bytes + length]
+            message = self._take(self._protection.open(tag, body))
             if message is not None:
                 yield message
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hora.engine.agree.announcement import Announcer, Reader
 from hora.engine.plan import Batch, Planner
@@ -18,21 +18,22 @@ _SLICE_S = 0.05
 class HubAgreement:
     """Every announcement goes to the hub, which sends what came in together to all members as one round.
 
-    `send` gives an announcement to the hub; the hub's thread calls `deliver` with each round.
+    `send` gives an announcement to the hub; the hub's thread calls `deliver` with each round. The hub knows whose connection
+    an announcement came over, and `ranks` who is a member: what any other rank announces here is not heard.
     """
 
     holds_back = False
 
-    def __init__(self, send: Callable[[bytes], None], num_members: int, *, cache_capacity: int) -> None:
+    def __init__(self, send: Callable[[bytes], None], ranks: Sequence[int], *, cache_capacity: int) -> None:
         self._send = send
         self._announcer = Announcer(cache_capacity)
         interned: dict[Signature, Signature] = {}
-        self._readers = [Reader(interned) for _ in range(num_members)]
+        self._readers = {rank: (member, Reader(interned)) for member, rank in enumerate(ranks)}
         self._rounds: deque[list[tuple[int, bytes]]] = deque()
         self._changed = threading.Condition()
 
     def deliver(self, announcements: list[tuple[int, bytes]]) -> None:
-        """A round has come: what members have announced, with their numbers. On the hub's thread."""
+        """A round has come: what ranks have announced. On the hub's thread."""
         with self._changed:
             self._rounds.append(announcements)
             self._changed.notify_all()
@@ -43,9 +44,11 @@ class HubAgreement:
     def poll(self, planner: Planner) -> list[Batch] | None:
         if not self._rounds:
             return None
-        for member, data in self._rounds.popleft():
-            for signature, instance in self._readers[member].decode(data):
-                planner.feed(member, signature, instance)
+        for rank, data in self._rounds.popleft():
+            if rank in self._readers:
+                member, reader = self._readers[rank]
+                for signature, instance in reader.decode(data):
+                    planner.feed(member, signature, instance)
         return planner.close_round()
 
     def flush(self) -> None:

@@ -28,6 +28,7 @@ from hora.launch.environment import variables
 from hora.launch.host.connection import local_supervisor_command, wait_or_kill
 from hora.launch.host.processes import Processes, environment_value
 from hora.net.connection import Connection, connect
+from hora.net.keys import worker_key
 from hora.version import version
 
 __all__ = ["join"]
@@ -212,12 +213,12 @@ class _Agent:
                 view = view[self._process.stdin.write(view) or 0 :]
 
     def _completed(self, line: bytes) -> bytes:
-        """An order with what did not travel: the job's secret, our address of the controller, our Python."""
+        """An order with what did not travel: the worker's key, our address of the controller, our Python."""
         order = json.loads(line)
         if order["op"] != "start":
             return line
-        files = order["private_files"]
-        order["private_files"] = {name: data or self._secret.hex() for name, data in files.items()}
+        key = worker_key(self._secret, order["worker"])
+        order["private_files"] = {name: data or key.hex() for name, data in order["private_files"].items()}
         order["env"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = self._controller
         if order["argv"][0] == self._controllers_python:
             order["argv"][0] = sys.executable

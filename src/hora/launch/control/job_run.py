@@ -25,6 +25,7 @@ from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
+from hora.net.keys import worker_key
 from hora.net.wire import new_secret
 from hora.telemetry.stacks import stack_text
 from hora.world import MeetingPoint, World
@@ -141,7 +142,7 @@ class JobRun:
                     **world.to_env(mpi_names=job.mpi_names),
                 },
                 cwd=job.cwd,
-                private_files={"HORA_SECRET_FILE": self._secret},
+                private_files={"HORA_SECRET_FILE": worker_key(self._secret, world.worker)},
                 grace_s=job.grace_s,
                 preload=self._preload,
             )

@@ -3,23 +3,32 @@
 It is a table (`hora.net.table`) that knows which ranks are lost, hands out worlds generation by generation, and passes
 results, errors and log lines on to the controller (`RendezvousEvents`). It starts nothing and decides nothing. A worker
 that asks for more than a table gives may also be answered `removed` or `refused`.
+
+Every worker has a key of its own (`hora.net.keys`), so it is known who speaks: each says things of itself alone, comes to a
+meeting as the rank that it is, and gets the keys of the generation in which it has a place.
 """
 
 from __future__ import annotations
 
+import os
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hora.net.keys import rank_keys, worker_credentials, world_secret
 from hora.net.server import Peer
 from hora.net.table import NAME_CHARACTERS, Operation, Parked, Table
-from hora.net.wire import Credentials, Header
+from hora.net.wire import Credentials, Header, mask
 from hora.world import World
 
 __all__ = ["ErrorReport", "Rendezvous", "RendezvousEvents"]
 
 _LINE_BYTES, _TELEMETRY_BYTES = 64 * 1024, 1024 * 1024
+_KEYS_BYTES = 256 * 1024
+_LAUNCHERS_KEYS = "hora/"  # keys of the table that begin so are set by the launcher alone
+_READING, _WRITING = {"get", "check", "keys"}, {"set", "add", "delete", "gather"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +79,16 @@ class Rendezvous(Table):
 
     def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents) -> None:
         self._events = events
+        self._secret, self._job = secret, job
         self._next_worlds: dict[int, tuple[Parked, int]] = {}
         self._worlds: dict[int, World] = {}  # of this generation, by worker
         self._heard: dict[int, float] = {}  # worker -> when
         self._given_up: set[int] = set()  # workers that have no place ever again, should they turn up
         self._reporting: dict[int, Peer] = {}  # worker -> the connection over which it tells how it does
-        super().__init__((bind_address, 0), Credentials(secret, job), name="hora-rendezvous")
+        super().__init__((bind_address, 0), self._credentials_of, name="hora-rendezvous")
+
+    def _credentials_of(self, worker: int) -> Credentials:
+        return worker_credentials(self._secret, self._job, worker)
 
     def notify(self, notice: Header) -> None:
         """Push a notice to every connected worker."""
@@ -108,6 +121,10 @@ class Rendezvous(Table):
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+        why = self._objection(peer, header)
+        if why:
+            self._refuse(peer, header, why)
+            return
         super().message(peer, header, payload)
         if peer.number >= 0:
             self._heard[peer.number] = time.monotonic()
@@ -121,8 +138,33 @@ class Rendezvous(Table):
         if peer.number >= 0:
             self._events.lost(peer.number)
 
+    def _objection(self, peer: Peer, header: Header) -> str:
+        """Why this worker may not do that at the table. Who holds the job's secret itself (-1) may."""
+        operation, worker = str(header["op"]), peer.speaker
+        if operation in _WRITING and str(header["key"]).startswith(_LAUNCHERS_KEYS):
+            return f"{header['key']!r} is set by the launcher alone"
+        if worker < 0 or operation not in _READING | _WRITING:
+            return ""
+        if worker in self._given_up:
+            return f"worker {worker} was given up by the launcher"
+        if operation in _WRITING and self._worlds and worker not in self._worlds:
+            return f"worker {worker} has no place in generation {self.generation}"
+        if operation == "gather" and int(header["rank"]) != self._rank_of(worker):
+            return f"worker {worker} is not rank {header['rank']} of generation {self.generation}"
+        return ""
+
+    def _rank_of(self, worker: int) -> int | None:
+        """Its rank in this generation. In a job that has not announced one yet, numbers are ranks."""
+        if not self._worlds:
+            return worker
+        return self._worlds[worker].rank if worker in self._worlds else None
+
+    def _refuse(self, peer: Peer, header: Header, why: str) -> None:
+        peer.send({"re": header["id"], "error": "refused", "message": why})
+
     def _all_operations(self) -> dict[str, Operation]:
         return super()._all_operations() | {
+            "keys": self._keys,
             "returned": self._returned,
             "raised": self._raised,
             "said": self._said,
@@ -131,15 +173,32 @@ class Rendezvous(Table):
         }
 
     def _hello(self, peer: Peer, header: Header, payload: bytes) -> None:
-        peer.name, peer.number = str(header["name"])[:NAME_CHARACTERS], int(header["worker"])
-        if peer.number in self._given_up:
-            message = f"worker {peer.number} was given up by the launcher and its place is somebody else's"
-            peer.number = -1
-            peer.send({"re": header["id"], "error": "refused", "message": message})
+        worker = int(header["worker"])
+        if peer.speaker >= 0 and worker not in (-1, peer.speaker):
+            raise ValueError(f"worker {peer.speaker} wants to speak for worker {worker}")
+        if worker in self._given_up or peer.speaker in self._given_up:
+            number = worker if peer.speaker < 0 else peer.speaker
+            why = f"worker {number} was given up by the launcher and its place is somebody else's"
+            self._refuse(peer, header, why)
             return
+        peer.name, peer.number = str(header["name"])[:NAME_CHARACTERS], worker
         self._answer(peer, header["id"])
         if peer.number >= 0:
             self._events.joined(peer.number)
+
+    def _keys(self, peer: Peer, header: Header, payload: bytes) -> None:
+        """Its keys in its world, for it alone: hidden under its own key, since a connection may be listened to."""
+        rank, generation, epoch = int(header["rank"]), int(header["generation"]), str(header["epoch"])
+        if generation != self.generation or (peer.speaker >= 0 and rank != self._rank_of(peer.speaker)):
+            place = f"rank {rank} of generation {generation}"
+            self._refuse(peer, header, f"this worker is not {place}: it is generation {self.generation} now")
+            return
+        if len(payload) > _KEYS_BYTES:
+            raise ValueError(f"keys towards {len(payload) // 4} ranks were asked for at once")
+        towards = struct.unpack(f">{len(payload) // 4}I", payload)
+        world, nonce = world_secret(self._secret, f"{generation} {epoch}"), os.urandom(32)
+        secret = self._credentials_of(peer.speaker).secret
+        peer.send({"re": header["id"], "nonce": nonce.hex()}, mask(secret, nonce, rank_keys(world, rank, towards)))
 
     def _returned(self, peer: Peer, header: Header, payload: bytes) -> None:
         self._events.returned(peer.number, payload)
@@ -160,7 +219,9 @@ class Rendezvous(Table):
         self._events.said(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
 
     def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
-        worker = peer.number if peer.number >= 0 else int(header["worker"])
+        worker = peer.speaker if peer.speaker >= 0 else int(header["worker"])
+        if worker in self._given_up:
+            return
         self._reporting[worker] = peer
         if len(payload) <= _TELEMETRY_BYTES:
             self._events.told(worker, str(header["kind"]), payload)

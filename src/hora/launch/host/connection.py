@@ -103,6 +103,7 @@ class HostConnection:
         )
         self._lock = threading.Lock()
         self._running: set[int] = set()
+        self._own: set[int] = set()  # workers that were ever started here: of no other does this host say anything
         self._has_zygote = False
         self._over_now = threading.Event()
         self._ended: str | None = None  # why nothing can be started here any more
@@ -155,6 +156,7 @@ class HostConnection:
             ended = self._ended
             if ended is None:
                 self._running |= {spec.worker for spec in workers}
+                self._own |= self._running
         if ended is None:
             self._order(bytes(orders))
         else:
@@ -243,6 +245,8 @@ class HostConnection:
             kind, worker, length = supervisor.FRAME.unpack_from(buffer)
             if not 0 <= length <= _MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {length} bytes")
+            if worker not in self._own:
+                raise ValueError(f"a frame of worker {worker}, which is not there")
             if len(buffer) < size + length:
                 return
             body = bytes(buffer[size : size + length])

@@ -22,10 +22,9 @@ from hora.launch.control.controller import run_job
 from hora.launch.job import Job, JobResult, LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.spark.driver import StageDriver, TaskConnections
 from hora.launch.spark.placement import Placement, TaskPlace, place_tasks
-from hora.launch.spark.task import mask
 from hora.launch.spark.variables import GPU_VARIABLE
 from hora.launch.watching import Watching
-from hora.net.wire import Header
+from hora.net.wire import Header, mask
 
 __all__ = ["SparkJob", "SparkLauncher", "meet_all", "run_on_spark"]
 
@@ -202,9 +201,11 @@ class SparkLauncher:
     def _message(self, task: int, header: Header, payload: bytes) -> None:
         assert self._events is not None
         kind = header.pop("kind")
-        if kind == "output":
+        with self._lock:
+            own = self._running.get(task) == header.get("worker")  # of no other does this task say anything
+        if kind == "output" and own:
             self._events.output(header["worker"], header["stream"], payload)
-        elif kind == "started":
+        elif kind == "started" and own:
             self._events.started(header["worker"])
         elif kind == "exited":
             self._exited(task, WorkerExit(**header))

@@ -9,7 +9,6 @@ ends the process as well. Spark calls `SparkTask`; the driver's end of the conne
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import os
 import socket
@@ -28,9 +27,9 @@ from hora.launch.spark.warm import fork_supervisor, prepare
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
-from hora.net.wire import Credentials, Header
+from hora.net.wire import Credentials, Header, mask
 
-__all__ = ["SparkTask", "host_hash", "mask"]
+__all__ = ["SparkTask", "host_hash"]
 
 _CONNECT_LIMIT_S = 60.0
 _TAIL_BYTES = 64 * 1024
@@ -150,19 +149,6 @@ class _TaskAgent:
             # The driver is gone. `serve` sees the same and ends; the launcher's threads must live to reap
             # the process.
             return
-
-
-def mask(stage_secret: bytes, nonce: bytes, data: bytes) -> bytes:
-    """A worker's environment and private files, hidden from listeners; applied twice they are themselves again.
-
-    The connection authenticates what it carries but does not encrypt it. The nonce is new for every message.
-    """
-    pad = b"".join(
-        hmac.digest(stage_secret, b"worker secret" + nonce + block.to_bytes(4, "big"), "sha256")
-        for block in range(-(-len(data) // 32))
-    )
-    masked = int.from_bytes(data, "big") ^ int.from_bytes(pad[: len(data)], "big")
-    return masked.to_bytes(len(data), "big")
 
 
 def host_hash(salt: str | None = None) -> str:
