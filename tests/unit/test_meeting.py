@@ -141,8 +141,8 @@ def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, m
             ]
             assert [one.result() for one in told] == [[b"0", b"1"]] * 2
             with_secret = meeting._beside_torch(world)
-            first, second = meet(with_secret, with_secret)
-            assert first.secret_for("the hub") == second.secret_for("the hub")
+            first, second = keys_of(meet(with_secret, with_secret), "0.0")
+            assert first.shared == second.shared
         elsewhere = replace(world, meeting=replace(world.meeting, port=port + 1))
         assert meeting._beside_torch(elsewhere) is elsewhere
     finally:
