@@ -51,7 +51,9 @@ def _late_rank_is_reported(late: int, place) -> None:
 
     hvd.init()
     rank, records = hvd.rank(), listen(told)
-    hvd.allreduce(torch.ones(1), name="known")  # a tensor that was agreed on before is watched like a new one
+    hvd.allreduce(
+        torch.ones(1), name="known", op=hvd.Sum
+    )  # a tensor that was agreed on before is watched like a new one
     for name in ("known", "new"):
         if hvd.rank() == late:
             wait_until(f"{name} has been reported", lambda name=name: place.store.check([name]))

@@ -83,27 +83,27 @@ def test_a_limit_ends_a_wait_and_says_what_was_waited_for(pair):
 def test_short_sleeps_make_it_look_longer_and_vain_looks_shorter(pair):
     reader = pair[1]
     for _ in range(futex._LEAST_PATIENCE - 1):
-        reader._learn(futex._SOON_S / 2)
+        reader.learn(futex._SOON_S / 2)
     assert reader._looks == futex._FEW_LOOKS
-    reader._learn(futex._SOON_S / 2)
+    reader.learn(futex._SOON_S / 2)
     assert reader._looks == futex._MANY_LOOKS
 
-    reader._learn(1.0)
-    reader._learn(1.0)
+    reader.learn(1.0)
+    reader.learn(1.0)
     pair[0].set(1)
     wait(reader, 1)  # found while looking: the misses before don't count any more
-    reader._learn(1.0)
-    reader._learn(1.0)
+    reader.learn(1.0)
+    reader.learn(1.0)
     assert reader._looks == futex._MANY_LOOKS
-    reader._learn(1.0)
+    reader.learn(1.0)
     assert reader._looks == futex._FEW_LOOKS
 
     for _ in range(2 * futex._LEAST_PATIENCE - 1):
-        reader._learn(futex._SOON_S / 2)
+        reader.learn(futex._SOON_S / 2)
     assert reader._looks == futex._FEW_LOOKS
-    reader._learn(2 * futex._SOON_S)  # a long sleep begins the count anew
+    reader.learn(2 * futex._SOON_S)  # a long sleep begins the count anew
     for _ in range(2 * futex._LEAST_PATIENCE):
-        reader._learn(futex._SOON_S / 2)
+        reader.learn(futex._SOON_S / 2)
     assert reader._looks == futex._MANY_LOOKS
 
 

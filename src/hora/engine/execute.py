@@ -17,7 +17,7 @@ from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Si
 from hora.engine.transport.arithmetic import arithmetic_of, identity
 from hora.engine.transport.base import Transport
 
-__all__ = ["deliver", "execute", "execute_on_device", "write_back"]
+__all__ = ["deliver", "execute", "execute_on_device", "flat", "write_back"]
 
 Requests = Mapping[Key, Request]
 
@@ -91,7 +91,8 @@ def _side_stream(device: torch.device | None) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in one dimension, as transports want it."""
     if tensor.dtype is torch.bool:
         tensor = tensor.view(torch.uint8)
     if tensor.dim() == 1 and tensor.stride(0) == 1:
@@ -120,9 +121,9 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         source = request.tensors[part.index]
         assert request.outputs is not None
         out = request.outputs[part.index]
-        flat = _flat(source)
-        inputs.append(flat)
-        outputs.append(flat if out is source else _flat(out))
+        whole = flat(source)
+        inputs.append(whole)
+        outputs.append(whole if out is source else flat(out))
     scaled = reduce.prescale != 1.0 and reduce.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
     if scaled and len(requests) < len({part.key for part in batch.parts}):
         # A placeholder that is not 0 must stay what it is: what this rank really contributes is scaled here instead.
@@ -160,8 +161,8 @@ def _allgather(batch: Batch, requests: Requests, transport: Transport) -> None:
         shapes = [signature.shapes[part.index] for signature in part.signatures if signature is not None]
         output = source.new_empty((sum(shape[0] for shape in shapes), *source.shape[1:]))
         _keep(request, part.index, output)
-        inputs.append(_flat(source))
-        outputs.append(_flat(output))
+        inputs.append(flat(source))
+        outputs.append(flat(output))
         counts.append([prod(shape) for shape in shapes])
     transport.allgather(inputs, outputs, counts)
 
@@ -174,7 +175,7 @@ def _broadcast(batch: Batch, requests: Requests, transport: Transport, member: i
         source, out = request.tensors[part.index], request.outputs[part.index]
         if member == root and out is not source:
             out.copy_(source)
-        tensors.append(_flat(out))
+        tensors.append(flat(out))
     transport.broadcast(tensors, root)
 
 
@@ -186,7 +187,7 @@ def _alltoall(batch: Batch, requests: Requests, transport: Transport, member: in
     send = _of(part, member).extra
     receive = [_of(part, peer).extra[member] for peer in range(len(part.signatures))]
     output = source.new_empty((sum(receive), *source.shape[1:]))
-    transport.alltoall(_flat(source), _flat(output), [rows * row for rows in send], [rows * row for rows in receive])
+    transport.alltoall(flat(source), flat(output), [rows * row for rows in send], [rows * row for rows in receive])
     request.outputs = [output, torch.tensor(receive, dtype=torch.int32, device="cpu")]
 
 
@@ -199,8 +200,8 @@ def _reducescatter(batch: Batch, requests: Requests, transport: Transport, membe
         shares = [rows // num_members + (peer < rows % num_members) for peer in range(num_members)]
         output = source.new_empty((shares[member], *source.shape[1:]))
         _keep(request, part.index, output)
-        inputs.append(_flat(source))
-        outputs.append(_flat(output))
+        inputs.append(flat(source))
+        outputs.append(flat(output))
         counts.append([share * row for share in shares])
     transport.reducescatter(inputs, outputs, counts, batch.signature.reduce)
 

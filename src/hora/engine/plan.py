@@ -145,6 +145,11 @@ class Planner:
         num_bytes = self._fusion_of(signature)[0][1] if signature.dtypes else 0
         return [Batch(KINDS[signature.kind], signature, [Part(key, 0, signatures)], num_bytes=num_bytes)]
 
+    def note_lone(self, signature: Signature, instance: int) -> None:
+        """A request was agreed on without a round."""
+        if signature.name is None:
+            self._note_number(signature.operation, instance)
+
     def close_round(self) -> list[Batch]:
         """The batches that the announcements fed so far allow, in the order in which every member executes them."""
         ready, self._ready = self._ready, []

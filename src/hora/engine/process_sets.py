@@ -18,6 +18,7 @@ from hora.config import EngineConfig
 from hora.engine.agree.agreement import Agreement, LocalAgreement
 from hora.engine.agree.hub import HubAgreement
 from hora.engine.agree.shared_memory import SharedMemoryAgreement
+from hora.engine.lone import LonePath
 from hora.engine.peers import Peers
 from hora.engine.plan import Batch, Planner
 from hora.engine.queue import OperationQueue
@@ -48,6 +49,7 @@ class ProcessSets:
         self._recorder = recorder
         self._sets: dict[int, tuple[int, ...]] = {}
         self._queues: dict[int, OperationQueue] = {}
+        self._lone: dict[int, LonePath] = {}  # of the queues whose members share a host
         self._serials: dict[int, int] = {}
         self._num_registered = 0
         self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
@@ -76,6 +78,10 @@ class ProcessSets:
                 f"which has the ranks {list(self.ranks(number))}"
             )
         return queue
+
+    def lone_path(self, number: int) -> LonePath | None:
+        """The short way of a set whose members share a host; None for any other."""
+        return self._lone.get(number)
 
     def wake(self) -> None:
         """Wake the threads that wait for other members, so that they look at the world's status again."""
@@ -148,6 +154,7 @@ class ProcessSets:
         with self._rounds_lock:
             del self._sets[number], self._serials[number]
             self._queues.pop(number, None)
+            self._lone.pop(number, None)
 
     def register(self, ranks: tuple[int, ...]) -> int:
         """Add a set under the lowest free number (collective)."""
@@ -158,6 +165,8 @@ class ProcessSets:
             self._num_registered = serial
             if queue is not None:
                 self._queues[number] = queue
+                if isinstance(queue.agreement, SharedMemoryAgreement):
+                    self._lone[number] = LonePath(queue, queue.agreement)
             self._sets[number] = ranks
             for announcements in self._early_rounds.pop(serial, []):
                 self._deliver(serial, announcements)
@@ -207,6 +216,7 @@ class ProcessSets:
         for queue in self.queues():
             queue.close()
         self._queues.clear()
+        self._lone.clear()
 
     # Making a queue.
 

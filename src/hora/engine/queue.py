@@ -7,6 +7,8 @@ when there are none.
 
     submit -> in flight, announced -> (agreement, plan) -> batch -> transport -> request done -> waiters woken
 
+A thread that has the queue to itself may do without all this (`begin_alone`, for `lone`): meanwhile nothing is announced.
+
 A signal may come at any line here, and its handler may call `hvd.shutdown()`: nothing on that way (`drain`, `close`) waits
 without a limit for a lock that the interrupted thread may hold.
 """
@@ -24,7 +26,7 @@ import torch
 from hora.engine.agree.agreement import Agreement
 from hora.engine.background import BackgroundThread
 from hora.engine.execute import deliver, execute, execute_on_device, write_back
-from hora.engine.plan import Batch, Part, Planner
+from hora.engine.plan import Batch, Part, Pending, Planner
 from hora.engine.recorder import Recorder
 from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, full_names
 from hora.engine.shm.barrier import SharedMemoryBarrier
@@ -95,6 +97,9 @@ class OperationQueue:
         self._driver = 0  # the thread that holds it
         self._finished = threading.Condition()  # for threads that wait while another one drives
         self._num_waiters = 0
+        self._alone = False  # between `begin_alone` and `end_alone`
+        self._lone_seen: dict[Key, float] = {}  # since when members wait for lone requests
+        self._kept_back: list[tuple[Signature, int]] = []  # what other threads wanted to announce meanwhile
         self._stopping = False
         self._closed = False
         self._farewell = ""  # why the set ends, when its end has been announced
@@ -104,12 +109,14 @@ class OperationQueue:
         )
         self._records = ranks[member] == 0  # rank 0 writes the timeline
 
-    def submit(self, request: Request, *, background: bool) -> None:
-        """Put a request in flight. `background`: the background thread has to drive it, because the caller goes on."""
+    def submit(self, request: Request, *, background: bool, instance: int | None = None) -> None:
+        """Put a request in flight. `background`: the background thread has to drive it, because the caller goes on.
+        `instance`: its running number, where it has one already."""
         signature = request.signature
         with self._lock:
             self.check_open()
-            instance = self._unnamed.get(signature.operation, 0) if signature.name is None else 0
+            if instance is None:
+                instance = self._next_instance(signature)
             key = signature.key(instance)
             if key in self._in_flight:
                 raise ValueError(
@@ -120,18 +127,91 @@ class OperationQueue:
             request.parts_left = max(len(request.tensors), 1)
             self._in_flight[key] = request
             try:
-                self.agreement.announce(signature, instance)
+                if self._alone:
+                    self._kept_back.append((signature, instance))
+                else:
+                    self.agreement.announce(signature, instance)
                 if self._stopping:  # a signal's handler has shut down while this was under way
                     raise self._error()
             except BaseException:  # no member will ever hear of it
                 self._in_flight.pop(key, None)
                 self.check_open()
                 raise
-            if signature.name is None:
-                self._unnamed[signature.operation] = (instance + 1) % NUM_INSTANCES
         if background:
             self.agreement.wake()
             self._background.wake()
+
+    def _next_instance(self, signature: Signature) -> int:
+        """The running number of the next request, used up herewith; 0 for one with a name. Under the lock."""
+        if signature.name is not None:
+            return 0
+        instance = self._unnamed.get(signature.operation, 0)
+        self._unnamed[signature.operation] = (instance + 1) % NUM_INSTANCES
+        return instance
+
+    # A thread alone.
+
+    def begin_alone(self, signature: Signature, take_ticket: Callable[[], int]) -> tuple[int, int] | None:
+        """Become the driver of a queue in which nothing happens: the ticket and the running number of a lone request.
+
+        None where something does happen. Until `end_alone` no request of this rank is announced.
+        """
+        if self._in_flight or self.recorder.timeline is not None or not self._progress.acquire(blocking=False):
+            return None
+        self._driver = threading.get_ident()
+        with self._lock:
+            free = not self._in_flight and not self._stopping and not self._retired and self.status.is_open
+            ticket = take_ticket() if free and self._planner.idle else 0
+            if ticket:
+                self._alone = True
+                return ticket, self._next_instance(signature)
+        self.end_alone()
+        return None
+
+    def end_alone(self) -> None:
+        """Announce what other threads have submitted meanwhile, and stop to be the driver."""
+        if self._alone:
+            with self._lock:
+                self._alone = False
+                kept_back, self._kept_back = self._kept_back, []
+                for signature, instance in kept_back:
+                    self.agreement.announce(signature, instance)
+        self._driver = 0
+        self._stop_driving()
+        self._hand_over()
+        if self.status.closing and not self._in_flight:
+            self._on_idle()
+
+    def look_around_alone(self, closing: bool) -> None:
+        """While a lone request waits: raise when that has become pointless, and look for stalls. `closing`: what the status
+        said before it turned out that a member has not come."""
+        if self._stopping:
+            raise self._error()
+        self.status.guard()
+        if closing:
+            raise self.status.error()
+        self._planner.now = time.monotonic()
+        self._stalls.check_pending(self._planner, self._lone_requests)
+
+    def settle_lone(self, signature: Signature, instance: int) -> None:
+        """All members have agreed on a lone request."""
+        self._planner.note_lone(signature, instance)
+
+    def made_transport(self) -> Transport | None:
+        """The transport for tensors on the CPU, if there is one already."""
+        return self._transports.get("cpu")
+
+    def _lone_requests(self) -> list[Pending]:
+        """What members wait for without having announced it, as a stall report wants it."""
+        now, found = self._planner.now, []
+        seen, self._lone_seen = self._lone_seen, {}
+        for (signature, instance), signatures in self.agreement.lone_requests().items():
+            key = signature.key(instance)
+            entry = Pending(key, len(self.ranks), seen.get(key, now))
+            entry.signatures = signatures
+            self._lone_seen[key] = entry.first_seen
+            found.append(entry)
+        return found
 
     def check_open(self) -> None:
         """Raise when nothing new may begin."""
@@ -206,11 +286,11 @@ class OperationQueue:
         finally:
             self._lock.release()
         assert not batches, batches
-        self._stalls.check_pending(self._planner)
+        self._stalls.check_pending(self._planner, self._lone_requests)
 
     def drain(self) -> None:
         """Execute what was agreed before this rank began to leave; what was not agreed fails."""
-        if not self._in_flight or not self._lock.acquire(timeout=_DRAIN_LIMIT_S):
+        if not self.num_in_flight or not self._lock.acquire(timeout=_DRAIN_LIMIT_S):
             return  # a submission was interrupted by the signal that this rank leaves for
         self._lock.release()
         if self._may_drive(_DRAIN_LIMIT_S):
@@ -260,7 +340,7 @@ class OperationQueue:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self._in_flight) + self._alone
 
     # Progress. Everything below runs under the progress lock, unless it says otherwise.
 
@@ -272,7 +352,7 @@ class OperationQueue:
         self._driver = threading.get_ident()
         try:
             while self._in_flight and not (until is not None and until.done) and not self._stopping:
-                if not self._step_or_break():
+                if not self.unless_broken(self._step):
                     self._stalls.check_pending(self._planner)
                     self.agreement.wait()
             if self._stopping:
@@ -282,10 +362,10 @@ class OperationQueue:
         finally:
             self._driver = 0
 
-    def _step_or_break(self) -> bool:
-        """One round. What this rank has agreed to and cannot do breaks the world: the others wait for it."""
+    def unless_broken(self, work: Callable[[], bool]) -> bool:
+        """Do it. What this rank has agreed to and cannot do breaks the world: the others wait for it."""
         try:
-            return self._step()
+            return work()
         except HorovodInternalError:
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ Validation of a user's arguments lives in `validation.py`; nothing here communic
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from enum import IntEnum
@@ -117,6 +118,10 @@ class Signature(NamedTuple):
 
     def encode(self) -> bytes:
         return json.dumps(self, separators=(",", ":")).encode()
+
+    def digest(self) -> bytes:
+        """Sixteen bytes that no other signature has."""
+        return hashlib.blake2b(self.encode(), digest_size=16).digest()
 
     @classmethod
     def decode(cls, data: bytes) -> Signature:

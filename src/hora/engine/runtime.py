@@ -135,6 +135,25 @@ class Runtime:
         self._handles[handle] = (queue, request)
         return handle
 
+    def allreduce_alone(
+        self,
+        tensor: torch.Tensor,
+        *,
+        in_place: bool,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        process_set_id: int,
+    ) -> torch.Tensor | None:
+        """A blocking allreduce by the short way (`lone`); None where `submit` and `synchronize` have to do it."""
+        path = self.process_sets.lone_path(process_set_id)
+        if path is None or type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.is_contiguous():
+            return None
+        if tensor.is_inference() or torch.is_inference_mode_enabled():
+            return None
+        return path.allreduce(tensor, None if in_place else torch.empty_like(tensor), name, op, prescale, postscale)
+
     def poll(self, handle: int) -> bool:
         """Whether the operation is done. ValueError for an unknown handle."""
         entry = self._handles.get(handle)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from hora.engine.plan import Planner
+from hora.engine.plan import Pending, Planner
 from hora.engine.stall import StallInspector
 from hora.engine.status import WorldStatus
 from hora.telemetry.meters import meter
@@ -42,12 +42,12 @@ class StallWatch:
         lasted_s, self._since = time.monotonic() - self._since, 0.0
         return lasted_s
 
-    def check_pending(self, planner: Planner) -> None:
-        """Look at what some members have announced and others have not. The driver calls it."""
+    def check_pending(self, planner: Planner, lone: Callable[[], Sequence[Pending]] = tuple) -> None:
+        """Look at what some members have announced and others have not, in rounds or alone. The driver calls it."""
         inspector = self._inspector
         if inspector is None or not inspector.due(planner.now):
             return
-        report = inspector.inspect(planner.pending(), planner.joined, planner.now)
+        report = inspector.inspect([*planner.pending(), *lone()], planner.joined, planner.now)
         if report is None:
             return
         log.log(logging.ERROR if report.shutdown else logging.WARNING, "%s", report.text)

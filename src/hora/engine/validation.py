@@ -23,6 +23,7 @@ _OPS = frozenset(int(op) for op in ReduceOp)
 _SMALL_OPS = frozenset((ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX))
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _KEPT_SIGNATURES = 8192
+_ALLREDUCE = Kind.ALLREDUCE.value
 _OPERATIONS = {kind: kind.name.lower() for kind in Kind}
 
 
@@ -85,6 +86,13 @@ class Validator:
                 self._known[key] = found
             signature = found
         return _with_contiguous_tensors(signature, kind, tensors, outputs)
+
+    def known_allreduce(
+        self, tensor: torch.Tensor, name: str | None, op: int, prescale: float, postscale: float
+    ) -> Signature | None:
+        """The signature of an allreduce of one tensor, if there has been one like it."""
+        arguments = (_ALLREDUCE, name, op, prescale, postscale, -1, False)
+        return self._known.get((arguments, tensor.dtype, tensor.shape, tensor.device, tensor.layout))
 
     def _check(
         self,

@@ -18,7 +18,10 @@ from typing import Protocol
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Signature
 
-__all__ = ["Agreement", "LocalAgreement"]
+__all__ = ["Agreement", "LocalAgreement", "LoneRequests"]
+
+# By request, with its running number: the signature at the places of the members that wait for it.
+LoneRequests = dict[tuple[Signature, int], list[Signature | None]]
 
 
 class Agreement(Protocol):
@@ -42,6 +45,9 @@ class Agreement(Protocol):
 
     def flush(self) -> None:
         """Send what could not be sent before. Under the same lock as `announce`."""
+
+    def lone_requests(self) -> LoneRequests:
+        """What members wait for without having announced it, and which members do."""
 
     def close(self) -> None:
         """Let go of what it holds."""
@@ -73,6 +79,9 @@ class LocalAgreement:
 
     def flush(self) -> None:
         """Nothing is kept back."""
+
+    def lone_requests(self) -> LoneRequests:
+        return {}
 
     def close(self) -> None:
         """Nothing is held."""

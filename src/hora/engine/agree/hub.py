@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from hora.engine.agree.agreement import LoneRequests
 from hora.engine.agree.announcement import Announcer, Reader
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Signature
@@ -53,6 +54,9 @@ class HubAgreement:
 
     def flush(self) -> None:
         """Nothing is kept back."""
+
+    def lone_requests(self) -> LoneRequests:
+        return {}
 
     def wait(self) -> None:
         with self._changed:

@@ -18,6 +18,8 @@ A round, as the coordinator sees it. `fed` is how far the news has been given to
 
 The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator publishes
 a cut only where the one of _NUM_CUTS rounds ago has been read by all members (`_cut_is_free`).
+
+One request of every member, and nothing else, needs no round at all: `lone`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from hora.engine.agree.agreement import LoneRequests
 from hora.engine.agree.announcement import RECORD, Announcer, Reader
+from hora.engine.agree.lone import TICKETS_PER_ROUND, LoneRecords
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Kind, Signature
 from hora.engine.shm.futex import LINE_BYTES, Counter
@@ -46,7 +50,8 @@ _RECORD_BYTES = RECORD.size
 
 class SharedMemoryAgreement:
     """Layout: per member one line each for head (bytes announced), rounds (rounds done) and bell; one line for the round
-    number; a ring of cuts (vectors of 64-bit positions); one ring of announcements per member. Positions never wrap.
+    number; the lone records; a ring of cuts (vectors of 64-bit positions); one ring of announcements per member. Positions
+    never wrap.
     """
 
     def __init__(self, segment: Segment, member: int, num_members: int, *, cache_capacity: int) -> None:
@@ -58,12 +63,15 @@ class SharedMemoryAgreement:
         self._rounds_done = [Counter.at(memory, (3 * m + 1) * line) for m in range(num_members)]
         self._bells = [Counter.at(memory, (3 * m + 2) * line) for m in range(num_members)]
         self._round = Counter.at(memory, 3 * num_members * line)
-        self._cuts_at = (3 * num_members + 1) * line
+        self.lone = LoneRecords(memory, (3 * num_members + 1) * line, member, num_members)
+        self._num_lone = 0  # settled since the last round
+        self._void = 0  # a ticket that was published and not settled: never again
+        self._cuts_at = (3 * num_members + 1) * line + LoneRecords.num_bytes(num_members)
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)
         self._announcer = Announcer(cache_capacity)
-        interned: dict[Signature, Signature] = {}
-        self._readers = [Reader(interned) for _ in range(num_members)]
+        self._interned: dict[Signature, Signature] = {}
+        self._readers = [Reader(self._interned) for _ in range(num_members)]
         self._fed = [0] * num_members  # how far each ring has been fed to the planner
         self._published = [0] * num_members  # the last cut
         self._rounds = 0
@@ -81,7 +89,8 @@ class SharedMemoryAgreement:
     def num_bytes(num_members: int) -> int:
         """How large a segment must be."""
         cuts = aligned(_NUM_CUTS * 8 * num_members, LINE_BYTES)
-        return (3 * num_members + 1) * LINE_BYTES + cuts + num_members * _RING_BYTES
+        lone = LoneRecords.num_bytes(num_members)
+        return (3 * num_members + 1) * LINE_BYTES + lone + cuts + num_members * _RING_BYTES
 
     def wait(self) -> None:
         if self._member == 0:
@@ -97,8 +106,43 @@ class SharedMemoryAgreement:
     def close(self) -> None:
         """Let go of the memory. No thread waits any more, though a `wake` may still come."""
         self._memory.release()
+        self.lone.close()
         self._heads, self._rounds_done, self._bells = [], [], []
         del self._round
+
+    # Without a round. The driver calls these, and nothing is announced between `take_ticket` and `settle`.
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all that any member has announced was agreed on in a round that this one has seen."""
+        if self._round.value != self._rounds or self._overflow:
+            return False
+        return [head.value for head in self._heads] == self._fed
+
+    def take_ticket(self) -> int:
+        """The next ticket; 0 where the way without a round is not open."""
+        ticket = self._rounds * TICKETS_PER_ROUND + self._num_lone + 1
+        return ticket if ticket != self._void and self.quiet else 0
+
+    def settle(self, ticket: int, agreed: bool) -> None:
+        """All members have published the ticket, with equal records or not, or some will not."""
+        if agreed:
+            self._num_lone += 1
+        else:
+            self._void = ticket
+
+    def lone_requests(self) -> LoneRequests:
+        ticket = self._rounds * TICKETS_PER_ROUND + self._num_lone + 1
+        found: LoneRequests = {}
+        for member, record in enumerate(self.lone.waiting(ticket)):
+            signature = None if record is None else self._by_digest(record[1])
+            if record is not None and signature is not None:
+                row = found.setdefault((signature, record[2]), [None] * self._num_members)
+                row[member] = signature
+        return found
+
+    def _by_digest(self, digest: bytes) -> Signature | None:
+        return next((signature for signature in list(self._interned) if signature.digest() == digest), None)
 
     # Rounds.
 
@@ -194,6 +238,7 @@ class SharedMemoryAgreement:
         self._round.set(self._rounds)
 
     def _end_round(self, batches: list[Batch]) -> list[Batch]:
+        self._num_lone = 0
         with self._cuts_lock:
             self._own_cuts.append((self._rounds, self._fed[self._member]))
         self._rounds_done[self._member].store(self._rounds)
@@ -242,6 +287,7 @@ class SharedMemoryAgreement:
             self._overflow += data[room:]
             data = data[:room]
         at = self._rings_at + self._member * size
+        first_news = self._head == self._fed[self._member]
         low = self._head % size
         first = min(len(data), size - low)
         self._memory[at + low : at + low + first] = data[:first]
@@ -249,6 +295,8 @@ class SharedMemoryAgreement:
             self._memory[at : at + len(data) - first] = data[first:]
         self._head += len(data)
         self._heads[self._member].store(self._head)
+        if first_news:
+            self.lone.nudge()  # what they hope for will not come
         if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
             self._ring()
 

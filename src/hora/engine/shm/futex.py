@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import lru_cache
 
-__all__ = ["LINE_BYTES", "SLICE_S", "Counter", "supported"]
+__all__ = ["LINE_BYTES", "SLICE_S", "Counter", "fence", "supported"]
 
 LINE_BYTES = 64
 
@@ -99,6 +99,10 @@ class Counter:
         self._word.value = value
         _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, _none, _none, 0)
 
+    def wake(self) -> None:
+        """Wake every waiter, who looks around."""
+        _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, _none, _none, 0)
+
     def wait_beyond(self, seen: int) -> None:
         """Sleep until the value differs from `seen`, or for one short slice; the caller loops and checks."""
         word = self._word
@@ -108,8 +112,8 @@ class Counter:
                     self._tally = 0
                 return
         begin = time.monotonic()
-        self._sleep(seen)
-        self._learn(time.monotonic() - begin)
+        self.sleep(seen)
+        self.learn(time.monotonic() - begin)
 
     def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
         """Wait until the value is at least `target`.
@@ -118,21 +122,28 @@ class Counter:
         shutdown); after `limit_s` seconds TimeoutError names `what`.
         """
         word = self._word
-        for _ in range(self._looks):
-            if word.value >= target:
-                if self._looks == _MANY_LOOKS:
-                    self._tally = 0
-                return
+        if self.look(target):
+            return
         begin = time.monotonic()
         while (seen := word.value) < target:
             guard()
             if time.monotonic() - begin > limit_s:
                 raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
-            self._sleep(seen)
-        self._learn(time.monotonic() - begin)
+            self.sleep(seen)
+        self.learn(time.monotonic() - begin)
 
-    def _learn(self, slept_s: float) -> None:
-        """Look longer or shorter next time."""
+    def look(self, target: int) -> bool:
+        """Whether the value is `target` or more now, or in a moment."""
+        word = self._word
+        for _ in range(self._looks):
+            if word.value >= target:
+                if self._looks == _MANY_LOOKS:
+                    self._tally = 0
+                return True
+        return False
+
+    def learn(self, slept_s: float) -> None:
+        """Look longer or shorter next time: looking was in vain, and then it took this long."""
         if self._looks == _MANY_LOOKS:
             self._tally += 1
             if self._tally >= _MISSES:
@@ -145,7 +156,7 @@ class Counter:
         else:
             self._tally = 0
 
-    def _sleep(self, seen: int) -> None:
+    def sleep(self, seen: int) -> None:
         """Sleep for one slice, unless the value is not `seen` any more or its owner sets it."""
         low = ctypes.c_uint32(seen & 0xFFFFFFFF)
         _wait_call(_SYS_FUTEX, self._address, _FUTEX_WAIT, low, _slice_pointer, _none, 0)
@@ -159,23 +170,28 @@ class _FencedCounter(Counter):
     @property
     def value(self) -> int:
         value = self._word.value
-        _fence()
+        fence()
         return value
 
     def store(self, value: int) -> None:
-        _fence()
+        fence()
         super().store(value)
 
     def set(self, value: int) -> None:
-        _fence()
+        fence()
         super().set(value)
+
+    def look(self, target: int) -> bool:
+        found = super().look(target)
+        fence()
+        return found
 
     def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
         super().wait_for(target, guard=guard, limit_s=limit_s, what=what)
-        _fence()
+        fence()
 
 
-def _fence() -> None:
+def fence() -> None:
     """What this thread reads and writes before is done, for every processor, before what it reads and writes after.
 
     Python has no such instruction, but its locks are made of them. Nothing before may move past a release, nothing after

@@ -131,6 +131,17 @@ class Ring:
             self.wait(first + index)
             drain(index, first + index)
 
+    @property
+    def next_step(self) -> int:
+        """The number of the next step, whose slots are free to be filled."""
+        return self._step + 1
+
+    def pass_step(self) -> int:
+        """Take the next step without waiting: by other ways than the counters all members know that all slots are filled."""
+        self._step += 1
+        self._own.store(self._step)
+        return self._step
+
     def begin(self) -> int:
         """The number of the next step, for an operation that has only one."""
         self._step += 1

@@ -102,6 +102,27 @@ class ShmTransport:
         else:
             self._allreduce_sliced(ring, inputs, outputs, arithmetic)
 
+    # In two halves, for what is agreed on while the data lies in the slots already (`lone`).
+
+    def stages(self, num_bytes: int) -> bool:
+        """Whether an allreduce of this size can be done in two halves, which all members see alike."""
+        direct = self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
+        return direct and 0 < num_bytes <= self._ring.slot_bytes
+
+    def stage(self, source: torch.Tensor, arithmetic: Arithmetic) -> None:
+        """Put the data where the others find it. It may be put there again, if nothing comes of it."""
+        ring = self._ring
+        slot = ring.slot(self._member, ring.next_step, source.numel(), arithmetic.dtype)
+        copy(source, slot)
+        arithmetic.prepare_(slot)
+
+    def reduce_staged(self, source: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic) -> None:
+        """All members have staged theirs: reduce it."""
+        count, ring = source.numel(), self._ring
+        step = ring.pass_step()
+        with single_threaded():
+            self._reduce_slots(ring, step, Piece((source,), count), Piece((out,), count), arithmetic)
+
     def _allreduce_natively(
         self,
         library: native.Library,

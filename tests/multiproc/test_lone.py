@@ -1,0 +1,179 @@
+"""Blocking allreduces without a round (`hora.engine.lone`): taken when every rank does the same, left when one does not."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import horovod.torch as hvd
+from hora.engine.lone import LonePath
+from hora.errors import HorovodInternalError
+
+pytestmark = pytest.mark.both_ways
+
+SHAPES = [(), (7,), (3, 5), (16384,), (300_000,)]  # the last one is too large to be staged
+
+
+class Counts:
+    """How often the short way was taken, and how often it was begun in vain."""
+
+    taken = void = 0
+
+
+@contextlib.contextmanager
+def running(**options):
+    """A session whose lone allreduces are counted."""
+    counts, inner = Counts(), LonePath._run
+
+    def run(path, *arguments):
+        done = inner(path, *arguments)
+        counts.taken, counts.void = counts.taken + done, counts.void + (not done)
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LonePath, "_run", run)
+        hvd.init(**options)
+        try:
+            yield counts
+            hvd.barrier()
+        finally:
+            hvd.shutdown()
+
+
+def ones(count=5):
+    return torch.ones(count, dtype=torch.float64)
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_same_operation_again_takes_the_short_way_and_gives_the_same():
+    with running() as counts:
+        rank, size, kinds = hvd.rank(), hvd.size(), 0
+        for shape in SHAPES:
+            for dtype, op in [(torch.float32, hvd.Average), (torch.float16, hvd.Average), (torch.int64, hvd.Max)]:
+                for name in (None, "named"):
+                    whole = torch.arange(torch.Size(shape).numel() * size) % 11
+                    mine = whole.reshape(size, *shape)[rank].to(dtype)
+                    results = [hvd.allreduce(mine, op=op, name=name) for _ in range(3)]
+                    inside = mine.clone()
+                    version, kinds = inside._version, kinds + 1
+                    assert hvd.allreduce_(inside, op=op, name=name) is inside
+                    assert inside._version > version
+                    for result in (*results[1:], inside):
+                        assert torch.equal(result, results[0])
+                        assert result.shape == shape
+        # Not the first time, nor while the hub's thread looks at the queue, which it does once a second.
+        assert counts.taken >= 2 * kinds
+        assert counts.taken + counts.void <= 3 * kinds
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_a_rank_does_instead_is_done_and_then_the_short_way_is_open_again():
+    with running() as counts:
+        size = hvd.size()
+        for step in range(30):
+            tensor = ones()
+            if step % 3 == 1 and hvd.rank() == size - 1:  # this rank has other news first
+                other = hvd.allreduce_async(ones(), name="other", op=hvd.Sum)
+                hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
+                assert hvd.synchronize(other)[0] == size
+            else:
+                hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
+                if step % 3 == 1:
+                    assert hvd.allreduce(ones(), name="other", op=hvd.Sum)[0] == size
+            assert tensor.tolist() == [size] * 5
+        assert counts.taken >= 5
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_want_different_things_hear_of_both_and_go_on():
+    with running() as counts:
+        rank, size = hvd.rank(), hvd.size()
+        for count in (5, 6):
+            hvd.allreduce(ones(count), name="same", op=hvd.Sum)
+        for _ in range(2):
+            with pytest.raises(
+                HorovodInternalError, match=r"Mismatched ALLREDUCE tensor shapes: rank 0 has .5., rank 1"
+            ):
+                hvd.allreduce(ones(5 if rank == 0 else 6), name="same", op=hvd.Sum)
+            for _ in range(3):
+                assert hvd.allreduce(ones(5), name="same", op=hvd.Sum)[0] == size
+        assert counts.taken >= 2
+
+
+@pytest.mark.ranks(2, 3)
+def test_another_threads_operation_does_not_wait_for_a_lone_one():
+    """Rank 0's thread waits alone; meanwhile its main thread and the others do something else first."""
+    with running():
+        size = hvd.size()
+        for _ in range(2):
+            hvd.allreduce(ones(), name="lone", op=hvd.Sum)
+        for step in range(10):
+            tensor = ones()
+            if hvd.rank() == 0:
+                thread = threading.Thread(target=hvd.allreduce_, args=(tensor,), kwargs={"name": "lone", "op": hvd.Sum})
+                thread.start()
+                handle = hvd.allreduce_async(ones(), name=f"first.{step}", op=hvd.Sum)
+                assert hvd.synchronize(handle)[0] == size
+                thread.join()
+            else:
+                assert hvd.allreduce(ones(), name=f"first.{step}", op=hvd.Sum)[0] == size
+                hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
+            assert tensor.tolist() == [size] * 5
+
+
+def _play(thread: str, steps, ranks_own: random.Random, wrong: list) -> None:
+    """Steps of one to three names: each rank submits them in an order of its own and waits for the last one, or for all."""
+    size = hvd.size()
+    for number, names in enumerate(steps):
+        mine = list(names)
+        ranks_own.shuffle(mine)
+        value = float(number % 7 + 1)
+        tensors = {name: torch.full((1 + 37 * int(name),), value) for name in mine}
+        *early, last = mine
+        handles = [hvd.allreduce_async_(tensors[name], name=f"{thread}{name}", op=hvd.Sum) for name in early]
+        if ranks_own.random() < 0.8:
+            hvd.allreduce_(tensors[last], name=f"{thread}{last}", op=hvd.Sum)
+        else:
+            handles.append(hvd.allreduce_async_(tensors[last], name=f"{thread}{last}", op=hvd.Sum))
+        for handle in handles:
+            hvd.synchronize(handle)
+        wrong += [(number, name) for name in mine if set(tensors[name].tolist()) != {value * size}]
+        if ranks_own.random() < 0.05:
+            time.sleep(ranks_own.random() * 0.004)  # late now and then, which is what is tried here
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.ranks(2, 3, 4)
+def test_random_mixtures_are_right(num_threads):
+    with running() as counts:
+        for seed in range(3):
+            agreed, wrong = random.Random(seed), []
+            plays = []
+            for thread in "ab"[:num_threads]:
+                steps = [agreed.sample("0123", 1 if agreed.random() < 0.8 else 3) for _ in range(60)]
+                own = random.Random(f"{seed} {thread} {hvd.rank()}")
+                plays.append(threading.Thread(target=_play, args=(thread, steps, own, wrong)))
+            for play in plays:
+                play.start()
+            for play in plays:
+                play.join()
+            assert not wrong
+            hvd.join()
+        if num_threads == 1:
+            assert counts.taken
+
+
+@pytest.mark.ranks(3)
+def test_process_sets_have_short_ways_of_their_own():
+    sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+    with running(process_sets=sets):
+        for step in range(20):
+            for each in sets:
+                if each.included():
+                    assert hvd.allreduce(ones(), name="x", op=hvd.Sum, process_set=each)[0] == 2, step
+            assert hvd.allreduce(ones(), name="x", op=hvd.Sum)[0] == 3
