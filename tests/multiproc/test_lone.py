@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import threading
 import time
 
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 import horovod.torch as hvd
+from hora import engine
 from hora.engine.lone import LonePath
 from hora.errors import HorovodInternalError
+from waiting import wait_until
 
 pytestmark = pytest.mark.both_ways
 
@@ -166,6 +170,27 @@ def test_random_mixtures_are_right(num_threads):
             hvd.join()
         if num_threads == 1:
             assert counts.taken
+
+
+def _waiting(agreement) -> int:
+    """How many ranks wait for a lone request."""
+    return sum(signature is not None for row in agreement.lone_requests().values() for signature in row)
+
+
+@pytest.mark.parametrize("size", [5, 300_000])  # staged or not
+@pytest.mark.ranks(3, lost=(1,))
+def test_those_who_wait_alone_hear_of_a_death(size):
+    """A wait that only its own limit ends would outlast the test."""
+    hvd.init()
+    for _ in range(3):
+        hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
+    if hvd.rank() == 1:
+        agreement = engine.current_runtime().process_sets.queue(0).agreement
+        wait_until("the others wait", lambda: _waiting(agreement) == 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(HorovodInternalError, match="rank 1"):
+        hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
+    hvd.shutdown()
 
 
 @pytest.mark.ranks(3)

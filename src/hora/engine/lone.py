@@ -10,7 +10,7 @@ What one signature needs is put together once, in a `_Plan`. Called by the runti
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from math import prod
 
 import torch
 
@@ -20,7 +20,8 @@ from hora.engine.execute import flat
 from hora.engine.queue import OperationQueue
 from hora.engine.request import DTYPES, ITEM_BYTES, ReduceOp, Request, Signature
 from hora.engine.shm.futex import Counter
-from hora.engine.transport.arithmetic import Arithmetic, arithmetic_of
+from hora.engine.shm.native import Lone, library
+from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.shm import ShmTransport
 from hora.telemetry.meters import meter
 
@@ -29,11 +30,27 @@ __all__ = ["LonePath"]
 _KEPT_PLANS = 4096
 
 
-class _Plan(NamedTuple):
-    signature: Signature
-    digest: bytes
-    num_bytes: int
-    arithmetic: Arithmetic
+class _Plan:
+    """What all requests with one signature have in common."""
+
+    __slots__ = ("_job", "_num_rings", "arithmetic", "count", "digest", "num_bytes", "signature")
+
+    def __init__(self, signature: Signature, num_members: int) -> None:
+        (name,), (shape,) = signature.dtypes, signature.shapes
+        self.signature = signature
+        self.digest = signature.digest()
+        self.count = prod(shape)
+        self.num_bytes = ITEM_BYTES[name] * self.count
+        self.arithmetic = arithmetic_of(signature.reduce, DTYPES[name], num_members)
+        self._job: Lone | None = None
+        self._num_rings = 0
+
+    def job(self, transport: ShmTransport) -> Lone | None:
+        """What the native part is told; None if it cannot do it."""
+        if self._num_rings != transport.num_rings:
+            self._num_rings = transport.num_rings
+            self._job = transport.lone_job(self.count, self.arithmetic, self.digest)
+        return self._job
 
 
 class LonePath:
@@ -43,6 +60,7 @@ class LonePath:
         self._queue = queue
         self._agreement = agreement
         self._records = agreement.lone
+        self._library = library()
         self._plans: dict[int, _Plan] = {}  # by the signature's id, which they keep from being another's
 
     def allreduce(
@@ -92,28 +110,31 @@ class LonePath:
     def _plan(self, signature: Signature) -> _Plan:
         if len(self._plans) >= _KEPT_PLANS:
             self._plans.clear()
-        (name,), (shape,) = signature.dtypes, signature.shapes
-        num_bytes = ITEM_BYTES[name] * int(torch.Size(shape).numel())
-        arithmetic = arithmetic_of(signature.reduce, DTYPES[name], len(self._queue.ranks))
-        plan = self._plans[id(signature)] = _Plan(signature, signature.digest(), num_bytes, arithmetic)
+        plan = self._plans[id(signature)] = _Plan(signature, len(self._queue.ranks))
         return plan
 
     def _run(
         self, plan: _Plan, record: Record, transport: ShmTransport, source: torch.Tensor, out: torch.Tensor
     ) -> bool:
-        staged = transport.stages(plan.num_bytes)
-        if staged:
-            transport.stage(source, plan.arithmetic)
-        began = time.perf_counter()
-        self._records.publish(record)
-        agreed = self._wait(plan.signature, record)
+        staged, began = transport.stages(plan.num_bytes), time.perf_counter()
+        job = plan.job(transport) if staged else None
+        if job is not None:
+            job.source, job.out = source.data_ptr(), out.data_ptr()
+            agreed = self._run_natively(job, transport, plan.signature, record)
+        else:
+            if staged:
+                transport.stage(source, plan.arithmetic)
+            self._records.publish(record)
+            agreed = self._wait(plan.signature, record)
         self._agreement.settle(record[0], agreed)
         met = time.perf_counter()
         meter.wait_s += met - began
         if not agreed:
             return False
         self._queue.settle_lone(plan.signature, record[2])
-        if staged:
+        if job is not None:
+            transport.pass_staged()
+        elif staged:
             transport.reduce_staged(source, out, plan.arithmetic)
         else:
             transport.allreduce([source], [out], plan.signature.reduce)
@@ -122,6 +143,26 @@ class LonePath:
         meter.transport_s += lasted_s
         meter.num_bytes += plan.num_bytes
         return True
+
+    def _run_natively(self, job: Lone, transport: ShmTransport, signature: Signature, record: Record) -> bool:
+        """Stage, publish, look and reduce in one call. Only sleeping is done here."""
+        assert self._library is not None
+        lone, first = self._library.lone, self._records.first
+        job.members, job.published, job.step, job.looks = self._records.address, 0, transport.next_step, first.looks
+        job.ticket, job.instance = record[0], record[2]
+        state = lone(job)
+        if state:
+            first.found()
+        else:
+            self._show(signature, record[2])
+            try:
+                hopeful = True
+                while hopeful and state == 0:
+                    hopeful = self._sleep(self._records.counter(job.late), record[0], first)
+                    state = lone(job)
+            finally:
+                meter.blocked = None
+        return bool(state == 1)
 
     def _wait(self, signature: Signature, record: Record) -> bool:
         """Whether all members want the same."""
@@ -132,13 +173,13 @@ class LonePath:
         if counter is not None:
             self._show(signature, record[2])
             try:
-                while counter is not None and (counter.look(ticket) or self._sleep(counter, ticket)):
+                while counter is not None and (counter.look(ticket) or self._sleep(counter, ticket, counter)):
                     counter = records.missing(ticket)
             finally:
                 meter.blocked = None
         return records.agree(record)
 
-    def _sleep(self, counter: Counter, ticket: int) -> bool:
+    def _sleep(self, counter: Counter, ticket: int, learner: Counter) -> bool:
         """Sleep until a member may have come. False when there is other news: it is pointless to go on waiting."""
         closing, begin = self._queue.status.closing, time.monotonic()
         self._records.fall_asleep()
@@ -149,7 +190,7 @@ class LonePath:
             if seen < ticket:
                 self._queue.look_around_alone(closing)
                 counter.sleep(seen)
-                counter.learn(time.monotonic() - begin)
+                learner.learn(time.monotonic() - begin)
             return True
         finally:
             self._records.wake_up()

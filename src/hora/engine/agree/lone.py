@@ -49,6 +49,8 @@ class LoneRecords:
         self._peers = [(tickets[peer], self._records[peer]) for peer in order]
         self._asleep = [asleep[peer] for peer in order]
         self._tickets: Sequence[Counter] = tickets
+        self.first = self._peers[0][0]  # the ticket of the member that is looked at first
+        self.address = tickets[0].address
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
@@ -76,6 +78,10 @@ class LoneRecords:
             if counter.value < ticket:
                 return counter
         return None
+
+    def counter(self, member: int) -> Counter:
+        """The ticket of a member."""
+        return self._tickets[member]
 
     def agree(self, record: Record) -> bool:
         """Whether all members have published this very record."""
@@ -106,4 +112,4 @@ class LoneRecords:
         """Let go of the memory."""
         self._memory.release()
         self._tickets, self._peers, self._asleep = [], [], []
-        del self._own, self._own_sleep
+        del self._own, self._own_sleep, self.first

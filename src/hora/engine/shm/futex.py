@@ -137,10 +137,19 @@ class Counter:
         word = self._word
         for _ in range(self._looks):
             if word.value >= target:
-                if self._looks == _MANY_LOOKS:
-                    self._tally = 0
+                self.found()
                 return True
         return False
+
+    @property
+    def looks(self) -> int:
+        """How often it is worth while to look before sleeping."""
+        return self._looks
+
+    def found(self) -> None:
+        """Looking was enough."""
+        if self._looks == _MANY_LOOKS:
+            self._tally = 0
 
     def learn(self, slept_s: float) -> None:
         """Look longer or shorter next time: looking was in vain, and then it took this long."""

@@ -23,7 +23,7 @@
 #define WIDEST /* NEON is part of every 64-bit ARM */
 #endif
 
-#define VERSION 1 /* native.py asks for the one that it was written for */
+#define VERSION 2 /* native.py asks for the one that it was written for */
 #define BLOCK 2048 /* elements that are summed at a time: they stay in the first-level cache */
 
 enum dtype { F32, F64, F16, BF16, I8, I16, I32, I64 }; /* the numbers are native.py's */
@@ -365,5 +365,72 @@ int hora_allreduce(struct job *job, long slice_ns) {
             reduce_own_slice(job, step, piece(job, job->drained));
         if (!job->direct && job->drained >= lag) take(job, step - lag, piece(job, job->drained - lag));
     }
+    return 1;
+}
+
+/* A lone allreduce (agree/lone.py has the rules): stage, publish a record, look for the others' equal ones, reduce.
+ * Each member has four lines: its ticket, whether it sleeps, and four records.
+ */
+enum { LINE = 64, LONE_BYTES = 4 * LINE, KEPT = 4 };
+
+struct record {
+    int64_t ticket;
+    uint8_t digest[16];
+    int64_t instance;
+};
+
+struct lone {
+    struct ring *ring;
+    char *members;
+    struct record record;
+    const void *source;
+    void *out;
+    int64_t count, step;
+    int32_t dtype, finish, published, looks, late;
+    double prescale, factor;
+};
+
+static struct record *record_of(const struct lone *lone, int member) {
+    char *records = lone->members + member * LONE_BYTES + 2 * LINE;
+    return (struct record *)(void *)records + lone->record.ticket % KEPT;
+}
+
+static int64_t *ticket_of(const struct lone *lone, int member) {
+    return (int64_t *)(void *)(lone->members + member * LONE_BYTES);
+}
+
+static void publish(struct lone *lone) {
+    struct ring *ring = lone->ring;
+    memcpy(slot(ring, ring->member, lone->step), lone->source, (size_t)lone->count * item_bytes[lone->dtype]);
+    *record_of(lone, ring->member) = lone->record;
+    int64_t *own = ticket_of(lone, ring->member);
+    __atomic_store_n(own, lone->record.ticket, __ATOMIC_SEQ_CST);
+    for (int m = 0; m < ring->num_members; m++)
+        if (m != ring->member && value_of(ticket_of(lone, m) + LINE / 8)) {
+            wake(own);
+            return;
+        }
+}
+
+/* 1: done. 0: the member `late` has not come yet. -1: the members want different things. */
+int hora_lone(struct lone *lone) {
+    struct ring *ring = lone->ring;
+    const void *operands[ring->num_members];
+    if (!lone->published) publish(lone);
+    lone->published = 1;
+    for (int distance = 1; distance < ring->num_members; distance++) {
+        int peer = (ring->member + distance) % ring->num_members;
+        lone->late = peer;
+        if (!look(ticket_of(lone, peer), lone->record.ticket, lone->looks)) return 0;
+    }
+    for (int m = 0; m < ring->num_members; m++) {
+        if (memcmp(record_of(lone, m), &lone->record, sizeof(struct record))) return -1;
+        operands[m] = slot(ring, m, lone->step);
+    }
+    operands[ring->member] = lone->source;
+    sum((enum dtype)lone->dtype, ring->num_members, operands, lone->out, 0, (size_t)lone->count, lone->prescale,
+        (enum finish)lone->finish, lone->factor);
+    __atomic_store_n((int64_t *)(void *)((char *)ring->counters + ring->member * ring->member_bytes), lone->step,
+                     __ATOMIC_SEQ_CST);
     return 1;
 }

@@ -17,9 +17,9 @@ import torch
 
 from hora.config import EngineConfig
 
-__all__ = ["DTYPE_NUMBERS", "Allreduce", "Library", "Ring", "Sum", "absence", "library"]
+__all__ = ["DTYPE_NUMBERS", "Allreduce", "Library", "Lone", "Ring", "Sum", "absence", "library"]
 
-_VERSION = 1  # VERSION of native.c
+_VERSION = 2  # VERSION of native.c
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
 _SHORT_BYTES = 32768
@@ -86,6 +86,29 @@ class Allreduce(ctypes.Structure):
     )
 
 
+class Lone(ctypes.Structure):
+    """An allreduce of one tensor that fits a slot, agreed on by lone records: `struct lone`."""
+
+    _fields_ = (
+        ("ring", ctypes.POINTER(Ring)),
+        ("members", ctypes.c_void_p),
+        ("ticket", ctypes.c_int64),
+        ("digest", ctypes.c_uint8 * 16),
+        ("instance", ctypes.c_int64),
+        ("source", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("finish", ctypes.c_int32),
+        ("published", ctypes.c_int32),
+        ("looks", ctypes.c_int32),
+        ("late", ctypes.c_int32),
+        ("prescale", ctypes.c_double),
+        ("factor", ctypes.c_double),
+    )
+
+
 class Sum(NamedTuple):
     """What is done to numbers: times `prescale` (half precision only), summed, finished.
 
@@ -116,6 +139,8 @@ class Library:
         self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
         self._allreduce = long.hora_allreduce
         self._allreduce.argtypes = (ctypes.POINTER(Allreduce), ctypes.c_long)
+        self.lone = long.hora_lone  # 1: done, 0: a member has not come yet, -1: the members want different things
+        self.lone.argtypes = (ctypes.POINTER(Lone),)
 
     def sums(self, dtype: torch.dtype) -> bool:
         """Whether it can sum this dtype, on this processor."""

@@ -15,6 +15,7 @@ operations.
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable
 
@@ -74,7 +75,6 @@ class Ring:
             ]
             for peer in range(num_members)
         ]
-        self._native: native.Ring | None = None
         self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device="cpu")
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
@@ -159,9 +159,7 @@ class Ring:
 
     def allreduce(self, library: native.Library, job: native.Allreduce, num_steps: int) -> None:
         """Have the native part do an allreduce, of which the job says everything but where the ring is."""
-        if self._native is None:
-            self._native = self._description()
-        job.ring, job.first_step = ctypes.pointer(self._native), self._step + 1
+        job.ring, job.first_step = ctypes.pointer(self.description), self._step + 1
         self._step += num_steps
         begin = 0.0
         while not library.allreduce(job, SLICE_S):
@@ -171,9 +169,10 @@ class Ring:
             if now - begin > self._limit_s:
                 raise TimeoutError(f"waited {self._limit_s:g} s for member {job.late} in shared memory")
 
-    def _description(self) -> native.Ring:
-        # The counters keep the mapping alive.
-        begin = self._counters_at
+    @functools.cached_property
+    def description(self) -> native.Ring:
+        """Where everything is, for the native part."""
+        begin = self._counters_at  # the counters keep the mapping alive
         return native.Ring(
             slots=begin + self._slots_at,
             results=begin + self._results_at,

@@ -66,9 +66,11 @@ class ShmTransport:
         self._guard = guard
         self._limit_s = limit_s
         self._library = native.library()
+        self.num_rings = 0  # so far: what was made for one is no good for the next
         self._ring = self._make_ring(SMALL_SLOT_BYTES)
 
     def _make_ring(self, slot_bytes: int) -> Ring:
+        self.num_rings += 1
         return Ring(
             self._segment_provider(Ring.num_bytes(self._num_members, slot_bytes)),
             member=self._member,
@@ -115,6 +117,30 @@ class ShmTransport:
         slot = ring.slot(self._member, ring.next_step, source.numel(), arithmetic.dtype)
         copy(source, slot)
         arithmetic.prepare_(slot)
+
+    def lone_job(self, count: int, arithmetic: Arithmetic, digest: bytes) -> native.Lone | None:
+        """What the native part needs to do all this itself; None where it cannot."""
+        what = arithmetic.sum
+        if self._library is None or what is None or arithmetic.prescales:
+            return None
+        return native.Lone(
+            ring=ctypes.pointer(self._ring.description),
+            digest=(ctypes.c_uint8 * 16)(*digest),
+            count=count,
+            dtype=what.dtype_number,
+            finish=what.how,
+            prescale=what.prescale,
+            factor=what.factor,
+        )
+
+    @property
+    def next_step(self) -> int:
+        """The step whose slots take what is staged."""
+        return self._ring.next_step
+
+    def pass_staged(self) -> None:
+        """The native part has reduced what all members have staged."""
+        self._ring.pass_step()
 
     def reduce_staged(self, source: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic) -> None:
         """All members have staged theirs: reduce it."""
