@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-slow lint format bench chaos fuzz clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-slow lint format bench scale chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
+	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages"
 	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
@@ -84,6 +85,10 @@ test-ray: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+
+# Two thousand connections, of which both ends are here.
+scale: $(STAMP)
+	ulimit -n 8192 && $(BIN)/python -m benchmarks.scale
 
 chaos: $(STAMP)
 	$(BIN)/python tests/integration/chaos.py --faults 100

@@ -247,3 +247,13 @@ def test_operations_of_hostile_members(cases):
             assert server._server._thread.is_alive(), case
         member.close()
         assert still_answers(server)
+
+
+def test_a_gather_in_vain_of_many_ranks_is_answered_in_few_words():
+    with a_rendezvous() as server, a_member(server) as member:
+        request = {"op": "gather", "id": 1, "key": "k", "rank": 0, "size": 20_000_000, "timeout_s": 0.01}
+        member.send(request)
+        header, _ = member.receive(limit_s=LIMIT_S)
+        assert header["error"] == "timeout"
+        assert "and 19999983 others" in header["message"]
+        assert still_answers(server)

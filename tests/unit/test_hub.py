@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 
 import pytest
 
-from hora.engine.hub import Hub, HubEvents
+from hora.engine.hub import Hub, HubEvents, _cut, _joined
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys
@@ -132,3 +133,25 @@ def test_keys_are_asked_for_once_and_together():
     assert [keys.towards(rank) for rank in (0, 2, 3)] == [given(rank).of(1) for rank in (0, 2, 3)]
     assert asked == [[0], [2, 3]]
     assert keys.shared == given(3).shared
+
+
+def test_a_stopped_rank_delays_nobodys_rounds(hubs, heard):
+    """It reads nothing, far more is sent to it than its socket holds, and a set of which it is no member goes on."""
+    with a_member(hubs[0], 2) as stopped:
+        stopped.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        hubs[1].join(hubs[0].name, limit_s=LIMIT_S)
+        hubs[0].wait_for_all(limit_s=LIMIT_S)
+        piece, num_rounds = bytes(100_000), 50
+        for number in range(num_rounds):
+            hubs[1].announce(7, piece)
+            wait_until("the round has come", lambda number=number: len(heard) > number)
+        assert not hubs[0]._links[2].drained
+        assert heard == [("announced", 7, [(1, piece)])] * num_rounds
+        for _ in range(num_rounds):  # and when it goes on it has missed nothing
+            header, payload = stopped.receive(limit_s=LIMIT_S)
+            assert (header["t"], header["set"], payload[-len(piece) :]) == ("round", 7, piece)
+
+
+def test_ten_thousand_ranks_fit_into_a_round():
+    parts = [(rank, b"%d" % rank) for rank in range(10_000)]
+    assert _cut(_joined(parts) + b"more", len(parts)) == parts

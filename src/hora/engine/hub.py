@@ -16,9 +16,10 @@ import logging
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hora.engine.shm.segment import Segment
 from hora.errors import HorovodInternalError
@@ -35,6 +36,7 @@ log = logging.getLogger("hora")
 _TICK_S = 1.0  # how often to look for stalls
 _SILENCE_LIMIT_S = 8
 _FETCH_SLICE_S = 0.5
+_PART = struct.Struct(">II")  # a rank, and the length of what it announces
 
 
 class HubEvents:
@@ -242,7 +244,7 @@ class Hub:
         elif kind == "announce" and self.rank == 0:
             self._relay(int(header["set"]), peer.number, payload)
         elif kind == "round" and self.rank != 0:
-            self._events.announced(int(header["set"]), _cut(payload, header["parts"]))
+            self._events.announced(int(header["set"]), _cut(payload, int(header["parts"])))
         else:
             self._on_news(peer, header)
 
@@ -336,8 +338,8 @@ class Hub:
         with self._changed:
             rounds, self._announcements = self._announcements, {}
         for process_set, parts in rounds.items():
-            header = {"t": "round", "set": process_set, "parts": [[rank, len(data)] for rank, data in parts]}
-            self._broadcast(header, b"".join(data for _, data in parts))
+            header = {"t": "round", "set": process_set, "parts": len(parts)}
+            self._broadcast(header, _joined(parts))
             self._events.announced(process_set, parts)
 
     def _broadcast(self, header: Header, payload: bytes = b"", *, skip: int | None = None) -> None:
@@ -351,9 +353,15 @@ class Hub:
             self._changed.notify_all()
 
 
-def _cut(payload: bytes, parts: list[list[int]]) -> list[tuple[int, bytes]]:
-    pieces, at = [], 0
-    for rank, length in parts:
+def _joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
+    """What ranks have announced, behind who they are: a header has no room for thousands of them."""
+    return b"".join([*(_PART.pack(rank, len(data)) for rank, data in parts), *(data for _, data in parts)])
+
+
+def _cut(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
+    at = num_parts * _PART.size
+    pieces = []
+    for rank, length in _PART.iter_unpack(payload[:at]):
         pieces.append((rank, payload[at : at + length]))
         at += length
     return pieces

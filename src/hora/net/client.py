@@ -20,7 +20,7 @@ from typing import Any
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
-from hora.net.wire import Credentials, Header, mask
+from hora.net.wire import VALUE_LENGTH, Credentials, Header, mask
 from hora.world import MeetingPoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient"]
@@ -123,14 +123,14 @@ class ControlClient:
 
         TimeoutError names the missing ranks; HorovodInternalError tells that one of them is lost.
         """
-        header, payload = self._ask(
+        _, payload = self._ask(
             {"op": "gather", "key": key, "rank": rank, "size": size, "timeout_s": timeout_s},
             value,
             waiting_for=f"all-gather {key!r}",
             limit_s=timeout_s,
         )
-        values, start = [], 0
-        for length in header["lengths"]:
+        values, start = [], size * VALUE_LENGTH.size
+        for (length,) in VALUE_LENGTH.iter_unpack(payload[:start]):
             values.append(payload[start : start + length])
             start += length
         return values

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hora.net.server import Peer, Server, Timer
-from hora.net.wire import Credentials, CredentialsOf, Header
+from hora.net.wire import VALUE_LENGTH, Credentials, CredentialsOf, Header
 
 __all__ = ["NAME_CHARACTERS", "Operation", "Parked", "Table"]
 
@@ -187,9 +187,10 @@ class Table:
 
     def _complete(self, gather: _Gather) -> None:
         values = [gather.parked[rank].payload for rank in range(gather.size)]
-        joined, lengths = b"".join(values), [len(value) for value in values]
+        # Their lengths first: a header has no room for those of thousands.
+        joined = b"".join([*(VALUE_LENGTH.pack(len(value)) for value in values), *values])
         for parked in gather.parked.values():
-            parked.answer({"lengths": lengths}, joined)
+            parked.answer({}, joined)
 
     def _store(self, key: str, value: bytes) -> None:
         self._table[key] = value

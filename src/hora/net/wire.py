@@ -54,6 +54,7 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024**3
 
 ANYBODY = -1
+VALUE_LENGTH = struct.Struct(">Q")  # of a value in a payload that holds several
 
 _MAGIC = b"HORA/2\r\n"
 _NONCE_BYTES = 32

@@ -1,0 +1,39 @@
+"""Many ranks at one table, without processes: what passes is what docs/scale.md says. `make scale` plays a thousand of them."""
+
+from __future__ import annotations
+
+from benchmarks.scale import INTRODUCTION_BYTES, Worker, meet
+
+from hora.launch.control.rendezvous import Rendezvous
+from hora.net.wire import new_secret
+from hora.world import MeetingPoint, World
+
+
+class Events:
+    """Of a launcher that starts nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+def bytes_to_each(size: int) -> float:
+    """What each of so many workers is sent while they meet."""
+    secret = new_secret()
+    server = Rendezvous("127.0.0.1", secret=secret, job="scale", events=Events())
+    meeting = MeetingPoint(kind="hora", address="127.0.0.1", port=server.port, job="scale")
+    server.publish(0, {rank: World(rank=rank, size=size, worker=rank, meeting=meeting) for rank in range(size)})
+    workers = [Worker(rank) for rank in range(size)]
+    try:
+        meet(server.port, secret, workers)
+        assert {(worker.traffic.messages_out, worker.traffic.messages_in) for worker in workers} == {(6, 6)}
+        return sum(worker.traffic.bytes_in for worker in workers) / size
+    finally:
+        for worker in workers:
+            worker.close()
+        server.close()
+
+
+def test_a_meeting_costs_every_rank_what_the_others_say_of_themselves():
+    few, many = bytes_to_each(8), bytes_to_each(24)
+    for_one_more = (many - few) / 16
+    assert INTRODUCTION_BYTES < for_one_more < INTRODUCTION_BYTES + 90
