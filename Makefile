@@ -80,8 +80,8 @@ test-spark-protected: $(STAMP)
 
 # Ray takes 240 MB and minutes to install: not everybody's, so `make test` leaves these tests out where Ray is not there.
 test-ray: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray.py
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]' 'ray[client,train]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

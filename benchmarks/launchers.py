@@ -2,12 +2,15 @@
 
 Wall seconds from the command to its end, medians, all launchers in turns: this machine alone, the same command on two nodes
 (both are this machine), mpirun's line by the stand-in and by a real Open MPI, ssh (a real sshd), a Slurm allocation (a real
-Slurm of two nodes; the time is that of `hora run` inside it).
+Slurm of two nodes; the time is that of `hora run` inside it), two pods of a Job (on the stand-in of the tests; as root) and
+a `RayExecutor` on a running cluster of two nodes, where Ray is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import os
 import shutil
 import socket
@@ -49,6 +52,32 @@ def on_two_nodes(folder: Path) -> float:
         other.wait(60)
 
 
+def in_pods(folder: Path) -> float:
+    from kubernetes_standin import kubernetes
+
+    from hora.launch.kubernetes import Request, manifests
+    from waiting import wait_until
+
+    request = Request(name="empty", image="any", command=tuple(RANK))
+    with kubernetes(folder) as (cluster, _):
+        cluster.apply("secrets", {"metadata": {"name": request.secret}, "data": {"secret": "c2VjcmV0" * 8}})
+        began = time.perf_counter()
+        for manifest in manifests("job", request):
+            cluster.apply(f"{manifest['kind'].lower()}s", manifest)
+        wait_until("the job is complete", lambda: cluster.outcome("empty"))
+        return time.perf_counter() - began
+
+
+def on_ray() -> float:
+    from horovod.ray import RayExecutor
+
+    began = time.perf_counter()
+    with RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2) as executor:
+        executor.start()
+        executor.run(os.getpid)
+    return time.perf_counter() - began
+
+
 def launchers(stack: ExitStack) -> dict[str, Callable[[], float]]:
     """What is here, by name."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -79,6 +108,15 @@ def launchers(stack: ExitStack) -> dict[str, Callable[[], float]]:
         found["ssh"] = lambda: run(
             [HORA, "run", "-np", "2", "-H", "localhost:1,alpha:1", *RANK], HORA_SSH=server.command
         )
+    if os.geteuid() == 0 and shutil.which("ip"):
+        numbers = itertools.count()
+        found["pods of a Job"] = lambda: in_pods(folder / f"pods{next(numbers)}")
+    if importlib.util.find_spec("ray"):
+        from ray_cluster import RayCluster
+
+        stack.enter_context(RayCluster())
+        on_ray()  # the first one starts what later ones find running
+        found["Ray"] = on_ray
     return found
 
 

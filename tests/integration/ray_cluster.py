@@ -5,7 +5,10 @@ The nodes have one address in common, so they also go by resources of their own,
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from waiting import wait_until
@@ -22,10 +25,14 @@ _STORE_BYTES = 80_000_000
 
 
 class RayCluster:
-    """Use as a context manager; this process is then its driver. `address`: for further drivers."""
+    """Use as a context manager; this process is then its driver. `address`: for further drivers.
 
-    def __init__(self, num_nodes: int = 2, cpus: int = 2, gpus: int = 4) -> None:
+    `by_value`: modules whose functions travel inside the pickle, as those of a notebook do.
+    """
+
+    def __init__(self, num_nodes: int = 2, cpus: int = 2, gpus: int = 4, by_value: Sequence[str] = ()) -> None:
         self._num_nodes, self._cpus, self._gpus = num_nodes, cpus, gpus
+        self._by_value = [*by_value, "ray_training"]
         self._last_node = 0
 
     def __enter__(self) -> RayCluster:
@@ -38,22 +45,31 @@ class RayCluster:
         for _ in range(self._num_nodes - 1):
             self.add_node()
         self.address = self._cluster.address
+        for name in self._by_value:
+            ray.cloudpickle.register_pickle_by_value(sys.modules[name])
         ray.init(address=self.address, log_to_driver=False, logging_level="warning")
         return self
 
     def add_node(self, **options: Any) -> Any:
         self._last_node += 1
-        return self._cluster.add_node(
-            num_cpus=self._cpus,
-            object_store_memory=_STORE_BYTES,
-            resources={f"node:host-{self._last_node}": 1},
-            **options,
-        )
+        own = {"num_cpus": self._cpus, "resources": {f"node:host-{self._last_node}": 1}}
+        return self._cluster.add_node(object_store_memory=_STORE_BYTES, **{**own, **options})
+
+    @contextlib.contextmanager
+    def another_node(self) -> Iterator[tuple[str, Any]]:
+        """One more node for a while: the host's name, and Ray's own object for it."""
+        node = self.add_node()
+        try:
+            yield f"host-{self._last_node}", node
+        finally:
+            self._cluster.remove_node(node, allow_graceful=False)
 
     def __exit__(self, *_: object) -> None:
         import ray
 
         ray.shutdown()
+        for name in self._by_value:
+            ray.cloudpickle.unregister_pickle_by_value(sys.modules[name])
         self._cluster.shutdown()
 
 

@@ -18,25 +18,22 @@ pytest.importorskip("ray")
 
 import ray
 from ray_cluster import RayCluster, living_actors, nothing_is_left
+from ray_training import INTERVAL, Misfortune, elastic_settings, train
 
 from hora.errors import JobFailedError
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic_v2 import RayHostDiscovery
-from horovod.runner.elastic.discovery import FixedHosts
 from waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-INTERVAL = "horovod.runner.elastic.driver.DISCOVER_HOSTS_FREQUENCY_SECS"
 LIMIT_S = 180.0
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as functions of a notebook do
-    with RayCluster() as running:
+    with RayCluster(by_value=[__name__]) as running:
         yield running
-    ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture
@@ -158,6 +155,66 @@ def one_is_killed():
     hvd.allreduce(torch.ones(1), name="with the dead")
 
 
+@pytest.mark.parametrize(("gpus", "distinct", "seen_by_each"), [(1, 1, 2), (2, 1, 4), (0.5, 1, 1)])
+def test_workers_see_the_gpus_that_ray_gave_them(settings, gpus, distinct, seen_by_each):
+    """The GPUs are resources that Ray counts; which ones a worker got is in a variable, and no more is needed here."""
+    with RayExecutor(settings, num_workers=2, use_gpu=True, gpus_per_worker=gpus) as executor:
+        executor.start()
+        seen = [(env["CUDA_VISIBLE_DEVICES"].split(","), own) for env, own in executor.run(environment_and_gpus)]
+    assert len({tuple(visible) for visible, _ in seen}) == distinct
+    for rank, (visible, own) in enumerate(seen):
+        assert len(visible) == len(set(visible)) == seen_by_each
+        assert visible[rank if seen_by_each > 1 else 0] == own[0]  # what `set_device(hvd.local_rank())` picks
+
+
+def environment_and_gpus():
+    return dict(os.environ), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+def test_jobs_beside_one_another_have_gpus_of_their_own(settings):
+    pairs = []
+    with (
+        RayExecutor(settings, min_workers=1, max_workers=1, use_gpu=True, gpus_per_worker=2) as first,
+        RayExecutor(settings, num_workers=1, use_gpu=True, gpus_per_worker=2) as second,
+        RayExecutor(settings, num_workers=1) as third,
+    ):
+        for executor in (first, second, third):
+            executor.start()
+        for executor in (first, second):
+            ((env, own),) = executor.run(environment_and_gpus)
+            assert env["CUDA_VISIBLE_DEVICES"].split(",") == own
+            pairs.append(own)
+        ((env, own),) = third.run(environment_and_gpus)
+        assert (own, env.get("CUDA_VISIBLE_DEVICES")) == ([], os.environ.get("CUDA_VISIBLE_DEVICES"))
+    assert sorted(pairs[0] + pairs[1]) == ["0", "1", "2", "3"]
+
+
+def test_the_callers_own_placement_group_is_used_and_left_alone(settings):
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}])
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+    caller = ray.remote(num_cpus=0)(Caller).options(scheduling_strategy=strategy).remote()
+    assert ray.get(caller.run.remote(2), timeout=LIMIT_S) == (False, [group.id.hex()] * 2)
+    with pytest.raises(ValueError, match=r"has room for 2 workers of .*, but 3 are asked for"):
+        ray.get(caller.run.remote(3), timeout=LIMIT_S)
+    ray.kill(caller)
+    assert ray.util.placement_group_table(group)["state"] == "CREATED"
+    ray.util.remove_placement_group(group)
+
+
+class Caller:
+    """An actor in a placement group, which starts an executor."""
+
+    def run(self, num_workers):
+        settings = RayExecutor.create_settings(timeout_s=120, placement_group_timeout_s=60)
+        with RayExecutor(settings, num_workers=num_workers) as executor:
+            executor.start(Trainer, [1])
+            return executor.adapter.strategy._created_placement_group, executor.run(group_of_this)
+
+
+def group_of_this():
+    return ray.get_runtime_context().get_placement_group_id()
+
+
 def test_what_does_not_fit_leaves_nothing_behind(settings):
     settings.placement_group_timeout_s = 2
     with pytest.raises(TimeoutError, match="requested were 100 bundles"):
@@ -167,57 +224,6 @@ def test_what_does_not_fit_leaves_nothing_behind(settings):
 
 
 # ---- elastic --------------------------------------------------------------------------------------------------
-
-
-def train(directory):
-    """Steps, committed one by one, until the test says that it is over."""
-    import time
-
-    import horovod.torch as hvd
-    from horovod.ray import ray_logger
-
-    hvd.init()
-    ray_logger.log({"started": os.getpid()})
-    state = hvd.elastic.TorchState(step=0)
-
-    @hvd.elastic.run
-    def loop(state):
-        while not hvd.broadcast_object(os.path.exists(f"{directory}/over"), root_rank=0):
-            state.step += 1
-            host = os.environ["HOROVOD_HOSTNAME"]
-            ray_logger.log({"step": state.step, "pid": os.getpid(), "host": host, "size": hvd.size()})
-            time.sleep(0.02)
-            state.commit()
-
-    loop(state)
-    ray_logger.log({"finished": os.getpid()})
-    return hvd.rank(), hvd.size(), os.getpid(), state.step
-
-
-def elastic_settings(hosts, **limits):
-    settings = ElasticRayExecutor.create_settings(timeout_s=120, elastic_timeout=120, **limits)
-    settings.discovery = FixedHosts(hosts)
-    return settings
-
-
-class Misfortune:
-    """A callback: when all have begun, something happens; when the size is right again, the training is over."""
-
-    def __init__(self, size, happens, size_afterwards, directory):
-        self.size, self.happens, self.size_afterwards, self.directory = size, happens, size_afterwards, directory
-        self.beginners, self.victim = {}, None
-
-    def __call__(self, entry):
-        if "step" not in entry:
-            return
-        if self.victim is None:
-            self.beginners[entry["pid"]] = entry["host"]
-            if len(self.beginners) == self.size and entry["step"] > 3:
-                self.victim = self.happens(self.beginners)
-        elif entry["size"] == self.size_afterwards and (
-            self.size_afterwards < self.size or entry["pid"] not in self.beginners
-        ):
-            (self.directory / "over").touch()
 
 
 def kill_one(beginners):
@@ -283,7 +289,7 @@ DRIVER = """
     from horovod.ray import RayExecutor
 
     ray.init(address=sys.argv[1], log_to_driver=False)
-    executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), **{sys.argv[2]: 2})
     executor.start()
 
     def wait_for_ever():
@@ -297,14 +303,15 @@ DRIVER = """
 """
 
 
-def test_a_killed_driver_leaves_nothing(cluster):
-    driver = start_driver(DRIVER, cluster.address)
+@pytest.mark.parametrize("size", ["num_workers", "min_workers"])
+def test_a_killed_driver_leaves_nothing(cluster, size):
+    driver = start_driver(DRIVER, cluster.address, size)
     output = iter(driver.stdout.readline, "")
     assert any(line.startswith("runs") for line in output)
+    wait_until("both workers run", lambda: len(living_actors()) >= 2 and all(living_actors()), LIMIT_S)
     pids = living_actors()
-    assert len(pids) == 2
     driver.kill()
-    driver.wait(LIMIT_S)
+    driver.communicate(timeout=LIMIT_S)
     nothing_is_left()
     wait_until("the workers' processes have ended", lambda: not any(psutil.pid_exists(pid) for pid in pids))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from job_process import BIN, JobProcess
 from slurm_cluster import SlurmCluster, missing
+from test_ssh import SPY
 
 from waiting import wait_until
 
@@ -64,6 +65,48 @@ def test_the_first_failure_is_named_in_a_batch_script_of_an_mpirun_line(slurm, t
     assert "Process name: 3\nExit code: 7" in said
     assert "rank 3 on n2\n" in said
     job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+def test_the_secret_is_in_no_process_list_and_no_environment(slurm, tmp_path):
+    job = allocated(slurm, tmp_path, "hora", "run", "-np", "2", sys.executable, "-c", SPY)
+    assert job.wait(240) == 0, job.text()
+    assert all(f"[{rank}]<stdout>:True []\n" in job.text() for rank in (0, 1)), job.text()
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+def test_the_elements_of_a_job_array_are_jobs_of_their_own(slurm, tmp_path):
+    script = tmp_path / "batch.sh"
+    show = "echo element $SLURM_ARRAY_TASK_ID rank $HOROVOD_RANK of $HOROVOD_SIZE on $SLURMD_NODENAME"
+    script.write_text(f"#!/bin/sh\nexec {BIN}/horovodrun -np 2 sh -c '{show}'\n")
+    line = [
+        "sbatch",
+        "--wait",
+        "--array=0-1",
+        "-N2",
+        "--ntasks-per-node=1",
+        "-o",
+        str(tmp_path / "out.%a"),
+        str(script),
+    ]
+    job = JobProcess(line, tmp_path, **slurm.environment)
+    assert job.wait(240) == 0
+    for element in (0, 1):
+        said = (tmp_path / f"out.{element}").read_text()
+        assert f"element {element} rank 0 of 2 on n1\n" in said
+        assert f"element {element} rank 1 of 2 on n2\n" in said
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+def test_an_allocation_that_is_taken_away_leaves_nothing(slurm, tmp_path):
+    """`scancel`, or the end of the time limit: Slurm ends what it knows of, and the launcher the rest."""
+    job = allocated(slurm, tmp_path, "hora", "run", "-np", "2", "sh", "-c", "echo I run; sleep 600")
+    wait_until("both ranks run", lambda: job.text().count("I run") == 2, 120)
+    slurm.command("scancel", "--user=root")
+    job.wait(120)
+    job.assert_nothing_left(90)
     slurm.wait_until_free()
 
 

@@ -1,0 +1,134 @@
+"""Elastic jobs on Ray while nodes fall silent, drain, come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+from ray_cluster import RayCluster, nothing_is_left
+from ray_training import INTERVAL, Misfortune, Stages, elastic_settings, train
+
+from horovod.ray import ElasticRayExecutor, RayExecutor
+from waiting import wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster(num_nodes=1, by_value=[__name__]) as running:
+        yield running
+
+
+def raylet_of(node: Any) -> psutil.Process:
+    (started,) = node.all_processes["raylet"]
+    return psutil.Process(started.process.pid)
+
+
+def workers_of(node: Any) -> list[psutil.Process]:
+    return [child for child in raylet_of(node).children(recursive=True) if "RayWorker" in " ".join(child.cmdline())]
+
+
+def silence(node: Any) -> None:
+    """Nothing of it answers any more, and nothing of it ends."""
+    for process in [raylet_of(node), *workers_of(node)]:
+        process.suspend()
+
+
+def drain(node: Any) -> None:
+    """As a cloud that takes a machine back tells Ray."""
+    client = ray._raylet.GcsClient(address=node.gcs_address)
+    preemption = 2
+    accepted, why = client.drain_node(node.node_id, preemption, "taken back", 0)
+    assert accepted, why
+
+
+def hosts_by_resource() -> list[dict[str, Any]]:
+    """Ray's nodes, all of which have this machine's address, under the names of hosts."""
+    found = []
+    for node in REAL_NODES():
+        names = [name.removeprefix("node:") for name in node["Resources"] if name.startswith("node:host-")]
+        found.append({**node, "NodeManagerAddress": names[0] if names else node["NodeManagerAddress"]})
+    return found
+
+
+REAL_NODES = ray.nodes
+
+
+@pytest.mark.parametrize("misfortune", [silence, drain])
+@mock.patch(INTERVAL, 0.1)
+def test_what_happens_to_a_node_costs_its_workers_only(cluster, tmp_path: Path, monkeypatch, misfortune):
+    monkeypatch.setattr(ray, "nodes", hosts_by_resource)
+    settings = RayExecutor.create_settings(timeout_s=120)
+    processes: list[psutil.Process] = []
+    with cluster.another_node() as (host, node):
+
+        def happens(beginners: dict[int, str]) -> str:
+            processes.extend(workers_of(node))
+            misfortune(node)
+            return host
+
+        watching = Misfortune(2, happens, 1, tmp_path)
+        # Two cores of each node for a worker, so that there is one on each.
+        with RayExecutor(settings, min_workers=1, max_workers=2, cpus_per_worker=2, elastic_timeout=120) as executor:
+            executor.start()
+            results = executor.run(train, args=[str(tmp_path)], callbacks=[watching])
+        assert sorted(watching.beginners.values()) == sorted(["host-1", host])
+        assert [(rank, size) for rank, size, _, _ in results] == [(0, 1)]
+        (survivor,) = [pid for pid, where in watching.beginners.items() if where == "host-1"]
+        assert results[0][2] == survivor  # the same process, from beginning to end
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+    wait_until("the node's processes have ended", lambda: not any(process.is_running() for process in processes))
+    nothing_is_left()
+
+
+# ---- hosts that come and go, as in Horovod's own tests of its discovery --------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(cluster: RayCluster) -> None:
+    """A node that goes by five hosts' names, with room for all of their slots."""
+    cluster.add_node(num_cpus=8, resources={f"node:h{number}": 1 for number in range(1, 6)})
+
+
+SCHEDULES = {
+    "added and removed": ([{"h1": 2}, {"h1": 2, "h2": 1, "h3": 1}, {"h2": 1}], {}, (4, 1)),
+    "removed and added": (
+        [{"h1": 2, "h2": 1, "h3": 2}, {"h1": 2}, {"h1": 2, "h4": 1, "h5": 1}],
+        {"cooldown_range": (1, 1)},
+        (7, 4),
+    ),
+    "no more than two": ([{"h1": 2}, {"h1": 2, "h2": 1}], {"max_num_proc": 2}, (2, 2)),
+    "no fewer than four": (
+        [{"h1": 1}, {"h1": 1, "h2": 2}, {"h1": 1, "h2": 2, "h3": 1}],
+        {"min_num_proc": 4, "max_num_proc": 4},
+        (4, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@mock.patch(INTERVAL, 0.1)
+def test_hosts_come_and_go(wide, tmp_path: Path, name: str):
+    stages, limits, (num_started, num_finished) = SCHEDULES[name]
+    settings = elastic_settings({}, **limits)
+    least, most = limits.get("min_num_proc", 1), limits.get("max_num_proc")
+    settings.discovery = schedule = Stages(stages, tmp_path, least=least, most=most)
+    executor = ElasticRayExecutor(settings, override_discovery=False)
+    executor.start()
+    results = executor.run(lambda: train(str(tmp_path)), callbacks=[schedule])
+    assert (len(schedule.started), len(schedule.finished)) == (num_started, num_finished)
+    assert len(results) == num_finished
+    assert [rank for rank, *_ in results] == list(range(num_finished))
+    nothing_is_left()
