@@ -2,14 +2,15 @@
 [rounds]`.
 
 Each contender starts two processes that initialise, allreduce one tensor and return its value: on a
-standalone Spark cluster (a master and two workers with one core each) and as local processes. The session
-and the executors are warm: one round of everything runs before the clock does. Prints medians, the spread
-and the ratios.
+standalone Spark cluster (a master and two workers with one core each), classic and through a Connect server,
+and as local processes. The session and the executors are warm: one round of everything runs before the clock
+does. Prints medians, the spread and the ratios.
 """
 
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
 
-from spark_cluster import StandaloneCluster, spark_session
+import pyspark
+from spark_cluster import ConnectServer, StandaloneCluster, spark_session
 
 
 def hora_main() -> float:
@@ -40,7 +42,7 @@ def torch_main() -> float:
     return float(tensor[0])
 
 
-def contenders() -> dict[str, Callable[[], float]]:
+def contenders(*, local: bool) -> dict[str, Callable[[], float]]:
     from pyspark.ml.torch.distributor import TorchDistributor
 
     from sparkdl import HorovodRunner
@@ -49,31 +51,60 @@ def contenders() -> dict[str, Callable[[], float]]:
         distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
         return distributor.run(torch_main)
 
-    return {
+    on_spark = {
         "HorovodRunner(np=2)": lambda: HorovodRunner(np=2).run(hora_main),
         "TorchDistributor(2, local_mode=False)": lambda: peer(False),
+    }
+    here = {
         "HorovodRunner(np=-2)": lambda: HorovodRunner(np=-2).run(hora_main),
         "TorchDistributor(2, local_mode=True)": lambda: peer(True),
     }
+    return on_spark | (here if local else {})
 
 
-def main(rounds: int) -> None:
+def measure(rounds: int, *, local: bool) -> None:
     times: dict[str, list[float]] = {}
-    with StandaloneCluster() as cluster, spark_session(cluster.url):
-        for number in range(rounds + 1):
-            for name, call in contenders().items():
-                began = time.perf_counter()
-                value = call()
-                took = time.perf_counter() - began
-                assert value == 2.0, f"{name} returned {value}"
-                if number:
-                    times.setdefault(name, []).append(took)
+    for number in range(rounds + 1):
+        for name, call in contenders(local=local).items():
+            began = time.perf_counter()
+            value = call()
+            took = time.perf_counter() - began
+            assert value == 2.0, f"{name} returned {value}"
+            if number:
+                times.setdefault(name, []).append(took)
     for name, taken in times.items():
         spread = f"{min(taken):.2f} … {max(taken):.2f}"
         print(f"{name:40s} median {statistics.median(taken):6.2f} s   spread {spread}   n={len(taken)}")
     medians = [statistics.median(taken) for taken in times.values()]
-    print(f"on Spark: {medians[0] / medians[1]:.2f} of the peer's time; local: {medians[2] / medians[3]:.2f}")
+    ratios = [ours / peers for ours, peers in zip(medians[::2], medians[1::2], strict=True)]
+    print("of the peer's time: " + ", ".join(f"{ratio:.3f}" for ratio in ratios), flush=True)
+
+
+def main(rounds: int) -> None:
+    with StandaloneCluster(memory="2g") as cluster:
+        with spark_session(cluster.url):
+            measure(rounds, local=True)
+        settings = {"spark.master": cluster.url, "spark.executor.memory": "512m"}
+        with ConnectServer(settings=settings) as server:
+            print(f"through Spark Connect ({pyspark.__version__})", flush=True)
+            # A process of its own: one that had a classic session cannot have another.
+            subprocess.run([sys.executable, __file__, str(rounds), server.url], check=True)
+
+
+def through_connect(rounds: int, url: str) -> None:
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.builder.remote(url).getOrCreate()
+    measure(rounds, local=False)
+    session.stop()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    if len(sys.argv) > 2:
+        import cloudpickle
+
+        cloudpickle.register_pickle_by_value(sys.modules["__main__"])
+        through_connect(rounds, sys.argv[2])
+    else:
+        main(rounds)

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 from hora import slurm
 
-__all__ = ["MeetingPoint", "World", "keep_secret", "place_variables"]
+__all__ = ["PLAN_JOB", "PLAN_KEY", "MeetingPoint", "World", "keep_secret", "place_variables"]
+
+# The meeting place of a program that starts its ranks itself: its name, and the key under which its current plan's number is.
+PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
 
 # (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
 _FOREIGN = (
@@ -49,6 +52,11 @@ class MeetingPoint:
     job: str = ""
     worker: int = -1
     host_store: bool = False  # rank 0 opens the meeting place
+
+    @property
+    def planned(self) -> bool:
+        """Whether a program gives out the places here, plan by plan (`horovod.runner.http.http_server`)."""
+        return self.job == PLAN_JOB
 
     @property
     def endpoint(self) -> str:
@@ -193,6 +201,8 @@ def _from_horovod(env: Mapping[str, str]) -> World:
             job=env["HORA_JOB"],
             worker=_integer(env, "HORA_WORKER", -1),
         )
+    elif "HOROVOD_GLOO_RENDEZVOUS_PORT" in env and "MASTER_ADDR" not in env:
+        meeting = _planned_meeting(env) if size > 1 or env.get("HORA_SECRET_FILE") else meeting
     elif size > 1:
         meeting = _tcp_meeting(env, "horovod", one_host=_integer(env, "HOROVOD_LOCAL_SIZE", size) >= size)
     return World(
@@ -205,9 +215,25 @@ def _from_horovod(env: Mapping[str, str]) -> World:
         hostname=env.get("HOROVOD_HOSTNAME", "localhost"),
         generation=_integer(env, "HORA_GENERATION", 0),
         worker=_integer(env, "HORA_WORKER", -1),
-        elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0,
+        elastic=_integer(env, "HOROVOD_ELASTIC", 0) > 0 and not meeting.planned,  # the program itself changes places
         launcher="hora" if meeting.kind == "hora" else "horovod",
         meeting=meeting,
+    )
+
+
+def _planned_meeting(env: Mapping[str, str]) -> MeetingPoint:
+    if not env.get("HORA_SECRET_FILE"):
+        raise ValueError(
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT name a meeting place, but there is no secret with which to be let in: give "
+            "the workers HORA_SECRET (the `secret` of the RendezvousServer), or set HORA_SECRET_FILE to the same file for the "
+            "process that starts the RendezvousServer and for the workers; or start the job with horovodrun"
+        )
+    return MeetingPoint(
+        kind="hora",
+        address=env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""),
+        port=_integer(env, "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+        secret_file=env["HORA_SECRET_FILE"],
+        job=PLAN_JOB,
     )
 
 

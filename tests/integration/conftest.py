@@ -33,7 +33,7 @@ def spark(spark_cluster: StandaloneCluster) -> Iterator[Any]:
     """The only SparkSession of the test run, on the standalone cluster; functions of test modules travel by
     value.
     """
-    with spark_session(spark_cluster.url) as session:
+    with spark_session(spark_cluster.url, **{"spark.decommission.enabled": "true"}) as session:
         yield session
 
 

@@ -146,6 +146,36 @@ def converter(spark, folder):
     return found, len(made), again
 
 
+def workers(spark, folder):
+    """Their ends, their output, one that is stopped, and one too many."""
+    import warnings
+
+    from hora import workers
+
+    names = ("CDSW_ENGINE_ID", "CDSW_IP_ADDRESS", "SPARK_TEST_CLUSTER", "MINE")
+    code = f"import os, sys\nprint([os.environ.get(name) for name in {names}])\nsys.exit(int(os.environ['MINE']))"
+    launched = [workers.launch_workers(1, 1, 1, code=code, env={"MINE": str(code_)})[0] for code_ in (0, 3)]
+    ended = workers.await_workers(launched, timeout_seconds=120)
+    told = [
+        [worker["status"], worker["exit_code"], worker["ip_address"]] for worker in ended["workers"] + ended["failures"]
+    ]
+    own = [
+        worker["log_tail"][-1].startswith(f"['{worker['id']}', '127.0.0.1', 'spark-cluster-")
+        for worker in ended["workers"]
+    ]
+    with open("job.py", "w") as file:
+        file.write("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    running = workers.launch_workers(2, 1, 1, script="job.py")
+    up = workers.await_workers(running, wait_for_completion=False, timeout_seconds=120)["workers"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (refused,) = workers.launch_workers(1, 1, 1, code="print()")
+    workers.stop_workers(running[0])
+    states = [worker["status"] for worker in workers.list_workers()]
+    workers.stop_workers()
+    return told, own, len(up), refused["message"], states
+
+
 def wait_for_interrupt(spark, folder):
     from sparkdl import HorovodRunner
 

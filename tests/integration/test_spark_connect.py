@@ -23,7 +23,18 @@ from waiting import wait_until
 pytest.importorskip("grpc_status")
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-SCENARIOS = ("runner", "failure", "run", "large", "too_few", "elastic", "estimator", "converter", "wait_for_interrupt")
+SCENARIOS = (
+    "runner",
+    "failure",
+    "run",
+    "large",
+    "too_few",
+    "elastic",
+    "estimator",
+    "converter",
+    "workers",
+    "wait_for_interrupt",
+)
 LIMIT_S = 500.0
 
 
@@ -114,6 +125,41 @@ def test_an_estimator_is_fitted_saved_loaded_and_predicts(seen):
 
 def test_a_converters_rows_reach_every_rank_once(seen):
     assert seen.found["converter"] == [list(range(10)), 10, True]
+
+
+def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
+    told, own, num_running, refused, states = seen.found["workers"]
+    assert told == [["succeeded", 0, "127.0.0.1"], ["failed", 3, "127.0.0.1"]]
+    assert own == [True]
+    assert num_running == 2
+    assert refused == "a Spark task slot was asked for, but 0 of 2 are free"
+    assert states == ["succeeded", "failed", "stopped", "running"]
+
+
+def test_a_notebook_over_connect(server, tmp_path):
+    """Executed by a real kernel: output of the ranks in the cell, rank 0's value in the next."""
+    import nbclient
+    import nbformat
+
+    cells = [
+        f"from pyspark.sql import SparkSession\nspark = SparkSession.builder.remote({server.url!r}).getOrCreate()",
+        "def train(rate):\n"
+        "    import torch\n"
+        "    import horovod.torch as hvd\n"
+        "    hvd.init()\n"
+        "    print('rank', hvd.rank(), 'of', hvd.size(), flush=True)\n"
+        "    return rate * hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item()\n"
+        "from sparkdl import HorovodRunner\n"
+        "value = HorovodRunner(np=2, driver_log_verbosity='all').run(train, rate=0.5)",
+        "value, spark.range(5).count()",
+        "spark.stop()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    shown = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
+    assert all(f"rank {rank} of 2" in shown for rank in range(2))
+    assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "(1.0, 5)"
 
 
 def test_an_interrupt_ends_the_job_and_frees_its_slots(seen, server):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import signal
 import threading
 
 import pytest
@@ -105,6 +106,53 @@ def test_a_lost_executor_does_not_end_the_training(how, spark, spark_cluster, by
         else:
             assert HorovodRunner(np=2).run(until_killed, directory=str(tmp_path)) == (0, 0)
     assert killed.is_set()
+    assert spark_cluster.leftovers() == []
+
+
+def until_alone():
+    """Steps until this rank is alone, and some more; how often the state had to be restored, and the steps."""
+    import torch
+
+    import horovod.torch as hvd
+    from sparkdl.horovod import log_to_driver
+
+    restored = []
+
+    class State(hvd.elastic.TorchState):
+        def restore(self):
+            restored.append(self.step)
+            super().restore()
+
+    hvd.init()
+    state = State(step=0, alone=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.alone < 5:
+            hvd.allreduce(torch.ones(1), name="step")
+            state.alone += hvd.size() == 1
+            state.step += 1
+            state.commit()
+            if state.step == 10:
+                log_to_driver("half way")
+
+    loop(state)
+    return restored, state.step > 10, state.alone
+
+
+def test_ranks_on_a_decommissioned_executor_commit_and_leave(spark, spark_cluster, by_value):
+    class Watch(io.StringIO):
+        def write(self, data):
+            if "half way" in data and not sent.is_set():
+                sent.set()
+                spark_cluster.executors()[0].send_signal(signal.SIGPWR)
+            return len(data)
+
+    sent = threading.Event()
+    assert HorovodRunner(np=2).run(lambda: "both slots are there") == "both slots are there"
+    with contextlib.redirect_stdout(Watch()):
+        (result,) = horovod.spark.run_elastic(until_alone, num_proc=2, min_num_proc=1, verbose=0)
+    assert result == ([], True, 5)  # nothing was lost, so nothing had to be restored
     assert spark_cluster.leftovers() == []
 
 

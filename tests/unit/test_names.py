@@ -29,6 +29,7 @@ HorovodAllreduce HorovodGroupedAllreduce HorovodAllgather HorovodGroupedAllgathe
 HorovodAlltoall HorovodReducescatter HorovodGroupedReducescatter
 """
 STATE = "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
+TEXT = "serialize_fn deserialize_fn save_into_bio save_into_bio_fn is_module_available is_module_available_fn"
 OPS = set(HVD.split()) - {"Compression", "_check_has_gpu", *STATE.split()}
 NAMES = {
     "horovod.torch": HVD + FRONT + " check_extension _MPI_LIB_AVAILABLE",
@@ -56,6 +57,59 @@ NAMES = {
     "horovod.runner.common.util.safe_shell_exec": "execute GRACEFUL_TERMINATION_TIME_S",
     "horovod.runner.common.util.tiny_shell_exec": "execute",
     "horovod.runner.elastic.rendezvous": "create_rendezvous_handler GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES",
+    "horovod.runner.common.util.secret": """make_secret_key compute_digest check_digest SECRET_LENGTH DIGEST_LENGTH
+        HOROVOD_SECRET_KEY""",
+    "horovod.runner.common.util.timeout": "Timeout TimeoutException",
+    "horovod.runner.common.util.codec": "dumps_base64 loads_base64",
+    "horovod.runner.common.util.hosts": "INVALID_SLOT_INFO SlotInfo HostInfo parse_hosts get_host_assignments",
+    "horovod.runner.common.util.settings": "BaseSettings Settings",
+    "horovod.runner.common.util.config_parser": """validate_config_args set_env_from_args
+        HOROVOD_FUSION_THRESHOLD HOROVOD_TIMELINE LOG_LEVELS""",
+    "horovod.runner.common.util.env": """is_exportable IGNORE_REGEXES LOG_LEVEL_STR KUBEFLOW_MPI_EXEC is_kubeflow_mpi
+        get_env_rank_and_size""",
+    "horovod.runner.common.util.host_hash": "host_hash",
+    "horovod.runner.http.http_server": "RendezvousServer RendezvousHandler RendezvousHTTPServer",
+    "horovod.runner.gloo_run": """RendezvousServer parse_hosts get_host_assignments create_slot_env_vars
+        create_run_env_vars _get_min_start_hosts gloo_run launch_gloo""",
+    "horovod.runner": "run _HorovodArgs",
+    "horovod.runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts",
+    "horovod.runner.elastic.settings": "ElasticSettings",
+    "horovod.runner.elastic.driver": "ElasticDriver DISCOVER_HOSTS_FREQUENCY_SECS ELASTIC_TIMEOUT_SECS",
+    "horovod.runner.elastic.constants": "RESET_LIMIT_EXCEEDED_MESSAGE",
+    "horovod.runner.util.threads": "in_thread on_event execute_function_multithreaded",
+    "horovod.runner.util.network": """get_local_host_addresses get_local_intfs resolve_host_address
+        filter_local_addresses find_port get_driver_ip""",
+    "horovod.runner.util.streams": "Pipe",
+    "horovod.runner.util.lsf": "LSFUtils",
+    "horovod.data": "BaseDataLoader AsyncDataLoaderMixin",
+    "horovod.data.data_loader_base": "BaseDataLoader AsyncDataLoaderMixin",
+    "horovod.spark": "run run_elastic",
+    "horovod.spark.common.backend": "Backend SparkBackend default_num_proc",
+    "horovod.spark.common.constants": """ARRAY CUSTOM_SPARSE NOCHANGE PETASTORM_HDFS_DRIVER METRIC_PRINT_FREQUENCY
+        BYTES_PER_GIB TOTAL_BUFFER_MEMORY_CAP_GIB""",
+    "horovod.spark.common.datamodule": "DataModule",
+    "horovod.spark.common.estimator": "HorovodEstimator HorovodModel",
+    "horovod.spark.common.params": "EstimatorParams ModelParams",
+    "horovod.spark.common.serialization": "HorovodParamsWriter HorovodParamsReader",
+    "horovod.spark.common.store": "Store AbstractFilesystemStore FilesystemStore LocalStore HDFSStore DBFSLocalStore",
+    "horovod.spark.common.util": """prepare_data get_dataset_properties clear_training_cache get_simple_meta_from_parquet
+        _get_metadata _has_vector_column to_petastorm_fn check_validation check_shape_compatibility to_list get_output_cols
+        spark_scalar_to_python_type data_type_to_numpy _get_assigned_gpu_or_local_rank is_databricks host_hash""",
+    "horovod.spark.common._namedtuple_fix": "",
+    "horovod.spark.data_loaders": "PytorchDataLoader PytorchAsyncDataLoader",
+    "horovod.spark.data_loaders.pytorch_data_loaders": """PytorchDataLoader PytorchAsyncDataLoader PytorchInfiniteDataLoader
+        PytorchInfiniteAsyncDataLoader PytorchInmemDataLoader PytorchInmemAsyncDataLoader PetastormBatchedDataLoader""",
+    "horovod.spark.torch": "TorchEstimator TorchModel",
+    "horovod.spark.torch.estimator": "TorchEstimator TorchModel EstimatorParams _torch_param_serialize",
+    "horovod.spark.torch.datamodule": "PetastormDataModule NVTabularDataModule",
+    "horovod.spark.torch.util": TEXT,
+    "horovod.spark.lightning": "TorchEstimator TorchModel",
+    "horovod.spark.lightning.estimator": """TorchEstimator TorchModel MIN_PL_VERSION EstimatorParams _torch_param_serialize
+        TorchEstimatorParamsWriter TorchEstimatorParamsReader""",
+    "horovod.spark.lightning.legacy": "to_lightning_module",
+    "horovod.spark.lightning.datamodule": "PetastormDataModule PETASTORM_HDFS_DRIVER",
+    "horovod.spark.lightning.remote": "_prepare_data_fn",
+    "horovod.spark.lightning.util": TEXT,
     "horovod.spark.runner": "run run_elastic",
     "horovod.spark.task.task_info": "get_available_devices",
     "horovod.spark.conf": """SPARK_CONF_MAX_INT SPARK_CONF_MAX_INT_MINUS_ONE

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import pickle
 import socket
 import threading
 
+import numpy as np
 import pytest
+import torch
 
+from hora.spark.estimator.metadata import dense_rows_fn
 from horovod.data import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.runner import gloo_run
 from horovod.runner.common.util import codec, config_parser, env, host_hash, secret, settings, timeout
@@ -18,6 +22,8 @@ from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.settings import ElasticSettings
 from horovod.runner.util import network, streams, threads
 from horovod.runner.util.lsf import LSFUtils
+from horovod.spark.data_loaders import pytorch_data_loaders as data_loaders
+from horovod.spark.torch import util as torch_util
 from waiting import wait_until
 
 
@@ -204,3 +210,85 @@ def test_an_error_while_reading_reaches_who_takes_the_batches():
     with pytest.raises(ValueError, match="a bad row"):
         next(batches)
     loader.close_async_loader()
+
+
+class Reader:
+    """Gives ten rows in the way of Petastorm's readers, one by one or four at a time, and begins again when asked to."""
+
+    Row = collections.namedtuple("Row", "x label")
+
+    def __init__(self, *, batched: bool) -> None:
+        self.is_batched_reader = batched
+        self.last_row_consumed = False
+        self.resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.last_row_consumed = False
+
+    def __iter__(self):
+        step = 4 if self.is_batched_reader else 1
+        for begin in range(0, 10, step):
+            numbers = np.arange(begin, min(begin + step, 10))
+            x = np.stack([numbers, -numbers], axis=1).astype("float32")
+            yield self.Row(x, numbers) if self.is_batched_reader else self.Row(x[0], numbers[0])
+        self.last_row_consumed = True
+
+
+def labels(batches):
+    return [batch["label"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_loaders_over_a_reader_give_batches_epoch_by_epoch(batched):
+    reader = Reader(batched=batched)
+    loader = data_loaders.PytorchDataLoader(reader, 4, 0)
+    assert len(loader) == 0
+    for _ in range(2):
+        batches = list(loader)
+        assert labels(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert batches[0]["x"][1].tolist() == [1.0, -1.0]
+    assert reader.resets == 1
+    short = data_loaders.PytorchDataLoader(Reader(batched=batched), 4, 100, limit_step_per_epoch=2)
+    assert len(short) == 2
+    assert len(list(short)) == 2
+    shuffled = labels(data_loaders.PytorchDataLoader(Reader(batched=batched), 10, 3))
+    assert sorted(shuffled[0]) == list(range(10))
+
+
+def test_loaders_read_ahead_go_on_or_keep_everything():
+    ahead = data_loaders.PytorchAsyncDataLoader(2, False, Reader(batched=True), 4, 0)
+    assert labels(ahead) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    ahead.close_async_loader()
+    endless = data_loaders.PytorchInfiniteDataLoader(Reader(batched=False), 2, 0, limit_step_per_epoch=2)
+    assert labels(endless) + labels(endless) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    kept = data_loaders.PytorchInmemDataLoader(Reader(batched=True), 4, 2, limit_step_per_epoch=3)
+    assert labels(kept) == labels(kept) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+    assert labels(kept) == []
+    with pytest.raises(ValueError, match="limit_step_per_epoch"):
+        data_loaders.PytorchInmemDataLoader(Reader(batched=True), 4, 2)
+    with pytest.raises(ValueError, match=r"reader of Petastorm.*given a list"):
+        data_loaders.PytorchDataLoader([1, 2], 4, 0)
+
+
+def test_models_and_other_objects_as_text_and_as_files():
+    model = torch.nn.Linear(2, 1)
+    again = torch_util.deserialize_fn()(torch_util.serialize_fn()(model))
+    assert torch.equal(again.weight, model.weight)
+    assert torch_util.deserialize_fn()(torch_util.serialize_fn()({"a": 1})) == {"a": 1}
+    file = torch_util.save_into_bio_fn()(model.state_dict(), torch.save)
+    assert torch.equal(torch.load(file)["weight"], model.weight)
+    assert torch_util.is_module_available_fn()("torch")
+    assert not torch_util.is_module_available("no_such_package.module")
+
+
+def test_sparse_rows_become_dense_ones():
+    metadata = {
+        "v": {"intermediate_format": "custom_sparse_format", "shape": 4},
+        "y": {"intermediate_format": "nochange"},
+    }
+    dense = dense_rows_fn(metadata)
+    rows = torch.tensor([[2.0, 0, 3, 5, 7], [1.0, 2, 9, 0, 0]])
+    assert dense("v", rows).tolist() == [[5, 0, 0, 7], [0, 0, 9, 0]]
+    assert dense("y", rows) is rows
+    assert dense("unknown", rows) is rows

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hora.errors import JobFailedError
-from hora.launch.spark.connect import _result, _Stage
+from hora.launch.spark.connect import _result, _Watch
+from hora.launch.spark.query import Query
 
 
 class Session:
@@ -38,28 +39,28 @@ class Session:
         return self.rows
 
 
-class Tasks:
-    num_proc = 2
+class Log:
+    """Stands in for the client's ear: `calls` first tasks have called."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
 
 
-class Quiet(threading.Event):
-    """Never set; lets the query end once it has been asked for."""
-
-    def __init__(self, session, what=lambda: None):
-        super().__init__()
-        self._session, self._what = session, what
-
-    def is_set(self):
-        self._what()
-        threading.Timer(0.5, self._session.go_on.set).start()
-        return False
+def query(session):
+    return Query(session, lambda batches: iter(()), num_tasks=2, name="job", barrier=True)
 
 
 def test_silence_is_said_and_the_job_goes_on(caplog):
     session = Session([("result", 1, b"b"), ("result", 0, b"a"), ("stdout", 0, b"x")])
-    rows = _Stage(session, Tasks(), "tag").run(0.0, Quiet(session))
-    assert rows == {"result": b"ab", "stdout": b"x"}
-    assert "nothing was heard of the first task of tag" in caplog.text
+    asked = query(session)
+    watch = _Watch(Log(0), asked.tag, 2, limit_s=0.0)
+
+    def watch_once():
+        watch()
+        session.go_on.set()
+
+    assert asked.run(watch_once) == {"result": b"ab", "stdout": b"x"}
+    assert f"nothing was heard of the first task of {asked.tag}" in caplog.text
     assert session.interrupted == []
 
 
@@ -68,15 +69,29 @@ def test_an_interrupt_reaches_the_cluster():
         raise KeyboardInterrupt
 
     session = Session([])
+    asked = query(session)
     with pytest.raises(KeyboardInterrupt):
-        _Stage(session, Tasks(), "tag").run(0.0, Quiet(session, interrupt))
-    assert session.interrupted == ["tag"]
+        asked.run(interrupt)
+    assert session.interrupted == [asked.tag]
+
+
+def test_a_job_that_spark_has_begun_anew_is_ended():
+    session = Session([])
+    asked = query(session)
+    with pytest.raises(JobFailedError, match="lost an executor"):
+        asked.run(_Watch(Log(2), asked.tag, 2, limit_s=60.0))
+    assert session.interrupted == [asked.tag]
 
 
 def test_a_failed_query_is_a_failed_job():
     session = Session([], RuntimeError("no such cluster"))
     session.go_on.set()
     with pytest.raises(JobFailedError, match="Spark job has failed: no such cluster"):
-        _Stage(session, Tasks(), "tag").run(60.0, threading.Event())
+        query(session).run()
     with pytest.raises(JobFailedError, match="no result"):
         _result({})
+
+
+def test_a_client_that_cannot_interrupt_is_told_what_it_needs():
+    with pytest.raises(ValueError, match=r"Spark 3\.5 or newer"):
+        query(object())

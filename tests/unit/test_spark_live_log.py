@@ -16,17 +16,19 @@ from waiting import wait_until
 
 def test_lines_come_home_while_the_job_runs():
     out, err = io.StringIO(), io.BytesIO()
-    with LiveLog("127.0.0.1", OutputOptions(stdout=out, stderr=err)) as log:
+    callers = []
+    with LiveLog("127.0.0.1", OutputOptions(stdout=out, stderr=err), callers.append) as log:
         assert log.invitation.address == "127.0.0.1"
         home = Home(log.invitation)
-        wait_until("the client has heard of the job", log.heard.is_set)
+        wait_until("the client has heard of the job", lambda: log.calls == 1)
         stdout, stderr = io.BufferedWriter(HomeStream(home, "stdout")), io.BufferedWriter(HomeStream(home, "stderr"))
         for stream, text in ((stdout, "grüße\n"), (stderr, "oh\n")):
             stream.write(text.encode())
             stream.flush()
         wait_until("the lines are there", lambda: (out.getvalue(), err.getvalue()) == ("grüße\n", b"oh\n"))
         assert home.close() == {}
-        log.show(b"late\n", b"")
+        log.show({"stdout": b"late\n", "result": b"1"})
+    assert callers == ["127.0.0.1"]
     assert out.getvalue() == "grüße\nlate\n"
 
 
@@ -36,7 +38,7 @@ def test_a_stranger_is_not_heard():
         where = (log.invitation.address, log.invitation.port)
         with pytest.raises((AuthenticationError, OSError)):
             connect(where, Credentials(new_secret(), log.invitation.job), timeout_s=5.0)
-        assert not log.heard.is_set()
+        assert log.calls == 0
     assert out.getvalue() == ""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import uuid
 
+import pyarrow.parquet
 import pytest
 
 from hora.spark.estimator.store import DBFSLocalStore, FilesystemStore, HDFSStore, LocalStore, Store
@@ -51,6 +53,27 @@ def test_a_local_directory_is_copied_into_the_run_over_what_was_there(tmp_path):
     assert store.read(store.get_checkpoints("r")[0]) == b"two"
     assert sorted(path.name for path in (tmp_path / "store").rglob("*") if path.is_file()) == ["a.ckpt", "b"]
     assert store.get_checkpoints("another") == []
+
+
+def test_a_file_system_that_only_fsspec_knows():
+    root = f"memory://{uuid.uuid4().hex}/store"
+    store = Store.create(root, checkpoint_filename="best.ckpt")
+    assert store.get_checkpoint_path("r") == f"{root}/runs/r/best.ckpt"
+    assert store.get_data_metadata_path() == f"{root}/data_metadata"
+    store.write_text(store.get_checkpoint_path("r"), "weights")
+    assert store.read(store.get_checkpoints("r")[0]) == b"weights"
+    with pyarrow.parquet.ParquetWriter(
+        store.fs.open(store.get_localized_path(f"{store.get_train_data_path(0)}/part.parquet"), "wb"),
+        (table := pyarrow.table({"x": [1.0, 2.0]})).schema,
+    ) as writer:
+        writer.write_table(table)
+    assert store.is_parquet_dataset(store.get_train_data_path(0))
+    assert store.get_parquet_dataset(store.get_train_data_path(0)).read()["x"].to_pylist() == [1.0, 2.0]
+    with store.to_remote("r", 0).get_local_output_dir() as folder:
+        with open(f"{folder}/log", "w") as file:
+            file.write("a line")
+        store.sync_fn("r")(folder)
+    assert store.read(f"{store.get_run_path('r')}/log") == b"a line"
 
 
 @pytest.mark.parametrize("path", ["hdfs://nn:8020/p", "hdfs:///p", "/p"])

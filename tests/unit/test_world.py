@@ -222,3 +222,21 @@ def test_a_world_survives_the_environment():
         meeting=MeetingPoint(kind="hora", address="127.0.0.1", port=5, secret_file="/proc/1/fd/3", job="j"),
     )
     assert World.from_env(world.to_env()) == world
+
+
+def test_a_meeting_place_of_the_programs_own():
+    env = {
+        "HOROVOD_RANK": "1",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "1234",
+    }
+    with pytest.raises(ValueError, match="no secret with which to be let in"):
+        World.from_env(env)
+    world = World.from_env({**env, "HORA_SECRET_FILE": "/s"})
+    assert (world.meeting.kind, world.meeting.endpoint, world.meeting.planned) == ("hora", "10.0.0.1:1234", True)
+    assert not world.elastic  # the program itself gives out places
+    assert World.from_env({**env, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).meeting.kind == "none"
+    elsewhere = World.from_env({**env, "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "5"})
+    assert elsewhere.meeting.endpoint == "10.0.0.2:5"

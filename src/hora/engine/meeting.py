@@ -27,7 +27,7 @@ from hora.net import sockets
 from hora.net.address import listening_address
 from hora.net.client import ControlClient
 from hora.net.keys import RankKeys, world_secret
-from hora.net.secret_file import read_secret_file
+from hora.net.secret_file import HeldSecret, read_secret_file
 from hora.net.table import Table
 from hora.net.wire import Credentials, derived_secret
 from hora.world import MeetingPoint, World
@@ -121,7 +121,7 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
     if point.kind == "hora":
         # An elastic worker asks for its next place over this connection, so it speaks for that worker.
         worker = world.worker if world.elastic else -1
-        client = ControlClient.connect(point, name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
+        client = ControlClient.connect(_held(point), name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
         meeting = _TableMeeting(client)
     elif point.secret_file:
         meeting = _meet_at_rank_0(_beside_torch(world), limit_s)
@@ -147,6 +147,18 @@ def _beside_torch(world: World) -> World:
         store = store.underlying_store
     there = isinstance(store, TCPStore) and store.port == world.meeting.port
     return replace(world, meeting=replace(world.meeting, host_store=False)) if there else world
+
+
+_held_secrets: list[HeldSecret] = []  # to the end of this process
+
+
+def _held(point: MeetingPoint) -> MeetingPoint:
+    """The same with the secret in memory, where it is in a file of the user's: a program that starts its ranks itself
+    may have given one to both ends."""
+    if not point.planned or point.secret_file.startswith("/proc/"):
+        return point
+    _held_secrets.append(HeldSecret(read_secret_file(point.secret_file)))
+    return replace(point, secret_file=_held_secrets[-1].path)
 
 
 def control_client(world: World) -> ControlClient | None:

@@ -19,7 +19,7 @@ from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
 from hora.telemetry.meters import meter
-from hora.world import World
+from hora.world import PLAN_KEY, World
 
 __all__ = ["control_connection", "current_runtime", "current_world", "init", "is_initialized", "restart", "shutdown"]
 
@@ -98,9 +98,12 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
     if place.elastic or (place.size > 1 and place.meeting.kind == "hora"):
         # Before the ranks meet, because a rank may be lost meanwhile; and an elastic world of one may grow.
         open_meeting(place, limit_s=config.init_timeout_s)
+    client = control_client(place)
+    if client is not None and place.meeting.planned:
+        plan = client.get(PLAN_KEY, timeout_s=config.init_timeout_s)
+        _last_place = place = replace(place, generation=int(plan))
     epoch = _num_starts.get(place.generation, 0)
     _num_starts[place.generation] = epoch + 1
-    client = control_client(place)
     if client is not None and client not in _watched:
         _watched.append(client)
         client.on_notice(_on_notice)

@@ -17,7 +17,7 @@ from hora.workers.capacity import Capacity
 from hora.workers.machine import GpuClaims
 from hora.workers.record import Record
 
-__all__ = ["Backend", "GRACE_S", "LocalBackend", "ORDER_VARIABLE", "PlannedWorker", "order_file"]
+__all__ = ["Backend", "GRACE_S", "LocalBackend", "ORDER_VARIABLE", "PlannedWorker", "SLOT", "order_file"]
 
 ORDER_VARIABLE = "HORA_WORKER_ORDER_FILE"  # names the file in which a worker's process finds what to do
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -76,7 +76,7 @@ def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str 
     return {ORDER_VARIABLE: json.dumps(order).encode()}
 
 
-(_SLOT,) = place_ranks(["localhost"])  # a world of its own
+(SLOT,) = place_ranks(["localhost"])  # a world of its own
 
 
 class LocalBackend:
@@ -138,7 +138,7 @@ class LocalBackend:
         own = {"CUDA_VISIBLE_DEVICES": ",".join(grant.gpus), "HORA_WORKER": str(planned.number)}
         return WorkerSpec(
             worker=planned.number,
-            slot=_SLOT,
+            slot=SLOT,
             argv=module_command(sys.executable, "hora.workers.main"),
             env={**self._environment, **planned.variables, **own, **planned.request["env"]},
             cwd=os.getcwd(),

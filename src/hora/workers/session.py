@@ -68,7 +68,7 @@ class Session:
         self._output = Output(output or OutputOptions(), {})
         self._logs: dict[int, LogFile] = {}
         self._local = LocalBackend(capacity, inherited, self)
-        self._spark: list[tuple[object, Backend]] = []  # by context; the last one is in use
+        self._spark: list[tuple[object, Backend]] = []  # by cluster; the last one is in use
         self._backends: dict[int, Backend] = {}  # of each worker
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -218,15 +218,26 @@ class Session:
         wanted = request.get("backend", "auto")
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
             return self._local
-        from hora.workers.spark_backend import SparkBackend, spark_context  # local workers start faster without
+        from hora.workers.spark_backend import spark_cluster  # local workers start faster without
 
-        context = spark_context(wanted)
-        if context is None:
+        cluster = spark_cluster(wanted)
+        if cluster is None:
             return self._local
         with self._changed:
-            if not self._spark or self._spark[-1][0] is not context:
-                self._spark.append((context, SparkBackend(context, self)))
+            if not self._spark or self._spark[-1][0] is not cluster:
+                self._spark.append((cluster, self._on_spark(cluster)))
             return self._spark[-1][1]
+
+    def _on_spark(self, cluster: Any) -> Backend:
+        from hora.launch.spark.cluster import is_connect
+
+        if is_connect(cluster):
+            from hora.workers.connect_backend import ConnectBackend
+
+            return ConnectBackend(cluster, self)
+        from hora.workers.spark_backend import SparkBackend
+
+        return SparkBackend(cluster, self)
 
     def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: Backend) -> PlannedWorker:
         number = next(self._numbers)

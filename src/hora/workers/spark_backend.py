@@ -15,7 +15,7 @@ from typing import Any
 
 from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.spark.cluster import active_context, count_slots, is_local, require_slots
+from hora.launch.spark.cluster import active_cluster, count_slots, is_connect, is_local, require_slots
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.launcher import SparkLauncher
 from hora.launch.spark.placement import Placement, place_tasks
@@ -23,28 +23,25 @@ from hora.launch.spark.variables import forwarded_variables
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Refused
 
-__all__ = ["SparkBackend", "spark_context"]
+__all__ = ["SparkBackend", "spark_cluster"]
 
 _CLOSE_LIMIT_S = GRACE_S + 45.0
 _TERMINATED, _FAILED = 143, 255
 
 
-def spark_context(backend: str) -> Any | None:
-    """The SparkContext on whose cluster workers shall run, or None for this machine.
+def spark_cluster(backend: str) -> Any | None:
+    """The SparkContext, or the session of a Connect client, on whose cluster workers shall run; None: on this machine.
 
     `auto` is Spark where this process has a session on a cluster: a `local[n]` master has no machine but this one.
     """
-    if backend == "spark":
-        context = active_context()
-        if context is None:
-            raise ValueError("backend='spark' needs an active SparkSession in this process, and there is none")
-        return context
-    if backend != "auto" or "pyspark" not in sys.modules:
+    if backend != "spark" and (backend != "auto" or "pyspark" not in sys.modules):
         return None
-    from pyspark import SparkContext
-
-    context = SparkContext._active_spark_context
-    return None if context is None or context._jsc is None or is_local(context) else context
+    found = active_cluster()
+    if found is None and backend == "spark":
+        raise ValueError("backend='spark' needs an active SparkSession in this process, and there is none")
+    if found is not None and backend == "auto" and not is_connect(found) and is_local(found):
+        return None
+    return found
 
 
 class SparkBackend:

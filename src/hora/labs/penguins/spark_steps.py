@@ -102,4 +102,5 @@ def _survey(rows: DataFrame) -> tuple[tuple[str, ...], tuple[str, ...], int]:
 def _position(column: str, names: tuple[str, ...]) -> Column:
     from pyspark.sql import functions as sql
 
-    return sql.array_position(sql.array(*(sql.lit(name) for name in names)), sql.col(column)) - 1
+    # Not array_position: before Spark 4 it looks for no column's value.
+    return sql.coalesce(*(sql.when(sql.col(column) == name, index) for index, name in enumerate(names)))

@@ -27,6 +27,7 @@ __all__ = [
     "cluster_or_new",
     "connect_session",
     "count_slots",
+    "decommissions",
     "default_num_proc",
     "driver_addresses",
     "dynamic_limits",
@@ -52,9 +53,10 @@ def active_context() -> Any | None:
     context = _classic_context()
     if context is None and connect_session() is not None:
         raise ValueError(
-            "this SparkSession is a Spark Connect client, through which only jobs of a fixed size can be started: "
-            "HorovodRunner, horovod.spark.run and the estimators. For this, run the driver in classic mode (a master such as "
-            "spark://host:7077 instead of sc://…, without SPARK_REMOTE), or use processes on this machine"
+            "this SparkSession is a Spark Connect client, through which jobs of a changing size cannot be started: "
+            "HorovodRunner, horovod.spark.run, the estimators and the workers API can be used. For this, run the driver in "
+            "classic mode (a master such as spark://host:7077 instead of sc://…, without SPARK_REMOTE), or use processes on "
+            "this machine"
         )
     return context
 
@@ -204,6 +206,11 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
 def allocates_dynamically(context: Any) -> bool:
     """Whether Spark starts and ends executors as tasks come and go."""
     return bool(context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true")
+
+
+def decommissions(context: Any) -> bool:
+    """Whether Spark tells of executors that it is about to take away."""
+    return bool(context.getConf().get("spark.decommission.enabled", "false").lower() == "true")
 
 
 def dynamic_limits(context: Any) -> tuple[int | None, int | None]:

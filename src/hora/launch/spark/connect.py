@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import itertools
 import logging
 import os
 import tempfile
-import threading
 import time
 import uuid
 from typing import Any
@@ -29,15 +27,12 @@ from hora.launch.spark.cluster import is_connect
 from hora.launch.spark.launcher import SparkJob, run_on_spark
 from hora.launch.spark.lead import ConnectTasks
 from hora.launch.spark.live_log import LiveLog
+from hora.launch.spark.query import Query, server_host
 
-__all__ = ["run_on_cluster"]
+__all__ = ["check_protection", "run_on_cluster"]
 
 _INLINE_BYTES = 8 * 2**20  # a larger call travels as an artifact: a plan has to fit into one message
-_SCHEMA = "kind string, number long, chunk binary"
-_POLL_S = 0.2
-_CANCEL_LIMIT_S = 30.0
 _SILENCE_S = 60.0
-_numbers = itertools.count()
 
 _log = logging.getLogger("hora.launch")
 
@@ -48,11 +43,11 @@ def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
 
 
 def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
-    _check_protection(session)
+    check_protection(session)
     if wanted.watching is not None:
         _log.warning("there is no live page through Spark Connect")
     function, artifact = _call(session, wanted.function)
-    with LiveLog(_server_host(session), wanted.output) as log:
+    with LiveLog(server_host(session), wanted.output) as log:
         tasks = ConnectTasks(
             num_proc=wanted.num_proc,
             function=function,
@@ -69,10 +64,11 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
             title=wanted.group,
             log=log.invitation,
         )
-        stage = _Stage(session, tasks, f"{wanted.group}.connect.{os.getpid()}.{next(_numbers)}")
-        rows = stage.run(min(wanted.start_timeout_s, _SILENCE_S), log.heard)
-        log.show(rows.get("stdout", b""), rows.get("stderr", b""))
-    return _result(rows)
+        query = Query(session, tasks, num_tasks=wanted.num_proc, name=wanted.group, barrier=True)
+        limit_s = min(wanted.start_timeout_s, _SILENCE_S)
+        found = query.run(_Watch(log, query.tag, wanted.num_proc, limit_s))
+        log.show(found)
+    return _result(found)
 
 
 def _call(session: Any, function: bytes) -> tuple[bytes, str]:
@@ -88,61 +84,27 @@ def _call(session: Any, function: bytes) -> tuple[bytes, str]:
     return b"", name
 
 
-class _Stage:
-    """The one query of a job, run by a thread; Ctrl-C in the caller's interrupts it on the cluster."""
+class _Watch:
+    """Looks after a query that runs. Silence is said, and no more: it may be that only the client is out of reach."""
 
-    def __init__(self, session: Any, tasks: ConnectTasks, tag: str) -> None:
-        self._session, self._tasks, self._tag = session, tasks, tag
-        self._ended = threading.Event()
-        self._rows: list[Any] = []
-        self._error: BaseException | None = None
+    def __init__(self, log: LiveLog, tag: str, num_proc: int, limit_s: float) -> None:
+        self._log, self._tag, self._num_proc, self._limit_s = log, tag, num_proc, limit_s
+        self._until: float | None = time.monotonic() + limit_s
 
-    def run(self, start_timeout_s: float, heard: threading.Event) -> dict[str, bytes]:
-        """What the stage gave, by kind. `heard`: set once task 0 has called, where it can reach the client.
-
-        Silence for longer than the start timeout is said, and no more: it may be that only the client is out of reach.
-        """
-        thread = threading.Thread(target=self._collect, name=self._tag, daemon=True)
-        thread.start()
-        limit, said = time.monotonic() + start_timeout_s, False
-        try:
-            while not self._ended.wait(_POLL_S):
-                if not said and not heard.is_set() and time.monotonic() > limit:
-                    said = True
-                    _log.warning(
-                        "nothing was heard of the first task of %s for %g s: it waits for %d free task slots, or cannot reach "
-                        "this client, and its output will be shown at the end",
-                        self._tag,
-                        start_timeout_s,
-                        self._tasks.num_proc,
-                    )
-        except BaseException:
-            with contextlib.suppress(Exception):  # the server may be what is gone
-                self._session.interruptTag(self._tag)
-            self._ended.wait(_CANCEL_LIMIT_S)
-            raise
-        thread.join(_CANCEL_LIMIT_S)
-        if self._error is not None:
-            raise JobFailedError(f"Spark job has failed: {str(self._error)[:4000]}") from self._error
-        return _joined(self._rows)
-
-    def _collect(self) -> None:
-        try:
-            self._session.addTag(self._tag)
-            num_proc = self._tasks.num_proc
-            frame = self._session.range(0, num_proc, 1, num_proc)
-            self._rows = frame.mapInArrow(self._tasks, _SCHEMA, barrier=True).collect()
-        except BaseException as error:  # whatever it is belongs to the thread that waits for the job
-            self._error = error
-        finally:
-            self._ended.set()
-
-
-def _joined(rows: list[Any]) -> dict[str, bytes]:
-    parts: dict[str, list[tuple[int, bytes]]] = {}
-    for row in rows:
-        parts.setdefault(str(row[0]), []).append((int(row[1]), bytes(row[2])))
-    return {kind: b"".join(chunk for _, chunk in sorted(found)) for kind, found in parts.items()}
+    def __call__(self) -> None:
+        if self._log.calls > 1:  # nothing of ours fails, so Spark has had a reason of its own
+            raise JobFailedError(
+                f"Spark has lost an executor of {self._tag} or killed one of its tasks, and began it anew: it was ended instead"
+            )
+        if self._until is not None and not self._log.calls and time.monotonic() > self._until:
+            self._until = None
+            _log.warning(
+                "nothing was heard of the first task of %s for %g s: it waits for %d free task slots, or cannot reach "
+                "this client, and its output will be shown at the end",
+                self._tag,
+                self._limit_s,
+                self._num_proc,
+            )
 
 
 def _result(rows: dict[str, bytes]) -> JobResult:
@@ -155,12 +117,7 @@ def _result(rows: dict[str, bytes]) -> JobResult:
     return found
 
 
-def _server_host(session: Any) -> str:
-    """The host of the Connect server, as the client knows it."""
-    return str(session.client.host).strip("[]")
-
-
-def _check_protection(session: Any) -> None:
+def check_protection(session: Any) -> None:
     """Say that others may read the stage's secret where they can; ValueError under HORA_STRICT=1."""
 
     def said(name: str) -> str:
@@ -168,7 +125,7 @@ def _check_protection(session: Any) -> None:
             return str(session.conf.get(name, ""))
         return ""
 
-    host = _server_host(session)
+    host = server_host(session)
     here = host == "localhost" or _is_loopback(host)
     if said("spark.authenticate").lower() == "true" or (said("spark.master").startswith("local") and here):
         return

@@ -2,15 +2,18 @@
 
 A worker that fails fails its task; Spark starts the task again (`spark.task.maxFailures` times at most), perhaps on
 another executor, and the new attempt is a new host to the elastic controller. Executors that are lost and found work the
-same way. The stage is an ordinary one: a barrier stage would end all tasks with the first. Called by
-`horovod.spark.run_elastic`.
+same way; ranks on one that Spark decommissions commit and leave before it goes. The stage is an ordinary one: a barrier
+stage would end all tasks with the first. Called by `horovod.spark.run_elastic`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +23,7 @@ from hora.launch.control.elastic import ElasticSpec
 from hora.launch.control.elastic_policy import Limits
 from hora.launch.job import Job, JobResult, LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.slots import HostInfo, place_ranks
+from hora.launch.spark.cluster import decommissions
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.spark.placement import Placement, TaskPlace
@@ -29,6 +33,10 @@ from hora.net.wire import Header
 __all__ = ["run_elastic_on_spark"]
 
 Changed = Callable[[Sequence[HostInfo]], None]
+_LOOK_S = 1.0
+_LOOK_LIMIT_S = 30.0
+
+_log = logging.getLogger("hora.launch")
 
 
 def run_elastic_on_spark(
@@ -63,7 +71,8 @@ def run_elastic_on_spark(
             watching=wanted.watching,
         )
         spec = ElasticSpec(limits=limits, hosts=tuple(hosts), script=_Discovery(driver))
-        result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
+        with _leaving_watched(driver, watch=decommissions(context)):
+            result = run_job(job, _ElasticLauncher(driver, bind_gpus=wanted.bind_gpus), spec)
         return replace(result, results=tuple(value for value in result.results if value is not None))
 
 
@@ -83,17 +92,53 @@ def _meet(driver: _Attempts, wanted: SparkJob, limits: Limits) -> list[HostInfo]
     return driver.hosts()
 
 
+@contextlib.contextmanager
+def _leaving_watched(driver: _Attempts, *, watch: bool) -> Iterator[None]:
+    """Meanwhile look, if it is to be watched, whether Spark takes executors away, and have the ranks there leave."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_S):
+            driver.leave(driver.stage.on_leaving_executors())
+
+    thread = threading.Thread(target=look, name="hora-decommissioning", daemon=True)
+    if watch:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if watch:
+            thread.join(_LOOK_LIMIT_S)
+
+
 class _Attempts(StageDriver):
-    """Tasks that come, go and come again. `changed` is called with each new list of hosts."""
+    """Tasks that come, go and come again. `changed` is called with each new list of hosts.
+
+    `leaving`: those whose executor is about to go. They are no hosts any more, and their ranks end at the next commit.
+    """
 
     def __init__(self, context: Any, num_tasks: int, *, group: str, stream_output: bool, barrier: bool) -> None:
         self._numbers = itertools.count()
         self.changed: Changed | None = None
+        self.leaving: set[int] = set()
+        self._left: set[tuple[int, int]] = set()  # attempts that have been told
         super().__init__(context, num_tasks, group=group, stream_output=stream_output, barrier=barrier)
 
     def hosts(self) -> list[HostInfo]:
         with self._arrived:
-            return [HostInfo(place.host, 1) for place in self._places.values()]
+            return [HostInfo(place.host, 1) for place in self._places.values() if place.task not in self.leaving]
+
+    def leave(self, attempts: Mapping[int, int]) -> None:
+        """These are on executors that are about to go."""
+        with self._arrived:
+            new = set(attempts.items()) - self._left
+            self._left |= new
+            self.leaving |= {task for task, _ in new}
+        if new:
+            tasks = sorted(task for task, _ in new)
+            _log.warning("Spark decommissions executors: the ranks of tasks %s commit and leave", tasks)
+            self.tell()
 
     def place_of(self, host: str) -> TaskPlace | None:
         with self._arrived:
@@ -119,6 +164,7 @@ class _Attempts(StageDriver):
         name = f"{header['host']}-task{header['task']}-{next(self._numbers)}"
         with self._arrived:
             self._places.pop(int(header["task"]), None)
+            self.leaving.discard(int(header["task"]))
         super()._register(peer, header | {"host": name})
         self.tell()
 
@@ -168,5 +214,6 @@ class _ElasticLauncher(SparkLauncher):
 
     def _exited(self, task: int, ended: WorkerExit) -> None:
         super()._exited(task, ended)
-        if ended.code and not self._closing:
+        # A task that left in good order fails too: Spark then starts it elsewhere.
+        if (ended.code or task in self._driver.leaving) and not self._closing:
             self._driver.send(task, {"kind": "fail", "code": ended.code})

@@ -24,11 +24,11 @@ from hora.launch.spark.driver import TaskConnections
 from hora.launch.spark.launcher import SparkLauncher, meet_all
 from hora.launch.spark.live_log import Home, HomeStream, Invitation
 from hora.launch.spark.placement import place_tasks
+from hora.launch.spark.query import rows
 from hora.launch.spark.task import SparkTask
 
 __all__ = ["ConnectTasks"]
 
-_CHUNK_BYTES = 256 * 1024  # of a row: Spark puts several into one message of 4 MiB
 _TASK_LIMIT_S = 30.0
 
 
@@ -72,7 +72,7 @@ class ConnectTasks:
             answer = lead.answer()
         own.join(_TASK_LIMIT_S)
         for kind, data in answer:
-            yield from _rows(kind, data)
+            yield from rows(kind, data)
 
 
 def _task(told: str, *, stream_output: bool) -> SparkTask:
@@ -87,20 +87,6 @@ def _task(told: str, *, stream_output: bool) -> SparkTask:
         stream_output=stream_output,
         keep_output=True,
     )
-
-
-def _rows(kind: str, data: bytes) -> Iterator[Any]:
-    import pyarrow
-
-    for number, begin in enumerate(range(0, max(len(data), 1), _CHUNK_BYTES)):
-        chunk = data[begin : begin + _CHUNK_BYTES]
-        yield pyarrow.RecordBatch.from_pydict(
-            {
-                "kind": [kind],
-                "number": pyarrow.array([number], pyarrow.int64()),
-                "chunk": pyarrow.array([chunk], pyarrow.binary()),
-            }
-        )
 
 
 class _Lead:

@@ -12,8 +12,9 @@ import io
 import secrets
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from hora.launch.job import OutputOptions
 from hora.net.address import resolve, source_address
@@ -21,7 +22,7 @@ from hora.net.connection import Connection, connect
 from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, Header, new_secret
 
-__all__ = ["Home", "HomeStream", "Invitation", "LiveLog"]
+__all__ = ["Home", "HomeStream", "Invitation", "LiveLog", "Sink"]
 
 _CONNECT_LIMIT_S = 2.0
 _KEPT_BYTES = 8 * 2**20  # of each stream, for the end
@@ -38,14 +39,19 @@ class Invitation:
 
 
 class LiveLog:
-    """The client's side. `heard` is set when the first task has called."""
+    """The client's side. `calls`: how often a first task has called; a second one means that Spark has begun anew.
 
-    def __init__(self, server_host: str, output: OutputOptions) -> None:
+    `on_call` is called in the server's thread with the address from which one does.
+    """
+
+    def __init__(
+        self, server_host: str, output: OutputOptions, on_call: Callable[[str], None] = lambda host: None
+    ) -> None:
         self._streams: dict[str, IO[Any]] = {
             "stdout": output.stdout if output.stdout is not None else sys.stdout,
             "stderr": output.stderr if output.stderr is not None else sys.stderr,
         }
-        self.heard = threading.Event()
+        self.calls, self._on_call = 0, on_call
         self._key, self._job = new_secret(), f"log-{secrets.token_hex(8)}"
         self._server = Server(self, name="hora-connect-log")
         self.invitation = Invitation("", 0, self._job, self._key)
@@ -61,17 +67,18 @@ class LiveLog:
     def __exit__(self, *_: object) -> None:
         self._server.close()
 
-    def show(self, stdout: bytes, stderr: bytes) -> None:
+    def show(self, rows: Mapping[str, bytes]) -> None:
         """Lines that came with the rows."""
-        for name, data in (("stdout", stdout), ("stderr", stderr)):
-            if data:
-                self._write(name, data)
+        for name in self._streams:
+            if rows.get(name):
+                self._write(name, rows[name])
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
         if header["kind"] == "here":
-            self.heard.set()
+            self.calls += 1
+            self._on_call(peer.host)
         elif header["kind"] == "output":
             self._write("stderr" if header["stream"] == "stderr" else "stdout", payload)
 
@@ -122,10 +129,16 @@ class Home:
             return {stream: bytes(data) for stream, data in self._kept.items() if data}
 
 
-class HomeStream(io.RawIOBase):
-    """A stream that ends at the client."""
+class Sink(Protocol):
+    """Takes bytes of the streams `stdout` and `stderr`."""
 
-    def __init__(self, home: Home, name: str) -> None:
+    def write(self, stream: str, data: bytes) -> None: ...
+
+
+class HomeStream(io.RawIOBase):
+    """One of its streams, as a file."""
+
+    def __init__(self, home: Sink, name: str) -> None:
         super().__init__()
         self._home, self._name = home, name
 

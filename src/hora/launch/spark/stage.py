@@ -65,6 +65,33 @@ class SparkStage:
                 return False
         return not self.ended.is_set()
 
+    def on_leaving_executors(self) -> dict[int, int]:
+        """The tasks that run where Spark is about to take the executor away (decommissioning), with their attempts' numbers."""
+        from py4j.protocol import Py4JError
+
+        try:
+            scala_context = self._context._jsc.sc()
+            scheduler, found = scala_context.taskScheduler(), {}
+            for task in self._running_tasks(scala_context):
+                if scheduler.getExecutorDecommissionState(task.executorId()).isDefined():
+                    found[int(task.index())] = int(task.attempt())
+            return found
+        except Py4JError:  # some platforms let Python call Spark's public methods only
+            return {}
+
+    def _running_tasks(self, scala_context: Any) -> Iterator[Any]:
+        tracker = self._context.statusTracker()
+        for job in tracker.getJobIdsForGroup(self.group):
+            info = tracker.getJobInfo(job)
+            for number in info.stageIds if info else ():
+                stage = tracker.getStageInfo(number)
+                if stage is None or not stage.numActiveTasks:
+                    continue
+                tasks = scala_context.statusStore().taskList(number, stage.currentAttemptId, 100 * self._num_tasks)
+                for index in range(tasks.size()):
+                    if tasks.apply(index).status() == "RUNNING":
+                        yield tasks.apply(index)
+
     def count_slots(self) -> int:
         """The cluster's task slots, free or not."""
         return count_slots(self._context)

@@ -29,7 +29,7 @@ from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
 from hora.net.wire import Credentials, Header, mask
 
-__all__ = ["SparkTask", "host_hash"]
+__all__ = ["SparkTask", "gpu_addresses", "host_hash"]
 
 _CONNECT_LIMIT_S = 60.0
 _TAIL_BYTES = 64 * 1024
@@ -79,7 +79,7 @@ class _TaskAgent:
         self._tails: dict[str, Tail] = {}
 
     def serve(self, task: int) -> None:
-        self._send({"kind": "here", "task": task, "host": host_hash(), "gpus": _gpu_addresses()})
+        self._send({"kind": "here", "task": task, "host": host_hash(), "gpus": gpu_addresses()})
         try:
             while True:
                 header, payload = self._connection.receive()
@@ -162,7 +162,8 @@ def _has_namespace(kind: str) -> bool:
     return Path(f"/proc/self/ns/{kind}").is_symlink()
 
 
-def _gpu_addresses() -> list[str]:
+def gpu_addresses() -> list[str]:
+    """In a task: the GPUs that Spark gave it."""
     from pyspark import TaskContext
 
     context = TaskContext.get()

@@ -121,6 +121,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, MLWritable, MLReadable[A
                 index,
                 validation=validation,
                 num_partitions=num_partitions,
+                num_proc=backend.num_processes(),
                 seed=values["random_seed"],
             )
 

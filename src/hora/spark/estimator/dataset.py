@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Column", "Dataset", "InUse", "describe", "materialise", "open_dataset"]
 
 _DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow pass over names with an underscore in front
+_ROWS_OF_A_FILE = 1000  # where there are so few, every file more is a task more that takes longer than its rows
+_UNKNOWN_TO_SPARK = ("No FileSystem for scheme", "FileSystem not found", "UnsupportedFileSystemException")
+_ROWS = "__hora_rows"
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,13 @@ def materialise(
     *,
     validation: float | str | None,
     num_partitions: int,
+    num_proc: int = 1,
     seed: int | None,
 ) -> Dataset:
-    """Write the columns to the store. ValueError for rows that differ in shape, missing values, an empty part."""
+    """Write the columns to the store. ValueError for rows that differ in shape, missing values, an empty part.
+
+    `num_partitions` files for the `num_proc` ranks at most, and fewer where there are few rows.
+    """
     from pyspark.sql import functions as sql
 
     split = "__hora_split"
@@ -92,15 +99,13 @@ def materialise(
     chosen.persist()
     try:
         # Of what is in memory: to read the files again would take two more jobs.
-        columns = _measured(chosen, columns, "the DataFrame")
-        _write(
-            chosen.where(~sql.col(split)) if validation else chosen,
-            columns,
-            store.get_train_data_path(index),
-            num_partitions,
-        )
+        columns, num_rows = _measured(chosen, columns, "the DataFrame")
+        num_files = min(num_partitions, max(num_proc, num_rows // _ROWS_OF_A_FILE))
+        parts = [(chosen.where(~sql.col(split)) if validation else chosen, store.get_train_data_path(index))]
         if validation:
-            _write(chosen.where(split), columns, store.get_val_data_path(index), num_partitions)
+            parts.append((chosen.where(split), store.get_val_data_path(index)))
+        for part, path in parts:
+            _write(part.select(*(f"`{name}`" for name in columns)).repartition(num_files), store, path)
     finally:
         chosen.unpersist()
     return open_dataset(frame.sparkSession, store, index, columns=columns, with_validation=bool(validation))
@@ -128,7 +133,7 @@ def open_dataset(
             return Dataset(index=index, train_rows=found["train_rows"], val_rows=val_rows, columns=columns)
     if columns is None:
         frame = spark.read.parquet(path)
-        columns = _measured(frame, describe(frame, frame.columns, any_type=any_type), path)
+        columns, _ = _measured(frame, describe(frame, frame.columns, any_type=any_type), path)
     dataset = Dataset(
         index=index,
         columns=columns,
@@ -162,9 +167,48 @@ def _split(validation: float | str | None) -> list[Any]:
     return [sql.coalesce(sql.col(f"`{validation}`").cast("double") > 0, sql.lit(False)).alias("__hora_split")]
 
 
-def _write(frame: DataFrame, columns: Mapping[str, Column], path: str, num_partitions: int) -> None:
-    rows = frame.select(*(f"`{name}`" for name in columns))
-    rows.repartition(num_partitions).write.mode("overwrite").parquet(path)
+def _write(rows: DataFrame, store: Store, path: str) -> None:
+    """Parquet at `path`, instead of what is there: by Spark, or by its tasks where only the store knows the file system."""
+    try:
+        rows.write.mode("overwrite").parquet(path)
+    except Exception as error:
+        if not any(words in str(error) for words in _UNKNOWN_TO_SPARK):
+            raise
+    else:
+        return
+    place = store.get_localized_path(path)
+    if store.fs.exists(place):
+        store.fs.rm(place, recursive=True)
+    rows.mapInArrow(_PartWriter(store, place), "rows long").collect()
+
+
+@dataclass(frozen=True)
+class _PartWriter:
+    """What a task does: a Parquet file of its rows. A task that Spark repeats writes the same file."""
+
+    store: Store
+    place: str
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow
+        from pyarrow import parquet
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None, "a Spark task without its context"
+        files, num_rows = self.store.fs, 0
+        files.makedirs(self.place, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            writer = None
+            for batch in batches:
+                if writer is None:
+                    file = stack.enter_context(
+                        files.open(f"{self.place}/part-{context.partitionId():05d}.parquet", "wb")
+                    )
+                    writer = stack.enter_context(parquet.ParquetWriter(file, batch.schema))
+                writer.write_batch(batch)
+                num_rows += batch.num_rows
+        yield pyarrow.RecordBatch.from_pydict({"rows": [num_rows]})
 
 
 def _count(store: Store, path: str) -> int:
@@ -173,11 +217,11 @@ def _count(store: Store, path: str) -> int:
     return sum(fragment.metadata.num_rows for fragment in store.get_parquet_dataset(path).fragments)
 
 
-def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> dict[str, Column]:
-    """The columns with their sizes."""
+def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> tuple[dict[str, Column], int]:
+    """The columns with their sizes, and the number of rows."""
     from pyspark.sql import functions as sql
 
-    wanted = []
+    wanted = [sql.count(sql.lit(1)).alias(_ROWS)]
     for name, column in columns.items():
         size = sql.size(f"`{name}`") if column.kind in ("vector", "array") else sql.lit(1)
         wanted += [sql.min(size).alias(f"min {name}"), sql.max(size).alias(f"max {name}")]
@@ -193,10 +237,11 @@ def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> di
                 f"the rows of column {name!r} differ in shape: they have between {measured[f'min {name}']} and "
                 f"{measured[f'max {name}']} elements; all must have the same number"
             )
-    return {
+    sized = {
         name: Column(name=name, kind=column.kind, type=column.type, size=int(measured[f"max {name}"] or 0))
         for name, column in columns.items()
     }
+    return sized, int(measured[_ROWS])
 
 
 @dataclass

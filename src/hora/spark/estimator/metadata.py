@@ -28,6 +28,7 @@ __all__ = [
     "clear_training_cache",
     "column_metadata",
     "data_type_to_numpy",
+    "dense_rows_fn",
     "get_dataset_properties",
     "get_output_cols",
     "get_simple_meta_from_parquet",
@@ -41,7 +42,7 @@ __all__ = [
     "to_petastorm_fn",
 ]
 
-ARRAY, NOCHANGE = "array", "nochange"
+ARRAY, CUSTOM_SPARSE, NOCHANGE = "array", "custom_sparse_format", "nochange"
 _prepared: dict[int, Dataset] = {}
 is_databricks = on_databricks
 
@@ -66,7 +67,7 @@ def prepare_data(
     partitions = max(1, partitions_per_process) * num_processes
     columns = describe(df, list(dict.fromkeys(names)))
     _prepared[index] = materialise(
-        df, columns, store, index, validation=validation, num_partitions=partitions, seed=None
+        df, columns, store, index, validation=validation, num_partitions=partitions, num_proc=num_processes, seed=None
     )
     try:
         yield index
@@ -141,6 +142,26 @@ def to_petastorm_fn(schema_cols: Sequence[str], metadata: Mapping[str, Mapping[s
         return Row(**{n: values[n].toArray().tolist() if n in as_arrays else values[n] for n in schema_cols})
 
     return convert
+
+
+def dense_rows_fn(metadata: Mapping[str, Mapping[str, Any]]) -> Callable[[str, Any], Any]:
+    """A function from a column's name and its rows, as a tensor, to the rows that a model is given.
+
+    Rows of Horovod's sparse format (the number of values, their indices, the values, padding) become dense ones.
+    """
+
+    def dense_rows(name: str, rows: Any) -> Any:
+        import torch
+
+        if name not in metadata or metadata[name]["intermediate_format"] != CUSTOM_SPARSE:
+            return rows
+        dense = torch.zeros(len(rows), int(metadata[name]["shape"]))
+        for number, row in enumerate(rows):
+            count = int(row[0])
+            dense[number][row[1 : count + 1].long()] = row[count + 1 : 2 * count + 1].float()
+        return dense
+
+    return dense_rows
 
 
 def check_validation(validation: float | str | None, df: DataFrame | None = None) -> None:

@@ -42,8 +42,10 @@ class Store:
         runs_path: str | None = None,
         save_runs: bool = True,
         storage_options: Mapping[str, Any] | None = None,
+        checkpoint_filename: str | None = None,
     ) -> None:
         self.prefix_path = self.get_full_path(str(prefix_path))
+        self._checkpoint_filename = checkpoint_filename or self.CHECKPOINT
         self.storage_options = dict(storage_options or {})
         self._train_path = self._full_or_default(train_path, "intermediate_train_data")
         self._val_path = self._full_or_default(val_path, "intermediate_val_data")
@@ -88,7 +90,11 @@ class Store:
         return posixpath.join(self.get_run_path(run_id), self.get_logs_subdir()) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
-        return self.CHECKPOINT
+        return self._checkpoint_filename
+
+    def get_data_metadata_path(self) -> str:
+        """Where programs that describe their data keep that. Hora's own description lies with the data."""
+        return posixpath.join(self.prefix_path, "data_metadata")
 
     def get_logs_subdir(self) -> str:
         return self.LOGS

@@ -1,0 +1,224 @@
+"""Workers through Spark Connect: each is the one task of a query, which starts it and tells how it ended.
+
+A worker that ends gives its slot back at once; stopping one interrupts its query. Its output comes live, and that it runs is
+known, where the task can reach this client; else both are known when it has ended. Called by `session`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hora.errors import JobFailedError
+from hora.launch.environment import module_command, variables
+from hora.launch.host.launcher import HostLauncher
+from hora.launch.job import LaunchEvents, OutputOptions, WorkerExit, WorkerSpec
+from hora.launch.spark.cluster import count_slots
+from hora.launch.spark.connect import check_protection
+from hora.launch.spark.live_log import Home, HomeStream, Invitation, LiveLog
+from hora.launch.spark.query import Query, rows, server_host
+from hora.launch.spark.task import gpu_addresses
+from hora.launch.spark.variables import forwarded_variables
+from hora.net.address import source_address
+from hora.workers.backend import GRACE_S, SLOT, PlannedWorker, order_file
+from hora.workers.capacity import Refused
+
+__all__ = ["ConnectBackend"]
+
+_CLOSE_LIMIT_S = GRACE_S + 45.0
+_TERMINATED, _FAILED, _LOST = 143, 255, 137
+
+
+class ConnectBackend:
+    """See `backend.Backend`. Calls are serialised by the session."""
+
+    def __init__(self, session: Any, events: LaunchEvents) -> None:
+        self._session, self._events = session, events
+        self._slots = 0
+        self._held: set[str] = set()
+        self._workers: dict[int, _ConnectWorker] = {}
+
+    def settle(self, n: int) -> None:
+        if not self._held:  # counting takes a slot itself
+            self._slots = count_slots(self._session)
+
+    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return request  # a task has the cores that Spark gives it
+
+    def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
+        for what, wanted, setting, default in (
+            ("CPU cores", request["cpu"], "spark.task.cpus", "1"),
+            ("GPUs", request["nvidia_gpu"], "spark.task.resource.gpu.amount", "0"),
+        ):
+            has = float(self._session.conf.get(setting, default))
+            if wanted > has:
+                raise Refused(f"{wanted:g} {what} were asked for, but a Spark task here has {has:g} ({setting})")
+        if len(self._held) >= self._slots:
+            raise Refused(
+                f"a Spark task slot was asked for, but {self._slots - len(self._held)} of {self._slots} are free"
+            )
+        self._held.add(worker)
+
+    def start(self, planned: Sequence[PlannedWorker]) -> None:
+        check_protection(self._session)
+        self._workers = {number: worker for number, worker in self._workers.items() if not worker.over}
+        for worker in planned:
+            self._workers[worker.number] = _ConnectWorker(self._session, worker, self._events)
+
+    def terminate(self, numbers: Iterable[int], *, grace_s: float) -> None:
+        for number in numbers:
+            if number in self._workers:
+                self._workers[number].stop()
+
+    def release(self, worker: str) -> None:
+        self._held.discard(worker)
+
+    def clear_up(self, number: int) -> None:
+        pass  # its task ends what is left of it
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.stop()
+        for worker in self._workers.values():
+            worker.join()
+
+
+class _ConnectWorker:
+    """A worker, seen from the client: the thread that waits for its query."""
+
+    def __init__(self, session: Any, planned: PlannedWorker, events: LaunchEvents) -> None:
+        self._planned, self._events = planned, events
+        stdout, stderr = (io.BufferedWriter(HomeStream(self, name)) for name in ("stdout", "stderr"))
+        self._log = LiveLog(server_host(session), OutputOptions(stdout=stdout, stderr=stderr), self._called)
+        script = planned.request.get("script")
+        task = WorkerTask(
+            number=planned.number,
+            env={
+                **forwarded_variables(),
+                **planned.variables,
+                "CDSW_MASTER_IP": self._log.invitation.address or "unknown",
+                "CML_MASTER_IP": self._log.invitation.address or "unknown",
+            },
+            own_env=dict(planned.request["env"]),
+            files=order_file(planned.request, cores=(), source=Path(script).read_text() if script else None),
+            log=self._log.invitation,
+        )
+        self._query = Query(session, task, num_tasks=1, name="hora-workers", barrier=False)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=self._query.tag, daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def join(self) -> None:
+        self._thread.join(_CLOSE_LIMIT_S)
+
+    def write(self, stream: str, data: bytes) -> None:
+        self._events.output(self._planned.number, stream, data)
+
+    def _called(self, host: str) -> None:
+        """In the server's thread: its task has called from `host`."""
+        self._planned.record.ip_address = host
+        self._events.started(self._planned.number)
+
+    def _watch(self) -> None:
+        if self._stopped.is_set():
+            raise InterruptedError
+
+    def _run(self) -> None:
+        number = self._planned.number
+        ended = WorkerExit(worker=number, code=_FAILED, reason="the Spark task of this worker gave no answer")
+        try:
+            with self._log:
+                found = self._query.run(self._watch)
+                self._log.show(found)
+            if "exit" in found:
+                answer = json.loads(found["exit"])
+                ended = WorkerExit(worker=number, code=int(answer["code"]), reason=str(answer["reason"]))
+        except InterruptedError:
+            ended = WorkerExit(worker=number, code=_TERMINATED)
+        except (JobFailedError, OSError) as error:
+            ended = WorkerExit(worker=number, code=_FAILED, reason=str(error))
+        finally:
+            self._events.exited(ended)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerTask:
+    """The body of the query: starts the worker's process, looks after it, and answers with its exit code."""
+
+    number: int
+    env: Mapping[str, str] = field(repr=False)
+    own_env: Mapping[str, str] = field(repr=False)
+    files: Mapping[str, bytes] = field(repr=False)
+    log: Invitation = field(repr=False)
+
+    def __call__(self, batches: Iterable[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        assert context is not None, "a Spark task without its context"
+        if context.attemptNumber():  # Spark tries again; a worker runs once
+            lost = {"code": _LOST, "reason": "its Spark task ended: the executor was lost or the task was killed"}
+            yield from rows("exit", json.dumps(lost).encode())
+            return
+        home = Home(self.log)
+        watched = _Process(home)
+        launcher = HostLauncher()
+        try:
+            launcher.start([self._spec()], watched)
+            watched.ended.wait()
+        finally:
+            launcher.close()
+        yield from rows("exit", json.dumps({"code": watched.code, "reason": watched.reason}).encode())
+        for kind, data in home.close().items():
+            yield from rows(kind, data)
+
+    def _spec(self) -> WorkerSpec:
+        own = {
+            "CDSW_IP_ADDRESS": source_address(self.log.address or "127.0.0.1"),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu_addresses()),
+            # Files that Spark shipped are on this interpreter's path, not in its environment.
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        return WorkerSpec(
+            worker=self.number,
+            slot=SLOT,
+            argv=module_command(sys.executable, "hora.workers.main"),
+            env={**variables(), **self.env, **own, **self.own_env},
+            private_files=self.files,
+            grace_s=GRACE_S,
+        )
+
+
+class _Process:
+    """LaunchEvents of the one process of a task."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self.ended = threading.Event()
+        self.code, self.reason = _FAILED, ""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None:
+        self._home.write(stream, data)
+
+    def started(self, worker: int) -> None:
+        return None
+
+    def exited(self, ended: WorkerExit) -> None:
+        self.code, self.reason = ended.code, ended.reason
+        self.ended.set()

@@ -1,0 +1,106 @@
+"""On a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed executor, Ctrl-C.
+
+One cluster of two slots for all; `fault_client.py` has what the client does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_cluster import ConnectServer, StandaloneCluster
+
+from waiting import wait_until
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCENARIOS = ("slots_too_few", "two_jobs_at_once", "large_model", "executor_killed", "interrupted")
+LIMIT_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[StandaloneCluster]:
+    with StandaloneCluster(num_workers=2, cores=1, memory="2g") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module", params=["classic", "connect"])
+def found(request: pytest.FixtureRequest, cluster: StandaloneCluster) -> Iterator[dict[str, Any]]:
+    if request.param == "classic":
+        yield _play(cluster.url, cluster)
+        return
+    pytest.importorskip("grpc_status")
+    settings = {"spark.master": cluster.url, "spark.executor.memory": "1g", "spark.driver.memory": "2g"}
+    with ConnectServer(settings=settings) as server:
+        yield _play(server.url, cluster)
+
+
+def _play(url: str, cluster: StandaloneCluster) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_REMOTE", "SPARK_HOME")}
+    program = str(Path(__file__).parent / "fault_client.py")
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        argv = [sys.executable, program, url, folder, *SCENARIOS]
+        client = subprocess.Popen(argv, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+        try:
+            _hurt(client, Path(folder), lambda: cluster.executors()[0].kill())
+            wait_until("the job has ended", lambda: _over(client) or (Path(folder) / "survived").exists(), LIMIT_S)
+            _hurt(client, Path(folder), lambda: client.send_signal(signal.SIGINT))
+            client.wait(LIMIT_S)
+        finally:
+            client.kill()
+            client.wait()
+            output.seek(0)
+            text = output.read()
+            print(text)
+    answers: dict[str, Any] = {"left": cluster.leftovers()}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            answers |= json.loads(line)
+    return answers
+
+
+def _over(client: subprocess.Popen[bytes]) -> bool:
+    return client.poll() is not None
+
+
+def _hurt(client: subprocess.Popen[bytes], folder: Path, hurt: Any) -> None:
+    """Once both ranks of a job are there."""
+    ranks = [folder / f"rank{rank}" for rank in range(2)]
+    wait_until("both ranks run", lambda: _over(client) or all(path.exists() for path in ranks), LIMIT_S)
+    if not _over(client):
+        hurt()
+
+
+def test_too_few_slots_are_an_error_at_once(found):
+    (runner, words), (run, more) = found["slots_too_few"]
+    assert (runner, run) == ("ValueError", "StartTimeoutError")
+    assert "np=3" in words
+    assert "has 2" in words
+    assert more.startswith("Timed out waiting for Spark tasks to start.")
+
+
+def test_two_jobs_run_side_by_side(found):
+    assert found["two_jobs_at_once"] == [["a", ["a"]], ["b", ["b"]]]
+
+
+def test_a_model_of_200_mb_travels_both_ways(found):
+    assert found["large_model"] == [200_000_000, True]
+
+
+def test_a_lost_executor_ends_the_job_with_the_reason_and_another_one_runs(found):
+    words, again = found["executor_killed"]
+    assert "executor" in words
+    assert again == [1, 1]
+
+
+def test_an_interrupted_driver_leaves_free_slots_and_nothing_else(found):
+    assert found["interrupted"] == [1, 1]
+    assert found["left"] == []
