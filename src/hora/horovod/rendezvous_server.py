@@ -59,6 +59,7 @@ class RendezvousServer:
         meeting = MeetingPoint(kind="hora", port=self._rendezvous.port, job=PLAN_JOB)
         self._rendezvous.publish(self._plans, {slot.rank: slot.world(meeting) for slot in host_alloc_plan})
         self._rendezvous.set(PLAN_KEY, str(self._plans).encode())
+        self._rendezvous.settle()  # a worker may ask sooner than the meeting's thread looks
         self._plans += 1
 
     def stop(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,6 +91,13 @@ class Table:
 
     def set(self, key: str, value: bytes) -> None:
         self._server.call(lambda: self._store(key, value))
+
+    def settle(self, *, limit_s: float = 30.0) -> None:
+        """Wait until whoever asks gets what was set here before. TimeoutError."""
+        settled = threading.Event()
+        self._server.call(settled.set)
+        if not settled.wait(limit_s):
+            raise TimeoutError(f"the meeting place has not taken what was set in it for {limit_s:g} s")
 
     def close(self) -> None:
         self._server.close()
