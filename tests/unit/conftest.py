@@ -1,7 +1,8 @@
-"""Tests of this folder start no process: one that does fails. Property tests have no deadline."""
+"""Tests of this folder start no process: one that does fails. Property tests have no deadline. The log is as imported."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -31,3 +32,16 @@ def _no_process() -> Iterator[None]:
     _in_a_test = True
     yield
     _in_a_test = False
+
+
+@pytest.fixture(autouse=True)
+def _log_as_imported() -> Iterator[None]:
+    """Another test of this process may have initialised the engine, whose logger then propagates no more."""
+    logger = logging.getLogger("hora")
+    before = list(logger.handlers), logger.level, logger.propagate
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])

@@ -9,14 +9,9 @@ import pytest
 from hora import logs
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def logger():
-    found = logging.getLogger("hora")
-    before = (list(found.handlers), found.level, found.propagate)
-    found.handlers.clear()
-    found.propagate = True  # pytest gives its own handler to loggers that don't propagate
-    yield found
-    found.handlers[:], found.level, found.propagate = before
+    return logging.getLogger("hora")  # as imported: conftest.py sees to it
 
 
 def test_low_levels_go_to_stdout_high_ones_to_stderr(logger, capsys):
