@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -98,7 +97,6 @@ def test_without_a_secret_rank_0_warns_once_and_listens_at_the_meeting_address_o
     world: World, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(meeting, "_open", {})
-    monkeypatch.setattr(logging.getLogger("hora"), "propagate", True)
     open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
     place = meeting.open_meeting(open_one, limit_s=LIMIT_S)
     assert listening(port) == {"127.0.0.1"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import logging
 import os
 import pickle
 import struct
@@ -143,7 +142,6 @@ def test_names_that_lead_elsewhere_are_foreign(name):
 
 
 def test_torchs_own_parts_are_read_without_trust_and_what_is_not_with_a_warning(metadata, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("hora"), "propagate", True)
     monkeypatch.setenv("HORA_STRICT", "1")
     layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.5)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hora.launch.control.rendezvous import ErrorReport, Rendezvous
+from hora.launch.control.rendezvous import OnlyLines, Rendezvous
 from hora.launch.environment import variables
 from hora.launch.slots import Slot
 from hora.net.secret_file import read_secret_file
@@ -49,7 +49,7 @@ class RendezvousServer:
         path = variables().get("HORA_SECRET_FILE", "")
         secret = read_secret_file(path) if path else new_secret()
         self.secret = secret.hex()
-        self._rendezvous = Rendezvous("0.0.0.0", secret=secret, job=PLAN_JOB, events=_Nothing())
+        self._rendezvous = Rendezvous("0.0.0.0", secret=secret, job=PLAN_JOB, events=OnlyLines())
         return self._rendezvous.port
 
     def init(self, host_alloc_plan: Sequence[Slot]) -> None:
@@ -67,17 +67,3 @@ class RendezvousServer:
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
-
-
-class _Nothing:
-    """Implements RendezvousEvents: workers answer to the program that started them."""
-
-    def joined(self, worker: int) -> None: ...
-    def returned(self, worker: int, result: bytes) -> None: ...
-    def raised(self, worker: int, report: ErrorReport) -> None: ...
-    def waiting(self, worker: int, generation: int) -> None: ...
-    def lost(self, worker: int) -> None: ...
-    def told(self, worker: int, kind: str, data: bytes) -> None: ...
-
-    def said(self, worker: int, text: str) -> None:
-        print(text, flush=True)

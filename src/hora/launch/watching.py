@@ -52,11 +52,9 @@ class Watching:
 
     def open(self, facts: Mapping[str, Any], job: live.Job) -> live.Dashboard:
         """Begin to observe a job. `facts`: what it is; `job`: what may be done to it. OSError: the address is taken."""
-        from hora.watch.live import open_dashboard
+        from hora.watch.live import Dashboard
 
-        return open_dashboard(
-            facts, job, listen=self.listen, record=self.record, page=self.page, controller=self.controller
-        )
+        return Dashboard(facts, job, listen=self.listen, record=self.record, page=self.page, controller=self.controller)
 
 
 def _controller(environ: Mapping[str, str]) -> Controller | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from hora.launch.control.rendezvous import ErrorReport, Rendezvous
+from hora.launch.control.rendezvous import OnlyLines, Rendezvous
 from hora.launch.slots import Slot, place_ranks
 from hora.net.address import interface_address
 from hora.net.wire import new_secret
@@ -75,7 +75,7 @@ class Coordinator:
         """
         self.close()
         address, job, secret = driver_address(self.nics), secrets.token_hex(8), new_secret()
-        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=_Nothing())
+        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=OnlyLines())
         self.global_rendezv_port = self.rendezvous.port
         self._close = weakref.finalize(self, self.rendezvous.close)
         self._meeting = MeetingPoint(kind="hora", address=address, port=self.rendezvous.port, job=job)
@@ -104,17 +104,3 @@ class Coordinator:
         if self.rendezvous is not None:
             self._close()
             self.rendezvous = None
-
-
-class _Nothing:
-    """Implements RendezvousEvents: results and errors come home through Ray."""
-
-    def joined(self, worker: int) -> None: ...
-    def returned(self, worker: int, result: bytes) -> None: ...
-    def raised(self, worker: int, report: ErrorReport) -> None: ...
-    def waiting(self, worker: int, generation: int) -> None: ...
-    def lost(self, worker: int) -> None: ...
-    def told(self, worker: int, kind: str, data: bytes) -> None: ...
-
-    def said(self, worker: int, text: str) -> None:
-        print(text, flush=True)

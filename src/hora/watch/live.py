@@ -1,6 +1,6 @@
 """The live page of a job: observes it, keeps the run, serves the page, and passes the page's wishes on.
 
-`open_dashboard` is called where a user's wish to watch meets the job (`hora.launch.watching`). When a
+A `Dashboard` is made where a user's wish to watch meets the job (`hora.launch.watching`). When a
 job stands still it asks the ranks for their stacks, and when a rank is slow it asks that one where it spends its time, by
 itself, so that the answer is there when somebody looks.
 """
@@ -26,7 +26,7 @@ from hora.watch.model import MAX_LINE_CHARS, Entry, Run
 from hora.watch.recording import Recorder
 from hora.watch.server import Server
 
-__all__ = ["Dashboard", "open_dashboard"]
+__all__ = ["Dashboard"]
 
 _PROFILE_S = 2.0
 _ASK_AGAIN_S = 30.0
@@ -49,21 +49,11 @@ class Job(Protocol):
         """End one worker's process."""
 
 
-def open_dashboard(
-    facts: Mapping[str, Any],
-    job: Job,
-    *,
-    listen: str = "",
-    record: str | None = None,
-    page: bool = True,
-    controller: Controller | None = None,
-) -> Dashboard:
-    """Observe a job. `listen`: host:port. `record`: a file for `hora view`. `page=False`: none. `controller`: Kubeflow's."""
-    return Dashboard(facts, job, listen=listen, record=record, page=page, controller=controller)
-
-
 class Dashboard:
-    """An observer of a job (`hora.launch.control.observer.Observer`), and the page's `Controls`. Any thread may call."""
+    """An observer of a job (`hora.launch.control.observer.Observer`), and the page's `Controls`. Any thread may call.
+
+    `listen`: host:port. `record`: a file for `hora view`. `page=False`: none. `controller`: Kubeflow's.
+    """
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from hora.net.table import NAME_CHARACTERS, Operation, Parked, Table
 from hora.net.wire import Credentials, Header, mask
 from hora.world import World
 
-__all__ = ["ErrorReport", "Rendezvous", "RendezvousEvents"]
+__all__ = ["ErrorReport", "OnlyLines", "Rendezvous", "RendezvousEvents"]
 
 _LINE_BYTES, _TELEMETRY_BYTES = 64 * 1024, 1024 * 1024
 _KEYS_BYTES = 256 * 1024
@@ -72,6 +72,20 @@ class RendezvousEvents(Protocol):
 
     def told(self, worker: int, kind: str, data: bytes) -> None:
         """A worker's telemetry (`hora.telemetry`), or its answer to a question."""
+
+
+class OnlyLines:
+    """Implements RendezvousEvents where somebody else started the workers and hears how they end: prints what they say."""
+
+    def joined(self, worker: int) -> None: ...
+    def returned(self, worker: int, result: bytes) -> None: ...
+    def raised(self, worker: int, report: ErrorReport) -> None: ...
+    def waiting(self, worker: int, generation: int) -> None: ...
+    def lost(self, worker: int) -> None: ...
+    def told(self, worker: int, kind: str, data: bytes) -> None: ...
+
+    def said(self, worker: int, text: str) -> None:
+        print(text, flush=True)
 
 
 class Rendezvous(Table):
