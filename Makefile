@@ -64,15 +64,18 @@ test: lint
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rfER
 
-# Another Spark than the pinned one, beside everything else that is pinned. Minutes: not part of `make test`.
+# Another Spark than the pinned one, beside everything else that is pinned. Minutes: not part of `make test`. Spark 3 comes
+# without a Connect server: its clients then talk to the pinned one's.
 SPARK_VENV = .venv-spark-$(VERSION)
-test-spark:
+TESTS ?= tests/integration
+test-spark: $(STAMP)
 	@test -n "$(VERSION)" || { echo "say which Spark: make test-spark VERSION=3.5.7"; exit 2; }
 	test -x $(SPARK_VENV)/bin/python || $(PYTHON) -m venv $(SPARK_VENV)
 	grep -v '^pyspark' constraints.txt > $(SPARK_VENV)/constraints.txt
 	$(SPARK_VENV)/bin/python -m pip install --quiet -c $(SPARK_VENV)/constraints.txt torch
 	$(SPARK_VENV)/bin/python -m pip install --quiet -c $(SPARK_VENV)/constraints.txt pyspark==$(VERSION) -e '.[dev]'
-	OMP_NUM_THREADS=1 $(SPARK_VENV)/bin/python -m pytest -m spark --reruns 1 -rfER --durations 12 tests/integration
+	HORA_TEST_CONNECT_SERVER=$(abspath $(BIN)/python) OMP_NUM_THREADS=1 \
+		$(SPARK_VENV)/bin/python -m pytest -m spark --reruns 1 -rfER --durations 12 $(TESTS)
 
 # Spark with spark.authenticate, its encryption and TLS, on a cluster of its own.
 test-spark-protected: $(STAMP)

@@ -117,6 +117,7 @@ def estimator(spark, folder):
         verbose=0,
     ).fit(frame)
     fitted.save(os.path.join(folder, "model"))
+    fitted.write().overwrite().save(os.path.join(folder, "model"))
     predicted = TorchModel.load(os.path.join(folder, "model")).transform(frame).orderBy("y").collect()
     expected = fitted.getModel()(torch.tensor(np.array([row.x.toArray() for row in predicted]), dtype=torch.float32))
     same = np.allclose([row.y__output for row in predicted], expected.detach().reshape(-1).numpy(), atol=1e-5)

@@ -7,6 +7,7 @@ Hora: the benchmarks start the same cluster through it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 class StandaloneCluster:
     """A master and `num_workers` workers with `cores` cores each. `url` is what
-    `SparkSession.builder.master` takes.
+    `SparkSession.builder.master` takes. `python`: whose Spark it is, and what its tasks run on.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class StandaloneCluster:
         cores: int = 1,
         memory: str = "1g",
         settings: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.url = ""
+        self._python = python
         self._settings = dict(settings or {})
         self._num_workers = num_workers
         self._cores = cores
@@ -109,10 +112,10 @@ class StandaloneCluster:
 
     def _start(self, name: str, *arguments: str, found: str, memory: str = "256m") -> Callable[[], str]:
         """Start one daemon. Calling the result waits until its log shows `found` and gives what matched."""
-        spark_class = Path(pyspark.__file__).parent / "bin" / "spark-class"
+        spark_class = spark_home(self._python) / "bin" / "spark-class"
         process = subprocess.Popen(
             [str(spark_class), f"org.apache.spark.deploy.{name}", *arguments],
-            env=cluster_environment()
+            env=cluster_environment(self._python)
             | {
                 "SPARK_LOCAL_DIRS": str(self._directory),
                 "SPARK_TEST_CLUSTER": self.name,
@@ -195,11 +198,30 @@ def _follow(process: subprocess.Popen[str], found: str, lines: list[str], matche
     matched.set()
 
 
-def cluster_environment() -> dict[str, str]:
+def connect_python() -> str | None:
+    """The Python whose Spark has a Connect server: this one, unless pip's package comes without it, as those of Spark 3 do.
+
+    Then what HORA_TEST_CONNECT_SERVER names, whose Spark may be newer than the client's; None where there is neither.
+    """
+    if any((spark_home(sys.executable) / "jars").glob("spark-connect_*.jar")):
+        return sys.executable
+    return os.environ.get("HORA_TEST_CONNECT_SERVER") or None
+
+
+@functools.cache
+def spark_home(python: str) -> Path:
+    """Where this Python has its Spark."""
+    if python == sys.executable:
+        return Path(pyspark.__file__).parent
+    code = "import importlib.util; print(importlib.util.find_spec('pyspark').origin)"
+    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()).parent
+
+
+def cluster_environment(python: str = sys.executable) -> dict[str, str]:
     """The environment of Spark's own processes: loopback, and this interpreter for Python workers."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "HORA_"))}
     environment["SPARK_LOCAL_IP"] = "127.0.0.1"
-    environment["PYSPARK_PYTHON"] = sys.executable
+    environment["PYSPARK_PYTHON"] = python
     environment["SPARK_NO_DAEMONIZE"] = "1"
     environment["SPARK_DAEMON_JAVA_OPTS"] = _QUICK_JAVA
     return environment

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from pyspark.ml.linalg import DenseVector, Vectors
 
-from horovod.spark.common.backend import SparkBackend
+from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator, TorchModel
 
@@ -129,11 +129,67 @@ def test_numbers_as_probabilities_and_integers_as_their_predictions(frame, store
     model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Sigmoid())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fitted = estimator(
-        store, model=model, optimizer=optimizer, loss=torch.nn.BCELoss(), label_cols=["positive"], epochs=1
+        store,
+        model=model,
+        optimizer=optimizer,
+        loss=torch.nn.BCELoss(),
+        label_cols=["positive"],
+        epochs=1,
+        compress_sparse_cols=True,
     ).fit(frame)
+    stored = store.get_parquet_dataset(store.get_train_data_path(0)).read().column("x").to_pylist()
+    assert sorted((row["size"], *row["values"]) for row in stored) == sorted((2, *map(float, x)) for x in X)
     predicted = fitted.transform(frame).select("positive__output")
     assert predicted.schema["positive__output"].dataType.simpleString() == "int"
     assert {row[0] for row in predicted.collect()} <= {0, 1}
+
+
+class InThisProcess(Backend):
+    """The training in the driver."""
+
+    def run(self, fn, args=(), kwargs=None, env=None):
+        return [fn(*args, **(kwargs or {}))]
+
+    def num_processes(self):
+        return 1
+
+
+class ImageModel(TorchModel):
+    def get_prediction_fn(self):
+        return lambda model, row: model(torch.tensor([list(row.image.data)]) / 255)
+
+
+class ImageEstimator(TorchEstimator):
+    def get_model_class(self):
+        return ImageModel
+
+
+def decode(rows):
+    """Images to brightness, texts to class numbers."""
+    rows["image"] = [np.frombuffer(image["data"], np.uint8) / 255 for image in rows["image"]]
+    rows["kind"] = (rows["kind"] == "light").astype("int64")
+    return rows
+
+
+def test_images_and_texts_are_read_by_a_transformation(spark, store):
+    kinds = [("light", 255), ("dark", 0)] * 4
+    frame = spark.createDataFrame([(bytearray([level] * 4), kind) for kind, level in kinds], ["data", "kind"])
+    frame = frame.selectExpr("named_struct('height', 2, 'width', 2, 'data', data) AS image", "kind").coalesce(1)
+    model = torch.nn.Linear(4, 2)
+    fitted = ImageEstimator(
+        backend=InThisProcess(),
+        store=store,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        loss=torch.nn.CrossEntropyLoss(),
+        feature_cols=["image"],
+        label_cols=["kind"],
+        transformation_fn=decode,
+        epochs=5,
+        verbose=0,
+    ).fit(frame)
+    found = [(row.kind, int(np.argmax(row.kind__output))) for row in fitted.transform(frame).collect()]
+    assert found == [("light", 1), ("dark", 0)] * 4
 
 
 class Counted(SparkBackend):

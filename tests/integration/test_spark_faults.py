@@ -1,6 +1,6 @@
 """On a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed executor, Ctrl-C.
 
-One cluster of two slots for all; `fault_client.py` has what the client does.
+One cluster of two slots for each way; `fault_client.py` has what the client does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyspark
 import pytest
-from spark_cluster import ConnectServer, StandaloneCluster
+from spark_cluster import ConnectServer, StandaloneCluster, connect_python
 
 from waiting import wait_until
 
@@ -26,21 +27,21 @@ SCENARIOS = ("slots_too_few", "two_jobs_at_once", "large_model", "executor_kille
 LIMIT_S = 300.0
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[StandaloneCluster]:
-    with StandaloneCluster(num_workers=2, cores=1, memory="2g") as cluster:
-        yield cluster
-
-
 @pytest.fixture(scope="module", params=["classic", "connect"])
-def found(request: pytest.FixtureRequest, cluster: StandaloneCluster) -> Iterator[dict[str, Any]]:
-    if request.param == "classic":
-        yield _play(cluster.url, cluster)
-        return
-    pytest.importorskip("grpc_status")
-    settings = {"spark.master": cluster.url, "spark.executor.memory": "1g", "spark.driver.memory": "2g"}
-    with ConnectServer(settings=settings) as server:
-        yield _play(server.url, cluster)
+def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    python = sys.executable
+    if request.param == "connect":
+        pytest.importorskip("grpc_status")
+        python = connect_python() or pytest.skip("a Connect server comes with Spark 4: HORA_TEST_CONNECT_SERVER")
+        if pyspark.__version__ < "3.5":
+            pytest.skip("Connect has barrier stages since Spark 3.5")
+    with StandaloneCluster(num_workers=2, cores=1, memory="2g", python=python) as cluster:
+        if request.param == "classic":
+            yield _play(cluster.url, cluster)
+            return
+        settings = {"spark.master": cluster.url, "spark.executor.memory": "1g", "spark.driver.memory": "2g"}
+        with ConnectServer(settings=settings, python=python) as server:
+            yield _play(server.url, cluster)
 
 
 def _play(url: str, cluster: StandaloneCluster) -> dict[str, Any]:

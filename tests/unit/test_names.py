@@ -70,7 +70,7 @@ NAMES = {
     "horovod.runner.common.util.host_hash": "host_hash",
     "horovod.runner.http.http_server": "RendezvousServer RendezvousHandler RendezvousHTTPServer",
     "horovod.runner.gloo_run": """RendezvousServer parse_hosts get_host_assignments create_slot_env_vars
-        create_run_env_vars _get_min_start_hosts gloo_run launch_gloo""",
+        create_run_env_vars _get_min_start_hosts gloo_run gloo_run_elastic launch_gloo launch_gloo_elastic""",
     "horovod.runner": "run _HorovodArgs",
     "horovod.runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts",
     "horovod.runner.elastic.settings": "ElasticSettings",
@@ -86,7 +86,7 @@ NAMES = {
     "horovod.spark": "run run_elastic",
     "horovod.spark.common.backend": "Backend SparkBackend default_num_proc",
     "horovod.spark.common.constants": """ARRAY CUSTOM_SPARSE NOCHANGE PETASTORM_HDFS_DRIVER METRIC_PRINT_FREQUENCY
-        BYTES_PER_GIB TOTAL_BUFFER_MEMORY_CAP_GIB""",
+        BYTES_PER_GIB TOTAL_BUFFER_MEMORY_CAP_GIB MIXED_SPARSE_DENSE_VECTOR SPARSE_VECTOR DENSE_VECTOR""",
     "horovod.spark.common.datamodule": "DataModule",
     "horovod.spark.common.estimator": "HorovodEstimator HorovodModel",
     "horovod.spark.common.params": "EstimatorParams ModelParams",
@@ -100,12 +100,13 @@ NAMES = {
     "horovod.spark.data_loaders.pytorch_data_loaders": """PytorchDataLoader PytorchAsyncDataLoader PytorchInfiniteDataLoader
         PytorchInfiniteAsyncDataLoader PytorchInmemDataLoader PytorchInmemAsyncDataLoader PetastormBatchedDataLoader""",
     "horovod.spark.torch": "TorchEstimator TorchModel",
-    "horovod.spark.torch.estimator": "TorchEstimator TorchModel EstimatorParams _torch_param_serialize",
+    "horovod.spark.torch.estimator": """TorchEstimator TorchModel EstimatorParams _torch_param_serialize
+        TorchEstimatorParamsWriter TorchEstimatorParamsWritable TorchEstimatorParamsReader TorchEstimatorParamsReadable""",
     "horovod.spark.torch.datamodule": "PetastormDataModule NVTabularDataModule",
     "horovod.spark.torch.util": TEXT,
     "horovod.spark.lightning": "TorchEstimator TorchModel",
     "horovod.spark.lightning.estimator": """TorchEstimator TorchModel MIN_PL_VERSION EstimatorParams _torch_param_serialize
-        TorchEstimatorParamsWriter TorchEstimatorParamsReader""",
+        TorchEstimatorParamsWriter TorchEstimatorParamsWritable TorchEstimatorParamsReader TorchEstimatorParamsReadable""",
     "horovod.spark.lightning.legacy": "to_lightning_module",
     "horovod.spark.lightning.datamodule": "PetastormDataModule PETASTORM_HDFS_DRIVER",
     "horovod.spark.lightning.remote": "_prepare_data_fn",

@@ -109,7 +109,7 @@ def test_a_place_and_a_meeting_place_as_variables():
     assert (run["HOROVOD_GLOO_RENDEZVOUS_ADDR"], run["HOROVOD_GLOO_RENDEZVOUS_PORT"]) == ("10.0.0.1", "1234")
     assert (run["HOROVOD_GLOO_IFACE"], run["NCCL_SOCKET_IFNAME"]) == ("eth0", "eth0,eth1")
     assert run["HOROVOD_ELASTIC"] == "1"
-    with pytest.raises(ValueError, match=r"use horovod\.run"):
+    with pytest.raises(NotImplementedError, match=r"use horovod\.run"):
         gloo_run.gloo_run()
 
 

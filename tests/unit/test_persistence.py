@@ -1,59 +1,68 @@
-"""Saved estimators and models: what each Spark is handed, and files of other classes or from before."""
+"""Saved estimators and models: what is read again, and files of other classes or from before."""
 
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import struct
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy
 import pytest
 import torch
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter
 from pyspark.sql.types import FloatType
 
 from hora.spark.estimator import persistence, unpickling
-from hora.spark.estimator.persistence import metadata_handle
 from hora.spark.estimator.torch_estimator import TorchEstimator
 from hora.spark.estimator.torch_model import TorchModel
 
-SESSION = SimpleNamespace(sparkContext="the context")
+
+class OneFile:
+    """A session whose DataFrames have one row, and which keeps what was written of it last."""
+
+    version = "3.5.9"
+
+    def __init__(self):
+        self.kept: dict[str, object] = {}
+        self.read = self
+
+    def createDataFrame(self, rows, schema):  # noqa: N802 - pyspark's name
+        assert schema == "value string"
+        (self._row,) = rows
+        return self
+
+    def coalesce(self, num_partitions):
+        return self
+
+    @property
+    def write(self):
+        self.kept.clear()
+        self.kept.update(json.loads(self._row[0]))
+        return self
+
+    def mode(self, how):
+        assert how == "error"
+        return self
+
+    def text(self, path):
+        assert path == "model/metadata"
+        return self
+
+    def head(self):
+        return (json.dumps(self.kept),)
 
 
-@pytest.mark.parametrize(
-    ("version", "handle"),
-    [
-        ("3.3.2", "the context"),
-        ("3.5.6", "the context"),
-        ("4.0.0", SESSION),
-        ("4.1.0.dev1", SESSION),
-        ("10.0", SESSION),
-    ],
-)
-def test_metadata_go_through_the_context_before_spark_4_and_through_the_session_since(version, handle):
-    assert metadata_handle(SESSION, version) is handle
+SESSION = OneFile()
 
 
 @pytest.fixture
-def metadata(monkeypatch):
+def metadata():
     """What was saved, which is then what is loaded."""
-    kept: dict[str, object] = {}
-
-    def save(instance, path, handle, paramMap):  # noqa: N803 - pyspark's name
-        assert handle is metadata_handle(SESSION)
-        kind = f"{type(instance).__module__}.{type(instance).__name__}"
-        kept.update({"class": kind, "uid": instance.uid, "paramMap": paramMap})
-
-    def load(path, handle):
-        assert handle is metadata_handle(SESSION)
-        return kept
-
-    monkeypatch.setattr(DefaultParamsWriter, "saveMetadata", save)
-    monkeypatch.setattr(DefaultParamsReader, "loadMetadata", load)
-    return kept
+    SESSION.kept.clear()
+    return SESSION.kept
 
 
 def _model() -> TorchModel:

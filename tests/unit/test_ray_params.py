@@ -103,6 +103,13 @@ def test_settings():
         assert ElasticRayExecutor.create_settings(min_np=4).min_num_proc == 4
 
 
+def test_an_elastic_timeout_that_settings_leave_open_is_the_drivers(monkeypatch):
+    monkeypatch.setattr("horovod.runner.elastic.driver.ELASTIC_TIMEOUT_SECS", 7)
+    for given, expected in ((None, 7), (50, 50)):
+        settings = ElasticRayExecutor.create_settings(min_num_proc=2, elastic_timeout=given)
+        assert ElasticRayExecutor(settings)._adapter.limits.elastic_timeout_s == expected
+
+
 def test_before_start_only_shutdown_makes_sense():
     executor = RayExecutor(MiniSettings(), num_workers=2)
     executor.shutdown()

@@ -89,3 +89,21 @@ def test_what_no_tensor_can_hold_is_named(dataset, tmp_path):
         next(Shard(str(tmp_path / "hole.pq"), num_readers=0).passes(rng=None))
     with pytest.raises(ValueError, match="cur_shard must be at least 0 and less than shard_count=2"):
         Shard(dataset, cur_shard=2, shard_count=2)
+
+
+def test_vectors_without_their_zeros_are_read_with_them(tmp_path):
+    vectors = [
+        {"size": 4, "indices": indices, "values": values}
+        for indices, values in (([1, 3], [2.0, -1.0]), ([], []), ([0], [5.0]), ([2], [7.0]))
+    ]
+    kind = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())})
+    pq.write_table(pa.table({"x": pa.array(vectors, kind)}), tmp_path / "vectors.parquet")
+    shards = [Shard(str(tmp_path), cur_shard=number, shard_count=2) for number in range(2)]
+    first, second = (next(shard.passes(rng=None))["x"].tolist() for shard in shards)
+    assert first == [[0, 2, 0, -1], [0, 0, 0, 0]]
+    assert second == [[5, 0, 0, 0], [0, 0, 7, 0]]
+
+    vectors[0]["size"] = 5
+    pq.write_table(pa.table({"x": pa.array(vectors, kind)}), tmp_path / "vectors.parquet")
+    with pytest.raises(ValueError, match="rows of column 'x' differ in shape"):
+        next(Shard(str(tmp_path)).passes(rng=None))

@@ -158,10 +158,25 @@ def _array(column: Any, name: str, *, any_type: bool) -> np.ndarray[Any, Any]:
         if len(column) and len(flat) % len(column):
             raise ValueError(f"the rows of column {name!r} differ in shape")
         return flat.reshape(len(column), -1)
+    if pyarrow.types.is_struct(kind) and [field.name for field in kind] == ["size", "indices", "values"]:
+        return _dense(column.combine_chunks(), name)
     found: np.ndarray[Any, Any] = column.to_numpy()
     if found.dtype == object and not any_type:
         raise TypeError(f"column {name!r} holds {kind}, which no tensor can hold; leave it out or encode it")
     return found
+
+
+def _dense(vectors: Any, name: str) -> np.ndarray[Any, Any]:
+    """Vectors that were stored without their zeros, with them."""
+    sizes, indices, values = vectors.flatten()
+    if not len(vectors):
+        return np.zeros((0, 0))
+    (extents, lengths) = np.unique(sizes.to_numpy()), indices.value_lengths().to_numpy()
+    if len(extents) > 1:
+        raise ValueError(f"the rows of column {name!r} differ in shape")
+    dense = np.zeros((len(vectors), int(extents[0])))
+    dense[np.repeat(np.arange(len(vectors)), lengths), indices.flatten().to_numpy()] = values.flatten().to_numpy()
+    return dense
 
 
 def _length(rows: Rows) -> int:

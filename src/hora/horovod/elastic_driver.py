@@ -10,7 +10,7 @@ from hora.launch.slots import Slot
 __all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "ELASTIC_TIMEOUT_SECS", "ElasticDriver"]
 
 DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # how often Ray's executors ask a discovery
-ELASTIC_TIMEOUT_SECS = 600
+ELASTIC_TIMEOUT_SECS = 600.0  # how long they wait for enough workers, where their settings leave it open
 
 _NOWHERE = Slot(hostname="", rank=-1, local_rank=-1, cross_rank=-1, size=-1, local_size=-1, cross_size=-1)
 

@@ -10,7 +10,15 @@ from typing import Any, NoReturn
 
 from hora.launch.slots import Slot
 
-__all__ = ["create_run_env_vars", "create_slot_env_vars", "get_min_start_hosts", "gloo_run", "launch_gloo"]
+__all__ = [
+    "create_run_env_vars",
+    "create_slot_env_vars",
+    "get_min_start_hosts",
+    "gloo_run",
+    "gloo_run_elastic",
+    "launch_gloo",
+    "launch_gloo_elastic",
+]
 
 
 def create_slot_env_vars(slot_info: Slot) -> dict[str, str]:
@@ -47,7 +55,9 @@ def get_min_start_hosts(settings: Any) -> int:
 
 def gloo_run(*args: Any, **kwargs: Any) -> NoReturn:
     """Horovod's launcher under the one that users call: an error that names that."""
-    raise ValueError("this is not how jobs are started here: use horovod.run(function, num_proc=…) or horovodrun")
+    raise NotImplementedError(
+        "this is not how jobs are started here: use horovod.run(function, num_proc=…) or horovodrun"
+    )
 
 
-launch_gloo = gloo_run
+gloo_run_elastic = launch_gloo = launch_gloo_elastic = gloo_run

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from hora.horovod import elastic_driver
 from hora.horovod.elastic_driver import ElasticDriver
 from hora.horovod.settings import ElasticSettings
 from hora.horovod.timeout import Timeout
@@ -75,7 +76,7 @@ class ElasticRayExecutor:
             override_discovery=override_discovery,
             reset_limit=settings.reset_limit,
             cooldown_range=settings.cooldown_range,
-            elastic_timeout=settings.elastic_timeout or params.elastic_timeout,
+            elastic_timeout=settings.elastic_timeout or elastic_driver.ELASTIC_TIMEOUT_SECS,
         )
 
     @property

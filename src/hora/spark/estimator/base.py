@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Params
-from pyspark.ml.util import MLReadable, MLWritable
 
 from hora.spark.estimator.backend import SparkBackend
 from hora.spark.estimator.dataset import Column, Dataset, InUse, describe, materialise, open_dataset
 from hora.spark.estimator.params import ESTIMATOR, MODEL, ParamTable, check_columns, with_params
-from hora.spark.estimator.persistence import ParamsReader, ParamsWriter
+from hora.spark.estimator.persistence import ParamsReadable, ParamsWritable
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -74,30 +73,16 @@ class ModelParams(Params):
         return self.getOrDefault("_metadata")
 
 
-class HorovodModel(Model, ModelParams, MLWritable, MLReadable[Any]):
+class HorovodModel(Model, ModelParams, ParamsWritable, ParamsReadable):
     """A trained model. `transform(df)` adds a column of predictions for each label."""
 
-    def write(self) -> ParamsWriter:
-        return ParamsWriter(self)
 
-    @classmethod
-    def read(cls) -> ParamsReader:
-        return ParamsReader(cls)
-
-
-class HorovodEstimator(Estimator[Any], EstimatorParams, MLWritable, MLReadable[Any]):
+class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsReadable):
     """Fits a model on a DataFrame, on several processes."""
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on the Parquet data that already lies at the store's train (and, if asked for, validation) path."""
         return (self.copy(dict(params)) if params else self)._fit_on_parquet(dataset_idx)
-
-    def write(self) -> ParamsWriter:
-        return ParamsWriter(self)
-
-    @classmethod
-    def read(cls) -> ParamsReader:
-        return ParamsReader(cls)
 
     # ---- from data to a model: methods that other packages override have Horovod's names -----------------------------
 
@@ -123,9 +108,10 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, MLWritable, MLReadable[A
                 num_partitions=num_partitions,
                 num_proc=backend.num_processes(),
                 seed=values["random_seed"],
+                sparse=values["compress_sparse_cols"],
             )
 
-        key = (id(dataset), tuple(names), validation, num_partitions)
+        key = (id(dataset), tuple(names), validation, num_partitions, values["compress_sparse_cols"])
         with _in_use.borrow(values["store"], key, make) as prepared:
             return self._fit_on(backend, prepared)
 

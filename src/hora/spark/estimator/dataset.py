@@ -24,6 +24,7 @@ _DESCRIPTION = "_hora_dataset.json"  # Spark and Arrow pass over names with an u
 _ROWS_OF_A_FILE = 1000  # where there are so few, every file more is a task more that takes longer than its rows
 _UNKNOWN_TO_SPARK = ("No FileSystem for scheme", "FileSystem not found", "UnsupportedFileSystemException")
 _ROWS = "__hora_rows"
+_SPARSE = ["size", "indices", "values"]  # of a vector that is stored without its zeros
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def describe(frame: DataFrame, names: Sequence[str], *, any_type: bool = False) 
         if name not in frame.columns:
             raise ValueError(f"there is no column {name!r}; the DataFrame has {', '.join(frame.columns)}")
         kind, of = "scalar", frame.schema[name].dataType
-        if isinstance(of, VectorUDT):
+        if isinstance(of, VectorUDT) or _is_sparse(of):
             kind, of = "vector", types.DoubleType()
         elif isinstance(of, types.ArrayType):
             kind, of = "array", of.elementType
@@ -85,15 +86,18 @@ def materialise(
     num_partitions: int,
     num_proc: int = 1,
     seed: int | None,
+    sparse: bool = False,
 ) -> Dataset:
     """Write the columns to the store. ValueError for rows that differ in shape, missing values, an empty part.
 
-    `num_partitions` files for the `num_proc` ranks at most, and fewer where there are few rows.
+    `num_partitions` files for the `num_proc` ranks at most, and fewer where there are few rows. `sparse`: vectors without
+    their zeros.
     """
     from pyspark.sql import functions as sql
 
     split = "__hora_split"
-    chosen = frame.select(*(_plain(frame, column).alias(name) for name, column in columns.items()), *_split(validation))
+    stored = {name: _stored(frame, column, sparse=sparse) for name, column in columns.items()}
+    chosen = frame.select(*(value.alias(name) for name, value in stored.items()), *_split(validation))
     if validation is not None and not isinstance(validation, str):
         chosen = chosen.withColumn(split, sql.rand(seed) < float(validation))
     chosen.persist()
@@ -147,16 +151,35 @@ def open_dataset(
     return dataset
 
 
-def _plain(frame: DataFrame, column: Column) -> Any:
-    """The column as Parquet readers want it: vectors as arrays, decimals as doubles."""
+def _is_sparse(kind: Any) -> bool:
+    from pyspark.sql.types import StructType
+
+    return isinstance(kind, StructType) and kind.names == _SPARSE
+
+
+def _stored(frame: DataFrame, column: Column, *, sparse: bool) -> Any:
+    """The column as Parquet readers want it: vectors as arrays (or `sparse`), decimals as doubles."""
     from pyspark.ml.functions import vector_to_array
 
     value = frame[f"`{column.name}`"]
     if column.kind == "vector":
-        return vector_to_array(value)
+        return _without_zeros(vector_to_array(value)) if sparse else vector_to_array(value)
     if column.type.startswith("decimal"):
         return value.cast("double" if column.kind == "scalar" else "array<double>")
     return value
+
+
+def _without_zeros(array: Any) -> Any:
+    """An array as its size, the indices of what is not zero, and that."""
+    from pyspark.sql import functions as sql
+
+    numbered = sql.transform(array, lambda value, index: sql.when(value != 0, index))
+    indices = sql.filter(numbered, lambda index: index.isNotNull())
+    values = sql.filter(array, lambda value: value != 0)
+    found = sql.struct(
+        *(part.alias(name) for name, part in zip(_SPARSE, (sql.size(array), indices, values), strict=True))
+    )
+    return sql.when(array.isNotNull(), found)
 
 
 def _split(validation: float | str | None) -> list[Any]:
@@ -224,6 +247,8 @@ def _measured(frame: DataFrame, columns: Mapping[str, Column], where: str) -> tu
     wanted = [sql.count(sql.lit(1)).alias(_ROWS)]
     for name, column in columns.items():
         size = sql.size(f"`{name}`") if column.kind in ("vector", "array") else sql.lit(1)
+        if _is_sparse(frame.schema[name].dataType) and column.kind == "vector":
+            size = sql.col(f"`{name}`.size")
         wanted += [sql.min(size).alias(f"min {name}"), sql.max(size).alias(f"max {name}")]
         wanted.append(sql.count(sql.when(sql.col(f"`{name}`").isNull(), 1)).alias(f"null {name}"))
     measured = frame.agg(*wanted).collect()[0]

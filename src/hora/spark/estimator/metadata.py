@@ -67,7 +67,15 @@ def prepare_data(
     partitions = max(1, partitions_per_process) * num_processes
     columns = describe(df, list(dict.fromkeys(names)))
     _prepared[index] = materialise(
-        df, columns, store, index, validation=validation, num_partitions=partitions, num_proc=num_processes, seed=None
+        df,
+        columns,
+        store,
+        index,
+        validation=validation,
+        num_partitions=partitions,
+        num_proc=num_processes,
+        seed=None,
+        sparse=compress_sparse,
     )
     try:
         yield index

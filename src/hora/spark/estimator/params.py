@@ -73,7 +73,7 @@ ESTIMATOR: dict[str, tuple[Any, str]] = {
     "val_reader_num_workers": (2, "threads that read validation rows"),
     "reader_pool_type": ("thread", "thread, process or dummy (no reading ahead)"),
     "inmemory_cache_all": (False, "keep a rank's rows in memory"),
-    "compress_sparse_cols": (False, "without effect, and said so: Parquet stores runs of zeros in little space anyway"),
+    "compress_sparse_cols": (False, "vectors lie in the store without their zeros"),
     "use_gpu": (True, "train on GPUs where there are any"),
     "mp_start_method": (
         None,
@@ -169,11 +169,6 @@ def check_values(values: Mapping[str, Any]) -> None:
     if values["mp_start_method"] not in (None, *methods):
         raise ValueError(
             f"mp_start_method must be one of {', '.join(methods)}, but it is {values['mp_start_method']!r}"
-        )
-    if values["compress_sparse_cols"]:
-        warnings.warn(
-            "compress_sparse_cols has no effect: vectors are stored as arrays, whose zeros Parquet packs by itself",
-            stacklevel=3,
         )
     check_validation_value(values["validation"])
     _check_lengths(values)

@@ -1,5 +1,7 @@
 """Saving and loading estimators and models the way pyspark.ml does: metadata in a folder that Spark writes.
 
+They are written and read as a DataFrame of one row, which every Spark can do, classic or through Connect.
+
 A model and its optimizer also travel to the ranks and back as these bytes (`ModelAndOptimizer`), TorchScript modules
 included. Parameters that JSON cannot hold are pickled; how such files are read is in `unpickling`. Stores and backends are
 not kept: they belong to the place where a training runs, not to the model.
@@ -8,18 +10,20 @@ not kept: they belong to the place where a training runs, not to the model.
 from __future__ import annotations
 
 import base64
+import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
-import pyspark
 import torch
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
+from hora.launch.spark.cluster import connect_session
 from hora.spark.estimator import unpickling
 from hora.spark.estimator.packing import ModelAndOptimizer, pack_model, unpack_model
 
-__all__ = ["ParamsReader", "ParamsWriter", "metadata_handle", "serialize_param"]
+__all__ = ["ParamsReadable", "ParamsReader", "ParamsWritable", "ParamsWriter", "serialize_param"]
 
 _NOT_KEPT = ("store", "backend")
 _OLD_PACKAGE = "hora.estimator."  # where these classes were when the first files were written
@@ -38,8 +42,22 @@ class ParamsWriter(MLWriter):
         kept = {name: value for name, value in values.items() if name not in _NOT_KEPT and value is not None}
         # All at once: an optimizer knows its model's parameters by identity.
         whole = base64.b64encode(cloudpickle.dumps(_packed(kept))).decode()
-        handle = metadata_handle(self.sparkSession)
-        DefaultParamsWriter.saveMetadata(self._instance, path, handle, paramMap={"params": whole})
+        session = _session(self)
+        metadata = {
+            "class": _name(type(self._instance)),
+            "timestamp": int(time.time() * 1000),
+            "sparkVersion": session.version,
+            "uid": self._instance.uid,
+            "paramMap": {"params": whole},
+            "defaultParamMap": {},
+        }
+        rows = session.createDataFrame([(json.dumps(metadata),)], "value string")
+        rows.coalesce(1).write.mode("overwrite" if self.shouldOverwrite else "error").text(_place(path))
+
+    def _handleOverwrite(self, path: str) -> None:  # noqa: N802 - pyspark's name
+        """What was there goes: all of it by Spark's own way, which a Connect client has not, else what is written anew."""
+        if connect_session(self._sparkSession) is None:
+            super()._handleOverwrite(path)
 
 
 class ParamsReader(MLReader[Any]):
@@ -50,8 +68,8 @@ class ParamsReader(MLReader[Any]):
         self._kind = kind
 
     def load(self, path: str) -> Any:
-        metadata = DefaultParamsReader.loadMetadata(path, metadata_handle(self.sparkSession))
-        found, wanted = str(metadata["class"]), f"{self._kind.__module__}.{self._kind.__name__}"
+        metadata = json.loads(_session(self).read.text(_place(path)).head()[0])
+        found, wanted = str(metadata["class"]), _name(self._kind)
         if _name_now(found) != wanted:
             raise ValueError(f"{path} holds a {found}, not a {wanted}")
         instance = self._kind()
@@ -60,9 +78,32 @@ class ParamsReader(MLReader[Any]):
         return instance
 
 
-def metadata_handle(session: Any, version: str = pyspark.__version__) -> Any:
-    """What pyspark's functions for metadata want: a session since Spark 4 (Spark Connect has no context), else its context."""
-    return session if int(version.split(".")[0]) >= 4 else session.sparkContext
+class ParamsWritable(MLWritable):
+    """What can be saved: `save(path)`, `write()`."""
+
+    def write(self) -> ParamsWriter:
+        return ParamsWriter(self)
+
+
+class ParamsReadable(MLReadable[Any]):
+    """What can be loaded: `load(path)`, `read()`."""
+
+    @classmethod
+    def read(cls) -> ParamsReader:
+        return ParamsReader(cls)
+
+
+def _session(of: Any) -> Any:
+    """The session of a reader or writer: as given, else that of a Connect client, for which Spark 3.5 does not look."""
+    return connect_session(of._sparkSession) or of.sparkSession
+
+
+def _place(path: str) -> str:
+    return f"{path.rstrip('/')}/metadata"
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def _loaded(data: bytes, path: str) -> dict[str, Any]:

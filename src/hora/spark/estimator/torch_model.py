@@ -19,11 +19,11 @@ from hora.spark.estimator.packing import pack_model, unpack_model
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
-    from pyspark.sql.types import DataType
 
 __all__ = ["TorchModel"]
 
 PredictRow = Callable[[torch.nn.Module, Any], Any]
+_INTEGERS = ("tinyint", "smallint", "int", "bigint")
 
 
 class TorchModel(HorovodModel):
@@ -112,25 +112,27 @@ class TorchModel(HorovodModel):
         found = predict.load()([[first[0][name]] for name in read])
         return [output.shape[1] for output in found]
 
-    def _label(self, frame: DataFrame, label: str) -> tuple[str, DataType]:
-        """Kind and type of a label: as it was in training, else as it is here, else a float."""
+    def _label(self, frame: DataFrame, label: str) -> tuple[str, str]:
+        """Kind and Spark's name of the type of a label: as it was in training, else as it is here, else a float."""
         from pyspark.ml.linalg import VectorUDT
         from pyspark.sql import types
 
         metadata = self.getOrDefault("_metadata") or {}
         known = metadata.get("columns", {}).get(label)
         if known is not None:
-            return known["kind"], types._parse_datatype_string(known["type"])
+            return str(known["kind"]), str(known["type"])
         horovods = metadata.get(label, {}).get("spark_data_type")  # a class: DoubleType, DenseVector
         if isinstance(horovods, type):
             is_type = issubclass(horovods, types.DataType)
-            return ("scalar", horovods()) if is_type else ("vector", VectorUDT())
+            return ("scalar", horovods().simpleString()) if is_type else ("vector", "double")
         if label not in frame.columns:
-            return "scalar", types.FloatType()
+            return "scalar", "float"
         of = frame.schema[label].dataType
         if isinstance(of, VectorUDT):
-            return "vector", of
-        return ("array", of.elementType) if isinstance(of, types.ArrayType) else ("scalar", of)
+            return "vector", "double"
+        if isinstance(of, types.ArrayType):
+            return "array", of.elementType.simpleString()
+        return "scalar", of.simpleString()
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,11 @@ def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_lab
     def batches(frames: Iterator[Any]) -> Iterator[Any]:
         function = predict.load()
         for columns in frames:
-            series = [columns] if isinstance(columns, pandas.Series) else list(columns)
+            series = list(columns) if isinstance(columns, tuple) else [columns]
             if not len(series[0]):
                 yield pandas.DataFrame({f"o{number}": [] for number in range(num_labels)}, dtype=object)
                 continue
-            outputs = function([list(one) for one in series])
+            outputs = function([_cells(one) for one in series])
             if len(outputs) != num_labels:
                 raise ValueError(f"the model has {len(outputs)} outputs, but there are {num_labels} label columns")
             yield pandas.DataFrame(
@@ -199,6 +201,16 @@ def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_lab
     return evaluate(*(_plain(frame, name) for name in read)) if read else sql.lit(None)
 
 
+def _cells(column: Any) -> list[Any]:
+    """The values of a column as pandas has it: a Series, or of structs a DataFrame."""
+    import pandas
+    from pyspark.sql import Row
+
+    if isinstance(column, pandas.DataFrame):
+        return [Row(**record) for record in column.to_dict("records")]
+    return list(column)
+
+
 def _plain(frame: DataFrame, name: str) -> Column:
     """The column as pandas takes it: vectors as arrays."""
     from pyspark.ml.functions import vector_to_array
@@ -208,22 +220,21 @@ def _plain(frame: DataFrame, name: str) -> Column:
     return vector_to_array(value).alias(name) if isinstance(frame.schema[name].dataType, VectorUDT) else value
 
 
-def _as_label(found: Column, kind: str, of: DataType, size: int) -> Column:
+def _as_label(found: Column, kind: str, of: str, size: int) -> Column:
     """A prediction in the label's own type, rounded where that has no fractions; several numbers are a vector."""
     from pyspark.ml.functions import array_to_vector
     from pyspark.sql import functions as sql
-    from pyspark.sql import types
 
     if kind == "vector" or size > 1:
         return array_to_vector(found)
     value = found[0]
-    if isinstance(of, types.DoubleType | types.FloatType):
+    if of in ("double", "float"):
         return value.cast(of)
     # None for what no whole number or decimal can be. `bround` rounds halves as Python does.
     finite = sql.when(~(sql.isnan(value) | (sql.abs(value) == float("inf"))), value)
-    if isinstance(of, types.BooleanType):
+    if of == "boolean":
         return sql.bround(finite) != 0
-    return (sql.bround(finite) if isinstance(of, types.IntegralType) else finite).cast(of)
+    return (sql.bround(finite) if of in _INTEGERS else finite).cast(of)
 
 
 def _as_list(outputs: Any) -> list[torch.Tensor]:
