@@ -6,9 +6,12 @@ memory. With two GPUs or more, NCCL runs between two members too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from transport_checks import check_everything
 import horovod.torch as hvd
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
+from hora.telemetry.machine import Machine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -294,6 +298,55 @@ def test_nothing_leaks(rank, size):
     assert seen[0] == seen[1], seen
 
 
+@contextlib.contextmanager
+def noting_waits_for_the_gpu() -> Iterator[list[str]]:
+    """The files in which this process waited for its GPU, known at the end."""
+    files: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield files
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    files += [os.path.basename(one.filename) for one in caught if "synchronizing CUDA" in str(one.message)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.ranks(1, 2, env={"HORA_NAN_CHECK": "1"})
+def test_a_gradient_that_is_not_finite_is_named_before_it_is_reduced_with_one_wait_a_step(sharded):
+    hvd.init()
+    last = hvd.size() - 1
+    torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(10)]).cuda()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters(), sharded=sharded
+    )
+    x = torch.randn(8, 32, device="cuda")
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        with noting_waits_for_the_gpu() as in_backward:
+            loss.backward()
+        with noting_waits_for_the_gpu() as in_step:
+            optimizer.step()
+        assert in_backward == []
+        assert in_step.count("finite.py") == 1, in_step
+    same_on_all_ranks(flat(model))
+    before = flat(model).clone()
+    optimizer.zero_grad()
+    if hvd.rank() == last:
+        model[7].weight.register_hook(lambda gradient: gradient.clone().fill_diagonal_(float("inf")))
+    model(x).square().mean().backward()
+    words = rf"the gradient of 7\.weight on rank {last} has 0 NaN and 32 infinite of 1024 values, in step \d+"
+    expected = (FloatingPointError, words) if hvd.rank() == last else (hvd.HorovodInternalError, "shut down by rank 1")
+    with pytest.raises(expected[0], match=expected[1]):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+    hvd.shutdown()
+
+
 @pytest.mark.ranks(2, lost=(1,))
 def test_rank_1_is_killed():
     """In the middle; the other one gets an error that names it."""
@@ -310,6 +363,15 @@ def test_rank_1_is_killed():
     with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
         reduce_for_ever()
     hvd.shutdown()
+
+
+def test_the_live_page_is_told_of_the_gpus():
+    gpus = Machine().facts()["gpus"]
+    assert len(gpus) >= torch.cuda.device_count()
+    for gpu in gpus:
+        assert gpu["name"]
+        assert 0 <= gpu["busy"] <= 1
+        assert 0 < gpu["memory"] < gpu["memory_total"]
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:

@@ -72,6 +72,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
         self._budgets: dict[int, int] = {}
         self._handed_over: set[int] = set()
+        self._held_back: list[torch.Tensor] = []
         self._arrivals: list[torch.Tensor] = []
         self._last_arrivals: list[torch.Tensor] = []
         self._backward_seen = False
@@ -122,6 +123,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _reset_budgets(self) -> None:
         self._handed_over.clear()
+        self._held_back.clear()
         self._arrivals.clear()
         self._backward_seen = False
         self._budgets = dict.fromkeys(self._budgets, self.backward_passes_per_step)
@@ -161,10 +163,23 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _allreduce_grad_async(self, parameter: torch.Tensor) -> None:
         """Begin to reduce the gradient of a parameter. Horovod's name: programs look for it, and some override it."""
         if self._runtime.config.nan_check:
-            check_finite(parameter, self._parameter_names[parameter], self._runtime.world.rank)
+            if parameter.device.type != "cpu":
+                self._held_back.append(parameter)
+                return
+            check_finite([parameter], self._parameter_names, self._runtime.world.rank)
+        self._hand_over(parameter)
+
+    def _hand_over(self, parameter: torch.Tensor) -> None:
         self._handed_over.add(id(parameter))
         self._arrivals.append(parameter)
         self._reducer.ready(parameter)
+
+    def _hand_over_held_back(self) -> None:
+        """Backward is over: gradients that were to be looked at before they are reduced (`finite`) are, and go."""
+        held_back, self._held_back = self._held_back, []
+        check_finite(held_back, self._parameter_names, self._runtime.world.rank)
+        for parameter in held_back:
+            self._hand_over(parameter)
 
     # --- the steps of a user's loop ----------------------------------------------------------------------------------
 
@@ -178,6 +193,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._start_over()
         reducer, handed_over = self._reducer, self._handed_over
         try:
+            if self._held_back:
+                self._hand_over_held_back()
             if len(handed_over) < len(self._hooked):
                 reducer.note_missing()
                 for parameter in self._hooked:

@@ -97,6 +97,8 @@ class ShardedOptimizer(_DistributedOptimizer):
         assert shards is not None
         self._end_backward()
         try:
+            if self._held_back:
+                self._hand_over_held_back()
             if len(self._handed_over) < len(self._hooked):
                 for parameter in self._hooked:
                     if id(parameter) not in self._handed_over:
