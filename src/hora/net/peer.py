@@ -42,6 +42,7 @@ class Peer:
         self.drained = True  # nothing waits to be sent
         self._flush, self._drop = flush, drop
         self._lock = threading.Lock()
+        self._sender = 0  # the thread that is in `send`
         self._outbox: deque[tuple[Header, bytes]] = deque()
         self._frames: Iterator[bytes] = iter(())
         self._unsent = memoryview(b"")
@@ -53,14 +54,22 @@ class Peer:
         # says goodbye must not wait for the lines that it has interrupted.
         while self._outbox and self._lock.acquire(blocking=False):
             try:
+                self._sender = threading.get_ident()
                 if not self.open or not self.drained:  # else the server's thread is at it
                     return
                 self.drained = self._send_all()
                 left = not self.drained
             finally:
+                self._sender = 0
                 self._lock.release()
             if left:
                 self._flush(self)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the calling thread is in the middle of `send`: this is a signal's handler, and what it waits for here
+        comes when it has returned."""
+        return self._sender == threading.get_ident()
 
     def send_descriptor(self, descriptor: int) -> None:
         """Hand a file descriptor to the process at the other end of a local socket. OSError if it is gone."""

@@ -181,7 +181,7 @@ class Server:
         """Send what is queued (for two seconds at most), then close every connection and end the thread."""
         if self._thread.is_alive():
             self.call(self._stop)
-            if threading.current_thread() is not self._thread:
+            if threading.current_thread() is not self._thread and not any(peer.interrupted for peer in self.peers):
                 self._thread.join(timeout=_FLUSH_LIMIT_S + 5.0)
         elif not self._stopping:
             self._close_sockets()
