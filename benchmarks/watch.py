@@ -175,12 +175,15 @@ def _obedient_job(np: int) -> Iterator[tuple[Page, Path]]:
     with tempfile.TemporaryDirectory() as name:
         folder, printed = Path(name), Path(name, "stderr")
         printed.touch(mode=0o600)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "ORDERS": name}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "ORDERS": name, "STEPS": "100000"}
         command = [sys.executable, "-m", "hora", "run", "-np", str(np), "--dashboard", sys.executable, str(OBEDIENT)]
         with printed.open("w") as errors:
             job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
         try:
             yield page_from_url(_page(printed)), folder
+        except BaseException:
+            print(f"the job: {job.poll()}\n{printed.read_text()[-3000:]}", file=sys.stderr)
+            raise
         finally:
             job.terminate()
             job.wait(60)

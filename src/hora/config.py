@@ -81,6 +81,7 @@ class EngineConfig:
     transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto, tcp or gloo")
     encrypt: str = _variable("HORA_ENCRYPT", "auto", _encrypt, "auto, always or never")
     native: bool = _variable("HORA_NATIVE", True, _boolean, "0 or 1")
+    cuda_ipc: bool = _variable("HORA_CUDA_IPC", True, _boolean, "0 or 1")
     keep_freed_memory: bool = _variable("HORA_KEEP_FREED_MEMORY", True, _boolean, "0 or 1")
     autotune: bool = _variable("HOROVOD_AUTOTUNE", False, _boolean, "0 or 1")
     autotune_log: str = _variable("HOROVOD_AUTOTUNE_LOG", "", str, "a file path")

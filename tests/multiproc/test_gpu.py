@@ -1,5 +1,5 @@
-"""Everything that needs a GPU. One is enough: NCCL is then tried with one member, and two ranks share the GPU through host
-memory. With two GPUs or more, NCCL runs between two members too.
+"""Everything that needs a GPU. One is enough: NCCL is then tried with one member, and ranks share the GPU, through its memory
+and through the host's. With two GPUs or more, NCCL runs between two members too.
 
     python -m pytest -m gpu
 """
@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from groups import make_group
 from hvd_session import session
+from test_shm_transport import Provider
 from transport_checks import check_everything
 
 import horovod.torch as hvd
+from hora.engine.request import Reduce
+from hora.engine.transport import device_memory
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.telemetry.machine import Machine
@@ -62,17 +65,74 @@ def test_every_operation_of_the_nccl_transport(place):
     transport.close()
 
 
-@pytest.mark.ranks(2)
-def test_every_operation_of_ranks_that_share_a_gpu(place):
+@pytest.mark.ranks(1)
+def test_nccl_batches_queue_back_to_back(place):
+    """A call returns while the GPU has not even begun; the results are right in the end."""
+    torch.cuda.set_device(0)
+    transport = CudaTransport(place.store, 0, 1, nothing_to_report, LIMIT_S, make_cpu=lambda: None)
+    tensors = [torch.full((1 << 20,), float(i), device="cuda") for i in range(8)]
+    transport.allreduce(tensors[:1], tensors[:1], Reduce())  # connects
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20 * SLOW_CYCLES)
+        for tensor in tensors:
+            transport.allreduce([tensor], [tensor], Reduce(postscale=2.0))
+        behind = torch.cuda.current_stream().record_event()
+        assert not behind.query(), "the calls waited for the GPU"
+        transport.settle(nothing_to_report)
+        assert behind.query()
+    assert [tensor.unique().tolist() for tensor in tensors] == [[2.0 * i] for i in range(8)]
+    transport.close()
+
+
+@pytest.mark.parametrize("through", ["cuda-ipc", "staged-gloo"])
+@pytest.mark.ranks(2, 4)
+def test_every_operation_of_ranks_that_share_a_gpu(place, through):
     torch.cuda.set_device(0)
     near = dist.PrefixStore("cpu", place.store)
     cpu = DistributedTransport(make_group("gloo", near, place.rank, place.size), place.rank, place.size)
-    transport = CudaTransport(place.store, place.rank, place.size, nothing_to_report, LIMIT_S, make_cpu=lambda: cpu)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        check_everything(transport, place.rank, place.size, device="cuda")
-    assert transport.name == "staged-gloo", transport.name
+    share = Provider(place, dist.PrefixStore("share", place.store)) if through == "cuda-ipc" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory, "SMALL_BYTES", 64)
+        patch.setattr(device_memory, "_FIRST_SLOT_BYTES", 4096)
+        transport = CudaTransport(
+            place.store, place.rank, place.size, nothing_to_report, LIMIT_S, make_cpu=lambda: cpu, share=share
+        )
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = check_everything(transport, place.rank, place.size, device="cuda")
+    assert transport.name == through, transport.name
+    assert place.gather(results) == [results] * place.size
     transport.close()
     cpu.close()
+
+
+@pytest.mark.ranks(2, 8)
+@session
+def test_many_ranks_on_one_gpu():
+    """What is large goes through the GPU's memory, in the order of the callers' streams."""
+    torch.cuda.set_device(0)
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for number in range(3):
+            value = torch.zeros(3_000_001, dtype=dtype, device="cuda")
+            torch.cuda._sleep(SLOW_CYCLES // 4)
+            value.add_(rank + 1)
+            reduced = hvd.allreduce(value, op=hvd.Sum, name=f"sum{number}")
+            value.fill_(7)  # the operation has read it
+            assert reduced.unique().tolist() == [size * (size + 1) // 2], reduced
+        mine = torch.full((200_000 + 50_000 * rank,), rank, dtype=dtype, device="cuda")
+        gathered = hvd.allgather(mine)
+        same(gathered, torch.cat([torch.full((200_000 + 50_000 * r,), r, dtype=dtype) for r in range(size)]))
+        spoken = hvd.broadcast(torch.full((500_000,), rank, dtype=dtype, device="cuda"), root_rank=size - 1)
+        same(spoken, torch.full((500_000,), size - 1, dtype=dtype))
+        share = hvd.reducescatter(torch.full((size * 70_001,), rank + 1, dtype=dtype, device="cuda"), op=hvd.Sum)
+        same(share, torch.full((70_001,), size * (size + 1) // 2, dtype=dtype))
+    large = torch.full((40_000_000,), float(rank), device="cuda")  # more than a slot
+    handles = [hvd.allreduce_async_(large, name="large", op=hvd.Sum)]
+    handles += [hvd.allreduce_async(torch.ones(300_000, device="cuda"), name=f"n{i}") for i in range(5)]
+    results = [hvd.synchronize(handle) for handle in handles]
+    assert results[0].unique().tolist() == [size * (size - 1) / 2]
+    assert all(result.unique().tolist() == [1.0] for result in results[1:])
 
 
 @on_gpu

@@ -7,7 +7,7 @@ that change nothing. Errors are the queue's business.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 import torch
@@ -52,11 +52,13 @@ def execute_on_device(
     `home`: the GPU of a rank that has joined.
     """
     device = next((request.tensors[0].device for request in requests.values() if request.tensors), home)
-    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
+    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device, tuple(ranks))):
         stream = torch.cuda.current_stream()
         for request in requests.values():
             if request.device_event is not None:
                 stream.wait_event(request.device_event)
+            for tensor in (*request.tensors, *(request.outputs or ())):
+                tensor.record_stream(stream)  # it may be freed while the GPU still has it to read
         execute(batch, requests, transport, member, ranks)
         finished = torch.cuda.Event()
         finished.record(stream)
@@ -86,8 +88,9 @@ def write_back(request: Request) -> None:
             torch.autograd.graph.increment_version(tensor)  # bytes were moved behind autograd's back
 
 
-@lru_cache(maxsize=64)
-def _side_stream(device: torch.device | None) -> torch.cuda.Stream:
+@cache
+def _side_stream(device: torch.device | None, ranks: tuple[int, ...]) -> torch.cuda.Stream:
+    """One for each process set: two sets do things in different orders on different ranks, and must not wait in one line."""
     return torch.cuda.Stream(device)
 
 

@@ -47,6 +47,7 @@ class _CommonSettings:
     disable_group_fusion: bool
     transport: str
     encrypt: str
+    cuda_ipc: bool
     autotune: bool
     autotune_warmup_samples: int
     autotune_steps_per_sample: int
@@ -318,6 +319,7 @@ class Peers:
             else lambda name, some: self._streams(f"{label}/{device}/{name}", some),
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
             address=self._address(),
+            cuda_ipc=self.config.cuda_ipc,
             guard=guard,
         )
 

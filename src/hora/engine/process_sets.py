@@ -86,7 +86,7 @@ class ProcessSets:
     def wake(self) -> None:
         """Wake the threads that wait for other members, so that they look at the world's status again."""
         for queue in self.queues():
-            queue.agreement.wake()
+            queue.wake()
 
     # What all ranks do together.
 
@@ -202,6 +202,7 @@ class ProcessSets:
         """Execute what was agreed before this rank began to leave."""
         for queue in self.queues():
             queue.drain()
+            queue.settle()
 
     def say_goodbye_if_idle(self) -> None:
         """Tell the rank that leaves that nothing more is needed of it."""

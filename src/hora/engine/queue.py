@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -35,6 +36,7 @@ from hora.engine.stall import StallInspector
 from hora.engine.stall_watch import StallWatch
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
+from hora.engine.transport.cuda import CudaTransport
 from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
@@ -46,6 +48,7 @@ log = logging.getLogger("hora")
 _WAITER_SLICE_S = 0.5
 _DRAIN_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 5.0
+_SETTLE_LIMIT_S = 600.0  # of work that is queued on a GPU
 
 # Executes a bound reduction that all members have agreed on; the request is None if this rank has joined.
 ExecuteBound = Callable[[Part, Request | None, Transport], None]
@@ -298,6 +301,28 @@ class OperationQueue:
                 self._drive(None)
             finally:
                 self._progress.release()
+
+    def settle(self) -> None:
+        """Wait until the GPU has done what this rank has its part in: other members may need that part."""
+        until = time.monotonic() + _SETTLE_LIMIT_S
+
+        def guard() -> None:
+            if self.status.broken or time.monotonic() > until:
+                raise self.status.error()
+
+        for transport in self._cuda_transports():
+            with suppress(HorovodInternalError):
+                transport.settle(guard)
+
+    def wake(self) -> None:
+        """The world's status has changed: look at it again. Any thread."""
+        self.agreement.wake()
+        if self.status.broken:
+            for transport in self._cuda_transports():
+                transport.give_up()
+
+    def _cuda_transports(self) -> list[CudaTransport]:
+        return [transport for transport in [*self._transports.values()] if isinstance(transport, CudaTransport)]
 
     def retire(self, why: str) -> None:
         """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""

@@ -148,7 +148,9 @@ class Runtime:
     ) -> torch.Tensor | None:
         """A blocking allreduce by the short way (`lone`); None where `submit` and `synchronize` have to do it."""
         path = self.process_sets.lone_path(process_set_id)
-        if path is None or type(tensor) is not torch.Tensor or tensor.requires_grad or not tensor.is_contiguous():
+        if path is None or type(tensor) is not torch.Tensor or not tensor.is_cpu:
+            return None
+        if tensor.requires_grad or not tensor.is_contiguous():
             return None
         if tensor.is_inference() or torch.is_inference_mode_enabled():
             return None
@@ -159,7 +161,10 @@ class Runtime:
         entry = self._handles.get(handle)
         if entry is None:
             raise ValueError(f"handle {handle} was not created or has been synchronized already")
-        return entry[1].done
+        request = entry[1]
+        return request.done and (
+            request.device_event is None or request.error is not None or request.device_event.query()
+        )
 
     def synchronize(self, handle: int) -> list[torch.Tensor]:
         """Wait for the operation, free the handle, and return the outputs; none for an unknown handle, or if it has none."""

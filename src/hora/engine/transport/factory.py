@@ -32,7 +32,7 @@ class Topology:
     `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
     (collective); `streams` makes connections, under a name of their own, between ranks that call it together (None: the
     user wants gloo instead). For gloo and NCCL: `store` makes a torch store with a name of its own; `address` is this
-    host's address towards the others.
+    host's address towards the others. `cuda_ipc`: ranks on one GPU may share its memory.
     """
 
     ranks: Sequence[int]
@@ -42,6 +42,7 @@ class Topology:
     streams: Callable[[str, Sequence[int]], Streams] | None
     store: Callable[[str], Store | None]
     address: str
+    cuda_ipc: bool
     guard: Guard
 
     def members_by_host(self) -> list[list[int]]:
@@ -67,7 +68,12 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
         group = _group(topology, "flat", range(num_members))
         return DistributedTransport(group, member, num_members)
     store = _store(topology, "flat")
-    return CudaTransport(store, member, num_members, topology.guard, limit_s, lambda: transport_for("cpu"))
+    share = (
+        (lambda num_bytes: topology.share(topology.ranks, num_bytes))
+        if topology.cuda_ipc and len(groups) == 1
+        else None
+    )
+    return CudaTransport(store, member, num_members, topology.guard, limit_s, lambda: transport_for("cpu"), share)
 
 
 def _group(topology: Topology, name: str, members: Sequence[int]) -> Group:

@@ -1,8 +1,7 @@
 """The NCCL group: CUDA tensors, one GPU per member.
 
-Calls queue work on the current stream and return. `execute_on_device` orders that stream after the caller's, and
-`CudaTransport` waits for the result under the guard. Members that share a GPU cannot use NCCL: `share_a_gpu` finds out,
-and `CudaTransport` then goes through host memory.
+Calls queue work on the current stream and return. `execute_on_device` orders that stream after the caller's. Members that
+share a GPU cannot use NCCL: `gpus_of` says who uses which, and `CudaTransport` takes another way then.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hora.engine.transport.base import Guard
 from hora.engine.transport.group import Pending, ProcessGroup, connect
 from hora.errors import HorovodInternalError
 
-__all__ = ["NcclGroup", "share_a_gpu"]
+__all__ = ["NcclGroup", "gpus_of"]
 
 _OPS = {
     ReduceOp.AVERAGE: dist.ReduceOp.SUM,
@@ -97,11 +96,10 @@ class NcclGroup(ProcessGroup):
         work.wait()  # the current stream waits, not the host
 
 
-def share_a_gpu(store: Store, member: int, num_members: int, device: torch.device) -> bool:
-    """Whether two members use the same GPU. Collective: every member tells the others through the store."""
+def gpus_of(store: Store, member: int, num_members: int, device: torch.device) -> list[str]:
+    """Which GPU every member uses. Collective: every member tells the others through the store."""
     store.set(f"gpu/{member}", _gpu_identity(device))
-    identities = {bytes(store.get(f"gpu/{peer}")) for peer in range(num_members)}
-    return len(identities) < num_members
+    return [bytes(store.get(f"gpu/{peer}")).decode() for peer in range(num_members)]
 
 
 def _gpu_identity(device: torch.device) -> str:

@@ -1,0 +1,282 @@
+"""CUDA tensors of members that share a GPU, through the GPU's own memory.
+
+Every member has two slots there that all members have mapped. A step: each member puts its data into one of its slots; when
+its stream has done that, it says so by a counter in the host's shared memory; when all have said so, each member reads all
+slots and leaves the result where it belongs, in member order, so with the same bits everywhere. Nobody waits for the last
+part: it is ordered on the stream. In the next step the other slots are used, and who says that its data for that is there
+has thereby read the slots of this one, because its stream works in order.
+
+A GPU changes from one process to another in about a tenth of a millisecond, which decides what is fast here: few steps, each
+with much data. What is small goes through host memory (`HostMemoryTransport`), and so do Adasum and alltoall.
+No wait is on the GPU: a dead peer is the guard's business. Made by `CudaTransport`; all calls are on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from hora.engine.request import Reduce
+from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm.segment import Segment
+from hora.engine.transport.arithmetic import arithmetic_of
+from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.cuda_ipc import DriverError, Mapped, Shared
+from hora.engine.transport.host_memory import HostMemoryTransport
+from hora.engine.transport.packing import Buffers, portions, unpack
+
+__all__ = ["DeviceMemoryTransport"]
+
+# Below this much for each member, the changes of process on the GPU take longer than the way through the host.
+SMALL_BYTES = 512 * 2**10
+_FIRST_SLOT_BYTES = 4 * 2**20
+_LARGEST_SLOT_BYTES = 128 * 2**20
+_KEEP_BYTES = 128 * 2**20
+
+
+class DeviceMemoryTransport:
+    """See `Transport`. `segment`: zeroed memory of the host, of `num_bytes` for the counters, the same for all members.
+
+    `exchange(words)`, which is collective, gives what each member gave it. `complete()` returns when the current stream
+    has done what was queued. DriverError: the members cannot share memory of this GPU, which all of them find.
+    """
+
+    name = "cuda-ipc"
+
+    def __init__(
+        self,
+        segment: Segment,
+        exchange: Callable[[str], list[str]],
+        member: int,
+        num_members: int,
+        *,
+        device: torch.device,
+        guard: Guard,
+        limit_s: float,
+        complete: Callable[[], None],
+        staged: HostMemoryTransport,
+    ) -> None:
+        self._exchange, self._member, self._num_members = exchange, member, num_members
+        self._guard, self._limit_s, self._complete = guard, limit_s, complete
+        self._staged = staged
+        self._segment = segment
+        self._counters = [Counter.at(segment.memory, LINE_BYTES * peer) for peer in range(num_members)]
+        self._step = 0
+        self._buffers = Buffers(device, _KEEP_BYTES)
+        self._most_bytes = _LARGEST_SLOT_BYTES  # of a slot; less when the GPU has not so much to spare
+        self._memory = _Slots(exchange, member, num_members, _FIRST_SLOT_BYTES)
+
+    @staticmethod
+    def num_bytes(num_members: int) -> int:
+        """What the counters need."""
+        return LINE_BYTES * num_members
+
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        dtype = inputs[0].dtype
+        count = sum(tensor.numel() for tensor in inputs)
+        if self._is_small(count * dtype.itemsize):
+            self._staged.allreduce(inputs, outputs, reduce)
+            return
+        arithmetic = arithmetic_of(reduce, dtype, self._num_members)
+        for sources, results in portions(inputs, outputs, self._room(count * dtype.itemsize) // dtype.itemsize):
+            sizes = [source.numel() for source in sources]
+            own, slots = self._turn(sum(sizes), dtype)
+            if arithmetic.prescales:
+                for source, part in zip(sources, own.split(sizes), strict=True):
+                    arithmetic.prepare(source, part)
+            else:
+                _pack(sources, own)
+            self._publish("allreduce")
+            out = results[0] if len(results) == 1 else self._buffers.take("out", sum(sizes), dtype)
+            arithmetic.reduce(slots, out, self._scratch(sum(sizes), dtype))
+            if len(results) > 1:
+                unpack(out, results)
+
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        self._staged.adasum(inputs, outputs, reduce)
+
+    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
+        dtype = inputs[0].dtype
+        if self._is_small(sum(map(sum, counts)) * dtype.itemsize):
+            self._staged.allgather(inputs, outputs, counts)
+            return
+        for source, output, sizes in zip(inputs, outputs, counts, strict=True):
+            self._gather(source, output.split(list(sizes)))
+
+    def _gather(self, source: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        most = max(part.numel() for part in parts)
+        limit = self._room(most * source.dtype.itemsize) // source.dtype.itemsize
+        for start in range(0, most, limit):
+            here = slice(start, start + limit)
+            own, slots = self._turn(min(limit, most - start), source.dtype)
+            piece = source[here]
+            own[: piece.numel()].copy_(piece)
+            self._publish("allgather")
+            for part, slot in zip(parts, slots, strict=True):
+                target = part[here]
+                target.copy_(slot[: target.numel()])
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        dtype = tensors[0].dtype
+        count = sum(tensor.numel() for tensor in tensors)
+        if self._is_small(count * dtype.itemsize):
+            self._staged.broadcast(tensors, root)
+            return
+        for group, _ in portions(tensors, tensors, self._room(count * dtype.itemsize) // dtype.itemsize):
+            own, slots = self._turn(sum(tensor.numel() for tensor in group), dtype)
+            if self._member == root:
+                _pack(group, own)
+            self._publish("broadcast")
+            if self._member != root:
+                unpack(slots[root], group)
+
+    def alltoall(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        self._staged.alltoall(input, output, send_counts, receive_counts)
+
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        dtype = inputs[0].dtype
+        if self._is_small(sum(map(sum, counts)) * dtype.itemsize):
+            self._staged.reducescatter(inputs, outputs, counts, reduce)
+            return
+        for source, output, sizes in zip(inputs, outputs, counts, strict=True):
+            self._reduce_and_scatter(source.split(list(sizes)), output, reduce)
+
+    def _reduce_and_scatter(self, parts: Sequence[torch.Tensor], output: torch.Tensor, reduce: Reduce) -> None:
+        """`parts[m]`: what member m is to have."""
+        dtype, num_members, me = output.dtype, self._num_members, self._member
+        arithmetic = arithmetic_of(reduce, dtype, num_members)
+        most = max(part.numel() for part in parts)
+        cell = min(self._room(num_members * most * dtype.itemsize) // dtype.itemsize // num_members, most)
+        for start in range(0, most, max(cell, 1)):
+            here = slice(start, start + cell)
+            own, slots = self._turn(num_members * cell, dtype)
+            for part, place in zip(parts, own.split(cell), strict=True):
+                piece = part[here]
+                arithmetic.prepare(piece, place[: piece.numel()])
+            self._publish("reducescatter")
+            result = output[here]
+            count = result.numel()
+            mine = [slot[me * cell : me * cell + count] for slot in slots]
+            arithmetic.reduce(mine, result, self._scratch(count, dtype))
+
+    def barrier(self) -> None:
+        self._staged.barrier()
+
+    def close(self) -> None:
+        with suppress(DriverError):  # at the process's end the driver may be gone
+            self._memory.close()
+        self._staged.close()
+        self._buffers.clear()
+        self._counters.clear()
+        self._segment.close()
+
+    def _is_small(self, num_bytes: int) -> bool:
+        return num_bytes < SMALL_BYTES * self._num_members
+
+    def _room(self, num_bytes: int) -> int:
+        """The bytes of a slot, after it has grown for an operation of this size, which all members see alike."""
+        wanted = min(1 << max(num_bytes - 1, 0).bit_length(), self._most_bytes)
+        if wanted > self._memory.slot_bytes:
+            self._grow(wanted)
+        return self._memory.slot_bytes
+
+    def _grow(self, slot_bytes: int) -> None:
+        try:
+            larger = _Slots(self._exchange, self._member, self._num_members, slot_bytes)
+        except DriverError:
+            self._most_bytes = self._memory.slot_bytes
+            return
+        self._step += 1
+        self._publish("larger slots")  # behind it, no member reads what is let go here
+        smaller, self._memory = self._memory, larger
+        smaller.unmap()
+        self._step += 1
+        self._publish("larger slots")  # behind it, no member has it mapped
+        smaller.close()
+
+    def _turn(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The slots of the next step: the own one, to be filled, and those of all members, to be read when published."""
+        self._step += 1
+        slots = self._memory.views(self._step % 2, count, dtype)
+        return slots[self._member], slots
+
+    def _publish(self, what: str) -> None:
+        """Return when every member has put its data into the slots of this step."""
+        self._complete()
+        self._counters[self._member].set(self._step)
+        for peer, counter in enumerate(self._counters):
+            if peer != self._member:
+                counter.wait_for(self._step, guard=self._guard, limit_s=self._limit_s, what=f"the peers in {what}")
+
+    def _scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._buffers.take("scratch", count if self._num_members > 2 else 0, dtype)
+
+
+class _Slots:
+    """Two slots of every member, on the current GPU. DriverError on all members if one of them cannot."""
+
+    def __init__(self, exchange: Callable[[str], list[str]], member: int, num_members: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._own: Shared | None = None
+        self._turns: list[list[torch.Tensor]] = []
+        self._others: dict[int, Mapped] = {}
+        try:
+            self._make(exchange, member, num_members)
+        except BaseException:
+            self.close()
+            raise
+        own = self._own
+        assert own is not None
+        whole = [own.tensor() if peer == member else self._others[peer].tensor() for peer in range(num_members)]
+        self._turns = [[memory[turn * slot_bytes :][:slot_bytes] for memory in whole] for turn in range(2)]
+
+    def _make(self, exchange: Callable[[str], list[str]], member: int, num_members: int) -> None:
+        handle = problem = ""
+        try:
+            self._own = Shared(2 * self.slot_bytes)
+            handle = self._own.handle
+        except DriverError as error:
+            problem = str(error)
+        handles = exchange(handle)
+        if all(handles):
+            try:
+                for peer in range(num_members):
+                    if peer != member:
+                        self._others[peer] = Mapped(handles[peer], 2 * self.slot_bytes)
+            except DriverError as error:
+                problem = str(error)
+        problems = [words for words in exchange(problem) if words]
+        if problems:
+            raise DriverError(problems[0])
+
+    def views(self, turn: int, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        num_bytes = count * dtype.itemsize
+        return [slot[:num_bytes].view(dtype) for slot in self._turns[turn]]
+
+    def unmap(self) -> None:
+        """Let go of what is the others'."""
+        self._turns = []
+        for mapped in self._others.values():
+            mapped.close()
+        self._others.clear()
+
+    def close(self) -> None:
+        self.unmap()
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+
+def _pack(sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    if len(sources) == 1:
+        out.copy_(sources[0])
+    else:
+        torch.cat(list(sources), out=out)

@@ -1,0 +1,130 @@
+"""CUDA tensors through host memory, over the transport of the same members for CPU tensors.
+
+For members that share a GPU, which NCCL does not serve, and for what `DeviceMemoryTransport` does not do. `CudaTransport`
+chooses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hora.engine.request import Reduce
+from hora.engine.transport.base import Tensors, Transport
+from hora.engine.transport.packing import Buffers, portions
+
+__all__ = ["HostMemoryTransport", "mark"]
+
+_PORTION_BYTES = 4 * 2**20
+_KEEP_BYTES = 64 * 2**20
+
+
+class HostMemoryTransport:
+    """CUDA tensors through host memory, over the transport `cpu` of the same members, which its giver closes.
+
+    Everything is ordered on the current stream: a copy to pinned memory, the host waits for it, the CPU transport does its
+    work, and the results are copied back without waiting. Element-wise reductions and broadcasts go in portions with two
+    buffers, so that one is copied while the other is reduced.
+    """
+
+    def __init__(self, cpu: Transport) -> None:
+        self._cpu = cpu
+        self._buffers = Buffers(torch.device("cpu"), _KEEP_BYTES, pinned=torch.cuda.is_available())
+        # What was last copied out of each buffer; until then it may not be overwritten.
+        self._emptied: dict[str, torch.cuda.Event] = {}
+        self.name = f"staged-{cpu.name}"
+
+    def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        self._in_portions(inputs, outputs, lambda portion: self._cpu.allreduce([portion], [portion], reduce))
+
+    def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
+        staged = self._stage("in", inputs)
+        mark().synchronize()
+        self._cpu.adasum(staged, staged, reduce)
+        self._return("in", staged, outputs)
+
+    def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
+        staged, results = self._stage("in", inputs), self._room("out", outputs)
+        mark().synchronize()
+        self._cpu.allgather(staged, results, counts)
+        self._return("out", results, outputs)
+
+    def broadcast(self, tensors: Tensors, root: int) -> None:
+        self._in_portions(tensors, tensors, lambda portion: self._cpu.broadcast([portion], root))
+
+    def alltoall(
+        self,
+        input: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        staged, results = self._stage("in", [input]), self._room("out", [output])
+        mark().synchronize()
+        self._cpu.alltoall(staged[0], results[0], send_counts, receive_counts)
+        self._return("out", results, [output])
+
+    def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        staged, results = self._stage("in", inputs), self._room("out", outputs)
+        mark().synchronize()
+        self._cpu.reducescatter(staged, results, counts, reduce)
+        self._return("out", results, outputs)
+
+    def barrier(self) -> None:
+        self._cpu.barrier()
+
+    def close(self) -> None:
+        for event in self._emptied.values():
+            event.synchronize()
+        self._emptied.clear()
+        self._buffers.clear()
+
+    def _in_portions(self, inputs: Tensors, outputs: Tensors, work: Callable[[torch.Tensor], None]) -> None:
+        """Copy the next portion in while `work` is done on this one."""
+        limit = _PORTION_BYTES // inputs[0].dtype.itemsize
+        todo = [each for each in portions(inputs, outputs, limit) if any(t.numel() for t in each[0])]
+        purposes = ("in", "out")
+        if not todo:
+            return
+        staged = self._stage_as_one(purposes[0], todo[0][0])
+        landed = mark()
+        for number, (_, results) in enumerate(todo):
+            current, purpose, ready = staged, purposes[number % 2], landed
+            if number + 1 < len(todo):
+                staged = self._stage_as_one(purposes[(number + 1) % 2], todo[number + 1][0])
+                landed = mark()
+            ready.synchronize()
+            work(current)
+            self._return(purpose, list(current.split([result.numel() for result in results])), results)
+
+    def _pinned(self, purpose: str, like: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Room for all of `like`."""
+        emptied = self._emptied.pop(purpose, None)
+        if emptied is not None:
+            emptied.synchronize()
+        return self._buffers.take(purpose, sum(tensor.numel() for tensor in like), like[0].dtype)
+
+    def _room(self, purpose: str, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(self._pinned(purpose, like).split([tensor.numel() for tensor in like]))
+
+    def _stage(self, purpose: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(self._stage_as_one(purpose, tensors).split([tensor.numel() for tensor in tensors]))
+
+    def _stage_as_one(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        staged = self._pinned(purpose, tensors)
+        for tensor, host in zip(tensors, staged.split([t.numel() for t in tensors]), strict=True):
+            host.copy_(tensor, non_blocking=True)
+        return staged
+
+    def _return(self, purpose: str, results: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        for host, output in zip(results, outputs, strict=True):
+            output.copy_(host, non_blocking=True)
+        self._emptied[purpose] = mark()
+
+
+def mark() -> torch.cuda.Event:
+    """A mark on the current stream: behind it, everything queued so far is done."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream())
+    return event

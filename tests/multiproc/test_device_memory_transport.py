@@ -1,0 +1,116 @@
+"""CUDA tensors through the GPU's memory, without a GPU: memory of the host plays the device's, so what a stream is told is done
+at once.
+
+Which slots are used when, that they grow, and what each member reads is the real thing; `test_gpu.py` has the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from groups import make_group
+from test_shm_transport import Provider
+from transport_checks import check_everything
+
+from hora.engine.shm.segment import Segment
+from hora.engine.transport import device_memory, host_memory
+from hora.engine.transport.cuda_ipc import DriverError
+from hora.engine.transport.device_memory import DeviceMemoryTransport
+from hora.engine.transport.distributed import DistributedTransport
+from hora.errors import HorovodInternalError
+
+LIMIT_S = 600.0  # longer than a test may take
+
+
+class Memory:
+    """Like that of `cuda_ipc`. `refuses`: so much cannot be had."""
+
+    refuses = 1 << 40
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def tensor(self):
+        return self.segment.tensor(0, self.segment.num_bytes, torch.uint8)
+
+    def close(self) -> None:
+        self.segment.close()
+
+
+class Shared(Memory):
+    def __init__(self, num_bytes: int) -> None:
+        if num_bytes >= self.refuses:
+            raise DriverError("out of memory")
+        super().__init__(Segment.create(num_bytes))
+        self.handle = f"/proc/{os.getpid()}/fd/{self.segment.descriptor}"
+
+
+class Mapped(Memory):
+    def __init__(self, handle: str, num_bytes: int) -> None:
+        super().__init__(Segment.attach(os.open(handle, os.O_RDWR)))
+
+
+@contextlib.contextmanager
+def made(place, guard=lambda: None, refuses=1 << 40):
+    """The transport of this member, with slots that begin small. `refuses`: so many bytes cannot be had here."""
+    cpu = DistributedTransport(make_group("gloo", place.store, place.rank, place.size), place.rank, place.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_memory, "Shared", Shared)
+        patch.setattr(device_memory, "Mapped", Mapped)
+        patch.setattr(device_memory, "SMALL_BYTES", 64)
+        patch.setattr(device_memory, "_FIRST_SLOT_BYTES", 4096)
+        patch.setattr(device_memory, "_LARGEST_SLOT_BYTES", 65536)
+        patch.setattr(host_memory, "mark", lambda: SimpleNamespace(synchronize=lambda: None))
+        patch.setattr(Memory, "refuses", refuses)
+        try:
+            transport = DeviceMemoryTransport(
+                Provider(place, place.store)(DeviceMemoryTransport.num_bytes(place.size)),
+                place.gather,
+                place.rank,
+                place.size,
+                device=torch.device("cpu"),
+                guard=guard,
+                limit_s=LIMIT_S,
+                complete=lambda: None,
+                staged=host_memory.HostMemoryTransport(cpu),
+            )
+            yield transport
+            transport.close()
+        finally:
+            cpu.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
+    with made(place) as transport:
+        results = check_everything(transport, place.rank, place.size)
+    assert place.gather(results) == [results] * place.size
+
+
+@pytest.mark.ranks(2)
+def test_slots_that_one_member_cannot_have_stay_small(place):
+    with made(place, refuses=16384 if place.rank == 1 else 1 << 40) as transport:
+        results = check_everything(transport, place.rank, place.size)
+    assert place.gather(results) == [results] * 2
+
+
+@pytest.mark.ranks(2)
+def test_memory_that_one_member_cannot_have_is_refused_to_all(place):
+    with pytest.raises(DriverError, match="out of memory"), made(place, refuses=1 if place.rank else 1 << 40):
+        pass
+
+
+@pytest.mark.ranks(2)
+def test_the_guard_ends_the_wait_for_a_member_that_does_not_come(place):
+    def gone():
+        raise HorovodInternalError("rank 0 is gone")
+
+    with made(place, guard=gone) as transport:
+        if place.rank == 1:
+            with pytest.raises(HorovodInternalError, match="rank 0 is gone"):
+                transport.broadcast([torch.ones(1000)], 0)
+        place.gather("both are here")
