@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +23,9 @@ from ray_cluster import RayCluster, living_actors, nothing_is_left
 from ray_training import INTERVAL, Misfortune, elastic_settings, train
 
 from hora.errors import JobFailedError
+from hora.watch.address import find_pages
+from hora.watch.client import post, snapshots
+from hora.watch.recording import read_run
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic_v2 import RayHostDiscovery
 from waiting import wait_until
@@ -155,6 +160,58 @@ def one_is_killed():
     hvd.allreduce(torch.ones(1), name="with the dead")
 
 
+def test_an_executor_is_watched_on_its_page_and_stopped_there(settings, monkeypatch, tmp_path):
+    monkeypatch.setenv("HORA_DASHBOARD", "1")
+    monkeypatch.setenv("HORA_RECORD", str(tmp_path / "run.hora"))
+    with ThreadPoolExecutor(1) as pool, RayExecutor(settings, num_workers=2) as executor:
+        executor.start()
+        (page,) = [page for page in find_pages() if page.pid == os.getpid()]
+        run = pool.submit(executor.run, trains_for_ever)
+        news = iter(snapshots(page))
+        seen = next(head for head in _heads(news) if head["state"] == "training" and head["step"] > 20)
+        assert [(rank["rank"], rank["state"]) for rank in seen["ranks"]] == [(0, "here"), (1, "here")]
+        assert list(seen["hosts"]) == [socket.gethostname()]
+        post(page, "/api/stacks", {})
+        stacks = next(one["stacks"]["stacks"] for one in news if len(one.get("stacks", {}).get("stacks", ())) == 2)
+        assert all("trains_for_ever" in str(stack["threads"][0]) for stack in stacks.values())
+        with pytest.raises(ValueError, match="only an elastic job"):
+            post(page, "/api/remove", {"rank": 1})
+        post(page, "/api/stop", {})
+        with pytest.raises(JobFailedError, match="the job was stopped: somebody stopped it on its page") as caught:
+            run.result(LIMIT_S)
+        assert caught.value.exit_code == 143
+        with pytest.raises(RuntimeError, match="the executor cannot go on: the job was stopped"):
+            executor.run(os.getpid)
+    recorded = read_run(tmp_path / "run.hora")
+    assert recorded.outcome == "stopped"
+    assert recorded.latest_metrics()["loss"] >= 0
+    assert not [page for page in find_pages() if page.pid == os.getpid()]
+
+
+def _heads(news):
+    for one in news:
+        head = one.get("everything", one).get("head")
+        if head is not None:
+            yield head
+
+
+def trains_for_ever():
+    import torch
+
+    import hora
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(4, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    while True:
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        hora.report(loss=loss)
+
+
 @pytest.mark.parametrize(("gpus", "distinct", "seen_by_each"), [(1, 1, 2), (2, 1, 4), (0.5, 1, 1)])
 def test_workers_see_the_gpus_that_ray_gave_them(settings, gpus, distinct, seen_by_each):
     """The GPUs are resources that Ray counts; which ones a worker got is in a variable, and no more is needed here."""
@@ -233,7 +290,8 @@ def kill_one(beginners):
 
 
 @mock.patch(INTERVAL, 0.1)
-def test_a_killed_worker_costs_that_worker(cluster, tmp_path):
+def test_a_killed_worker_costs_that_worker(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("HORA_RECORD", str(tmp_path / "run.hora"))
     settings = elastic_settings({"host-1": 1, "host-2": 1}, min_num_proc=1, max_num_proc=2)
     executor = ElasticRayExecutor(settings, override_discovery=False)
     misfortune = Misfortune(2, kill_one, 2, tmp_path)
@@ -245,6 +303,9 @@ def test_a_killed_worker_costs_that_worker(cluster, tmp_path):
     assert pids[0] != misfortune.victim
     assert pids[1] not in misfortune.beginners
     assert results[0][3] == results[1][3]
+    recorded = read_run(tmp_path / "run.hora")  # what its page would have shown
+    assert {"lost", "world"} <= {event.kind for event in recorded.events}
+    assert recorded.outcome == "done"
     nothing_is_left()
 
 

@@ -36,8 +36,11 @@ def start_reporting(place: World, config: EngineConfig) -> None:
     if client is None or client in _reporters:
         return
 
+    # Where no launcher has numbered the processes (Ray's actors), their ranks are their numbers.
+    worker = place.worker if place.worker >= 0 else place.rank
+
     def send(kind: str, data: bytes) -> None:
-        client.tell(kind, data, worker=place.worker)
+        client.tell(kind, data, worker=worker)
 
     def late(ranks: Sequence[int]) -> None:
         with contextlib.suppress(ConnectionError):

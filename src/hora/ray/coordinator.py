@@ -1,16 +1,24 @@
-"""Where the ranks of a static executor meet. Also driven by Ray Train's `HorovodTrainer`, which only sets the variables
-that it gets here in its own actors."""
+"""Where the ranks of a static executor meet, and can be watched. Also driven by Ray Train's `HorovodTrainer`, which only
+sets the variables that it gets here in its own actors."""
 
 from __future__ import annotations
 
 import secrets
+import sys
 import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
 
+from hora.launch.control.observer import REPORTING, Nobody, Observed, facts_of
 from hora.launch.control.rendezvous import OnlyLines, Rendezvous
+from hora.launch.control.stall_stacks import StallStacks
+from hora.launch.environment import variables
+from hora.launch.job import WorkerExit
 from hora.launch.slots import Slot, place_ranks
+from hora.launch.watching import Watching
 from hora.net.address import interface_address
 from hora.net.wire import new_secret
 from hora.world import MeetingPoint
@@ -23,16 +31,37 @@ def driver_address(nics: Any) -> str:
     return interface_address(nics) if nics else str(ray.util.get_node_ip_address())
 
 
-class Coordinator:
-    """`register` every rank, in their order; the two dicts then tell each its place, and all of them where they meet."""
+class _MeetingEvents(OnlyLines):
+    """Implements JobEvents. Ray starts the workers, shows their output and hears how they end."""
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self) -> None:
+        self.stall_stacks: StallStacks | None = None
+
+    def started(self, worker: int) -> None: ...
+    def exited(self, ended: WorkerExit) -> None: ...
+    def output(self, worker: int, stream: str, data: bytes) -> None: ...
+
+    def told(self, worker: int, kind: str, data: bytes) -> None:
+        if self.stall_stacks is not None:
+            self.stall_stacks.told(worker, kind, data)
+
+
+class Coordinator:
+    """`register` every rank, in their order; the two dicts then tell each its place, and all of them where they meet.
+
+    `end(why)` ends the workers, for the live page; without it they are told that none of them is to be waited for.
+    """
+
+    def __init__(self, settings: Any, end: Callable[[str], None] | None = None) -> None:
         self.settings = settings
+        self._end = end
         self.nics = settings.nics
         self.rendezvous: Rendezvous | None = None
         self.global_rendezv_port: int | None = None
         self.node_id_by_rank: dict[int, str] = {}
-        self._hostnames: set[str] = set()
+        self._hostnames: dict[int, str] = {}
+        self._events: Observed
+        self._stall_stacks: StallStacks
 
     @property
     def world_size(self) -> int:
@@ -40,7 +69,7 @@ class Coordinator:
 
     @property
     def hostnames(self) -> set[str]:
-        return self._hostnames
+        return set(self._hostnames.values())
 
     @property
     def node_id_string(self) -> str:
@@ -50,7 +79,7 @@ class Coordinator:
 
     def register(self, hostname: str, node_id: str, world_rank: int) -> None:
         """The next rank. Its node's id decides which ranks are on the same host."""
-        self._hostnames.add(hostname)
+        self._hostnames[world_rank] = hostname
         self.node_id_by_rank[world_rank] = node_id
 
     def finalize_registration(self) -> dict[int, dict[str, int]]:
@@ -75,10 +104,20 @@ class Coordinator:
         """
         self.close()
         address, job, secret = driver_address(self.nics), secrets.token_hex(8), new_secret()
-        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=OnlyLines())
+        events = _MeetingEvents()
+        self._events = Observed(events)
+        self.rendezvous = Rendezvous(address, secret=secret, job=job, events=self._events)
+        events.stall_stacks = self._stall_stacks = StallStacks(self.rendezvous.ask, _tell)
         self.global_rendezv_port = self.rendezvous.port
         self._close = weakref.finalize(self, self.rendezvous.close)
         self._meeting = MeetingPoint(kind="hora", address=address, port=self.rendezvous.port, job=job)
+        watching = Watching.wanted(variables())
+        if watching is not None:
+            try:
+                self._events.observer = watching.open(facts_of(job, title="horovod.ray"), self)
+            except BaseException:  # an address that is taken, say
+                self.close()
+                raise
         self.begin_anew()
         return {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
@@ -87,20 +126,49 @@ class Coordinator:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HORA_JOB": job,
             "HORA_SECRET": secret.hex(),
+            **({} if watching is None else REPORTING),
         }
 
     def begin_anew(self) -> None:
         """All ranks are there, as far as is known: what was said of lost ones is forgotten."""
         assert self.rendezvous is not None
-        self.rendezvous.publish(0, {slot.rank: slot.world(self._meeting) for slot in self._slots()})
+        worlds = {slot.rank: slot.world(self._meeting) for slot in self._slots()}
+        # People know hosts by their names, not by Ray's ids of its nodes.
+        named = {rank: replace(world, hostname=self._hostnames[rank]) for rank, world in worlds.items()}
+        self._stall_stacks.worlds = named
+        self._events.world(0, named)
+        self.rendezvous.publish(0, worlds)
 
     def lost(self, rank: int, how: str) -> None:
         """The other ranks need not wait for this one any longer."""
         if self.rendezvous is not None:
+            self._events.exited(WorkerExit(worker=rank, code=1, reason=how))
             self.rendezvous.worker_exited(rank, how, failed=True)
 
-    def close(self) -> None:
-        """Nobody meets here any more."""
+    def close(self, outcome: str = "done", text: str = "") -> None:
+        """Nobody meets here any more; the page says that it is `done`, `failed` or `stopped`, and why."""
         if self.rendezvous is not None:
+            self._events.ended(outcome, text)
+            self._events.observer = Nobody()
             self._close()
             self.rendezvous = None
+
+    # ---- what the page may do, from other threads --------------------------------------------------------------
+
+    def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
+        if self.rendezvous is not None:
+            self.rendezvous.ask(dict(question), worker)
+
+    def stop(self, why: str) -> None:
+        if self._end is not None:
+            self._end(why)
+        else:
+            for rank in self.node_id_by_rank:
+                self.lost(rank, f"was stopped: {why}")
+
+    def remove(self, worker: int, why: str) -> None:
+        raise ValueError(f"rank {worker} cannot be removed: a job of a fixed size ends with any of its ranks ({why})")
+
+
+def _tell(text: str) -> None:
+    print(f"hora: {text}", file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from hora.errors import HorovodInternalError, JobFailedError
+from hora.launch.control.observer import STOPPED
 from hora.ray.adapter import Adapter, BaseParams
 from hora.ray.coordinator import Coordinator
 from hora.ray.interfaces import nics_to_env_var
@@ -84,6 +85,7 @@ class StaticAdapter(Adapter):
         self.strategy: BaseStrategy | None = None
         self.coordinator: Coordinator | None = None
         self._broken = ""  # a worker is dead, and how
+        self._stop_reason = ""
 
     def start(
         self,
@@ -125,7 +127,7 @@ class StaticAdapter(Adapter):
 
     def _meet(self, strategy: BaseStrategy, extra: dict[str, str]) -> list[dict[str, Any]]:
         """The variables of each rank: its devices, its place, the meeting, what the user wants."""
-        coordinator = self.coordinator = Coordinator(self.settings)
+        coordinator = self.coordinator = Coordinator(self.settings, end=self._stop)
         for rank, place in enumerate(strategy.places):
             coordinator.register(place.hostname, place.node, rank)
         one_node = len(set(coordinator.node_id_by_rank.values())) == 1
@@ -221,17 +223,26 @@ class StaticAdapter(Adapter):
 
     def _fail(self, errors: Mapping[int, Exception]) -> None:
         """Raise what came first, unless it only tells of another rank."""
+        if self._stop_reason:
+            self._close_meeting("stopped", self._stop_reason)
+            raise JobFailedError(self._broken, exit_code=STOPPED)
         dead = {rank: error for rank, error in errors.items() if isinstance(error, RayActorError)}
         if dead:
             rank, error = next(iter(dead.items()))
             where = self.strategy.places[rank] if self.strategy is not None and self.strategy.places else "unknown"
             self._broken = f"rank {rank} died: {where}"
             self._end_workers()
+            self._close_meeting("failed", self._broken)
             raise JobFailedError(f"{self._broken}\n{error}", rank=rank) from error
         if self.coordinator is not None:
             self.coordinator.begin_anew()
         causes = [error for error in errors.values() if not isinstance(error, HorovodInternalError)]
         raise (causes or list(errors.values()))[0]
+
+    def _stop(self, why: str) -> None:
+        """The page's user ends it, in the page's thread: a caller that waits for the workers hears that they have died."""
+        self._stop_reason, self._broken = why, f"the job was stopped: {why}"
+        self._end_workers()
 
     def _end_workers(self) -> None:
         assert self.strategy is not None
@@ -243,9 +254,14 @@ class StaticAdapter(Adapter):
         if self.strategy is not None and ray.is_initialized():  # else Ray has ended everything already
             self._end_workers()
             self.strategy.shutdown()
-        if self.coordinator is not None:
-            self.coordinator.close()
-        self.workers, self.strategy, self.coordinator, self._broken = [], None, None, ""
+        self._close_meeting("stopped" if self._stop_reason else "done", self._stop_reason)
+        self.workers, self.strategy = [], None
+        self._broken = self._stop_reason = ""
+
+    def _close_meeting(self, outcome: str, text: str) -> None:
+        coordinator, self.coordinator = self.coordinator, None
+        if coordinator is not None:
+            coordinator.close(outcome, text)
 
 
 @dataclass(frozen=True)

@@ -18,25 +18,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from hora.errors import JobFailedError
-from hora.launch.control.observer import Observed, facts_of
+from hora.launch.control.observer import REPORTING, STOPPED, Observed, facts_of
 from hora.launch.control.output import Output
 from hora.launch.control.rendezvous import ErrorReport, Rendezvous
+from hora.launch.control.stall_stacks import StallStacks
 from hora.launch.environment import module_command
 from hora.launch.job import Job, Launcher, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
 from hora.net.wire import new_secret
-from hora.telemetry.stacks import stack_text
 from hora.world import MeetingPoint, World
 
 __all__ = ["JobRun", "News"]
 
 _KILL_SLACK_S = 10.0
 _INTERRUPTIBLE_S = 3600.0
-_TELEMETRY_S = "1.0"
-_STACK_AGAIN_S = 30.0
-_STOPPED = 143
 
 
 class News(Protocol):
@@ -79,12 +76,11 @@ class JobRun:
         self._job, self._launcher, self._news, self._preload = job, launcher, news, preload
         self._secret = job.secret or new_secret()
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._worlds: Mapping[int, World] = {}
-        self._stack_asked_at: dict[int, float] = {}
-        self._stacks_to_show: set[int] = set()
         self._stop_reason = ""
         self._events = Observed(self)
         self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self.id, events=self._events)
+        # A console may block; the thread in which stacks come may not.
+        self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.tell(text)))
         self.meeting = MeetingPoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self.id
         )
@@ -106,7 +102,8 @@ class JobRun:
         """Whatever becomes of the job, its observer is told."""
         if self._job.watching is not None:
             try:
-                self._events.observer = self._job.watching.open(facts_of(self.id, self._job, elastic=elastic), self)
+                facts = facts_of(self.id, title=self._job.title, command=self._job.command, elastic=elastic)
+                self._events.observer = self._job.watching.open(facts, self)
             except BaseException:  # an address that is taken, say
                 self.rendezvous.close()
                 raise
@@ -122,13 +119,13 @@ class JobRun:
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
         """Workers get their places, and the observer hears of them."""
-        self._worlds = worlds
+        self._stall_stacks.worlds = worlds
         self._events.world(generation, worlds)
         self.rendezvous.publish(generation, worlds)
 
     def start(self, worlds: Iterable[tuple[Slot, World]]) -> None:
         job = self._job
-        telemetry = {"HORA_TELEMETRY_S": _TELEMETRY_S} if job.watching is not None else {}
+        reporting = REPORTING if job.watching is not None else {}
         workers = [
             WorkerSpec(
                 worker=world.worker,
@@ -137,7 +134,7 @@ class JobRun:
                 env={
                     **job.env,
                     "PYTHONUNBUFFERED": "1",
-                    **telemetry,
+                    **reporting,
                     **job.host_env.get(slot.hostname, {}),
                     **world.to_env(mpi_names=job.mpi_names),
                 },
@@ -234,18 +231,7 @@ class JobRun:
 
     def told(self, worker: int, kind: str, data: bytes) -> None:
         """Telemetry is the observer's business. Of a stall the user hears in any case where the late ranks are."""
-        if kind == "stall":
-            ranks = json.loads(data)
-            for number, world in self._worlds.items():
-                if world.rank in ranks and time.monotonic() - self._stack_asked_at.get(number, -1e9) > _STACK_AGAIN_S:
-                    self._stack_asked_at[number] = time.monotonic()
-                    self._stacks_to_show.add(number)
-                    self.rendezvous.ask({"question": "stack"}, number)
-        elif kind == "stack" and worker in self._stacks_to_show:
-            self._stacks_to_show.discard(worker)
-            world = self._worlds[worker]
-            text = f"rank {world.rank} on {world.hostname} keeps the others waiting; it is here:\n{stack_text(data)}"
-            self.call(lambda: self.tell(text))  # a console may block; this thread may not
+        self._stall_stacks.told(worker, kind, data)
 
     # ---- what an observer may do, from other threads --------------------------------------------------------
 
@@ -254,7 +240,7 @@ class JobRun:
 
     def stop(self, why: str) -> None:
         self._stop_reason = why
-        self.call(functools.partial(_raise, JobFailedError(f"the job was stopped: {why}", exit_code=_STOPPED)))
+        self.call(functools.partial(_raise, JobFailedError(f"the job was stopped: {why}", exit_code=STOPPED)))
 
     def remove(self, worker: int, why: str) -> None:
         self.call(lambda: self._remove(worker, why))

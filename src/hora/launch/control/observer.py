@@ -14,10 +14,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from hora.launch.control.rendezvous import ErrorReport, RendezvousEvents
-from hora.launch.job import Job, LaunchEvents, WorkerExit
+from hora.launch.job import LaunchEvents, WorkerExit
 from hora.world import World
 
-__all__ = ["JobEvents", "Nobody", "Observed", "Observer", "facts_of"]
+__all__ = ["REPORTING", "STOPPED", "JobEvents", "Nobody", "Observed", "Observer", "facts_of"]
+
+# What the workers of an observed job get: they report once a second.
+REPORTING = {"HORA_TELEMETRY_S": "1.0"}
+STOPPED = 143  # the exit status of a job that its observer has stopped
 
 _log = logging.getLogger("hora.launch")
 
@@ -129,12 +133,12 @@ class Observed:
         self._tell("ended", outcome, text)
 
 
-def facts_of(job_id: str, job: Job, *, elastic: bool) -> dict[str, Any]:
+def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:
     """What an observer is told about a job when it begins."""
     return {
         "id": job_id,
-        "title": job.title or _title(job.command),
-        "command": " ".join(job.command)[:500],
+        "title": title or _title(command),
+        "command": " ".join(command)[:500],
         "began": time.time(),
         "elastic": elastic,
     }

@@ -1,0 +1,40 @@
+"""Where the ranks are that keep others waiting: asked when a rank reports a stall, and told the user, page or no page."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hora.telemetry.stacks import stack_text
+from hora.world import World
+
+__all__ = ["StallStacks"]
+
+_AGAIN_S = 30.0
+
+
+class StallStacks:
+    """`ask(question, worker)` puts a question to a worker, `say(text)` tells the user. `worlds`: the present one, by worker."""
+
+    def __init__(self, ask: Callable[[dict[str, Any], int], None], say: Callable[[str], None]) -> None:
+        self._ask, self._say = ask, say
+        self.worlds: Mapping[int, World] = {}
+        self._asked_at: dict[int, float] = {}
+        self._to_show: set[int] = set()
+
+    def told(self, worker: int, kind: str, data: bytes) -> None:
+        """What a worker tells; only stalls, and the answers to our own questions, matter here."""
+        if kind == "stall":
+            ranks = json.loads(data)
+            for number, world in self.worlds.items():
+                if world.rank in ranks and time.monotonic() - self._asked_at.get(number, -1e9) > _AGAIN_S:
+                    self._asked_at[number] = time.monotonic()
+                    self._to_show.add(number)
+                    self._ask({"question": "stack"}, number)
+        elif kind == "stack" and worker in self._to_show and worker in self.worlds:
+            self._to_show.discard(worker)
+            world = self.worlds[worker]
+            where = f"rank {world.rank} on {world.hostname}"
+            self._say(f"{where} keeps the others waiting; it is here:\n{stack_text(data)}")
