@@ -55,6 +55,7 @@ def test_spark_names_text_in_a_number_column(spark, tmp_path):
 
 def _assert_penguin_lab(out: str, folder: Path) -> None:
     assert "identical to those of step 2" in out
+    assert re.search(r"To see a training live, in the browser: HORA_DASHBOARD=1 \S*hora demo images$", out.rstrip())
     accuracies = [float(found) for found in re.findall(r"([\d.]+)% of the test birds", out)]
     assert len(accuracies) == 3
     assert min(accuracies) >= 95, out

@@ -14,6 +14,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from hora.events import Timeline
+from hora.watch.address import find_pages
+from hora.watch.model import Entry
 from hora.watch.recording import Recorder, read_run
 from hora.watch.replay import open_recording
 
@@ -135,9 +138,13 @@ def test_output_follows_and_is_text_whatever_it_says(tab, four_ranks):
     assert tab.locator("#log img, #log script").count() == 0
     assert tab.title() == "watched_job.py · hora"
     assert "token" not in tab.url  # people show their screens
+    assert tab.evaluate("$('log').scrollHeight - $('log').scrollTop - $('log').clientHeight") < 40
     tab.fill("#log-filter", "step 40 ")
     _shows(tab, "#log div", "step 40 ", 10)
     assert tab.locator("#log div").count() == 1
+    tab.fill("#log-filter", "")
+    tab.select_option("#log-rank", "0")
+    _shows(tab, "#log div", r"^0\s*step 20 ", 10)
 
 
 def test_a_wrong_token_another_page_and_another_name_get_nothing(tab, four_ranks):
@@ -254,22 +261,51 @@ def _pid_of_rank(rank: int) -> int:
 
 
 def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
+    """Everything the page has, from a run in which everything happened: a rank was lost, one is slow, a gradient was NaN."""
     from hora.watch.simulation import Simulation, Slowness
 
-    simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)])
+    simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)], lost_at=(100.0, 7), total_steps=9000)
+    nan = json.dumps({"kind": "nan", "text": "the gradient of 3.bias on rank 2 has 1 NaN"}).encode()
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
-    for entry in simulation.entries(600.0):
+    for entry in (*simulation.entries(600.0), Entry(simulation.began + 600.0, "event", 2, nan)):
         recorder.take(entry)
     recorder.close()
     server, page = open_recording(tmp_path / "run.hora")
     try:
         tab.goto(page.full_url)
-        _shows(tab, "#alerts h2", r"rank 5 on beta is 1\.3\d× slower than the median since \d\d:\d\d", 20)
+        words = r"rank 5 on beta is 1\.3\d× slower than the median since \d\d:\d\d, \d+\s% of it waiting for data"
+        _shows(tab, "#alerts h2", words, 20)
         _shows(tab, "#link", "a recorded run", 10)
-        assert tab.locator("#c-step canvas").count() == 1
+        _shows(tab, "#n-step", r"of 9,000", 10)
+        _shows(tab, "#n-left", r"\d+ min", 10)
+        assert tab.locator("#n-size").inner_text() == "7"
+        assert tab.locator("#n-worlds").is_visible()  # the world's size over time
+        assert tab.locator("#bars .stack").count() == 7
+        assert tab.locator("#bars .stack").first.locator("i").count() == 6
+        _shows(tab, "#legend", "waiting for data.*backward.*waiting for other ranks.*optimizer", 10)
+        for kind in ("cpu", "memory", "gpu 0", "gpu 1", "shm", "network"):
+            _shows(tab, "#hosts .host", rf"beta.*{kind}", 10)
+        _shows(tab, "#events li.lost", "rank 7 on beta is lost", 10)
+        _shows(tab, "#events li.world", "generation 1: 7 ranks", 10)
+        _shows(tab, "#events li.nan", r"the gradient of 3\.bias on rank 2", 10)
+        marks = tab.evaluate("new Set(charts.metric.marks().map((mark) => mark.color)).size")
+        assert marks == 3  # the new world, checkpoints, and the lost rank and the NaN in one colour
+        widths = tab.evaluate("charts.step.plot.series.slice(1).map((one) => one.width)")
+        assert len(widths) == 9  # of the eight ranks that there were, and their median
+        assert widths[-1] == max(widths)
+        red, green, _, _ = tab.evaluate(HEAT, 5)
+        assert red > 180 > 120 > green  # rank 5 is late
         assert not tab.locator("#actions").is_visible()
     finally:
         server.close()
+
+
+# The colour of a rank at the end of the strip.
+HEAT = """(rank) => {
+    const strip = document.getElementById("heat"), rows = 8;
+    const y = Math.floor(((rank + 0.4) / rows) * strip.height);
+    return [...strip.getContext("2d").getImageData(strip.width - 4, y, 1, 1).data];
+}"""
 
 
 def test_a_timeline_is_shown_in_the_same_page(tab, tmp_path):
@@ -288,6 +324,38 @@ def test_a_timeline_is_shown_in_the_same_page(tab, tmp_path):
         server.close()
 
 
+def test_a_function_is_watched_while_it_runs(tmp_path, capfd):
+    """`horovod.run(…, dashboard=True)`."""
+    import horovod
+
+    go = tmp_path / "go"
+
+    def wait(path):
+        import hora
+        import horovod.torch as hvd
+        from waiting import wait_until
+
+        hvd.init()
+        hora.report(loss=0.5)
+        wait_until("the test has looked", lambda: os.path.exists(path))
+        return hvd.rank()
+
+    def look():
+        try:
+            page = _until(lambda: next((one for one in find_pages() if one.pid == os.getpid()), None), 60.0)
+            _until(lambda: "loss" in _run(page.full_url)["columns"]["metrics"], START_S)
+            return _run(page.full_url)
+        finally:
+            go.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        looked = pool.submit(look)
+        assert horovod.run(wait, args=(str(go),), num_proc=2, dashboard=True) == [0, 1]
+        seen = looked.result(60)
+    assert [rank["state"] for rank in seen["head"]["ranks"]] == ["here", "here"]
+    assert "hora: see it live: http://127.0.0.1:" in capfd.readouterr().err
+
+
 NOT_A_NUMBER = """
 import torch, horovod.torch as hvd
 hvd.init()
@@ -302,9 +370,8 @@ optimizer.step()
 def test_a_job_that_fails_leaves_a_record_and_no_token_where_others_can_read(tmp_path):
     """stderr is a pipe here: nobody knows who reads it. The NaN that ends the job is on the page, with its parameter."""
     record = str(tmp_path / "run.hora")
-    flags = ["--dashboard", "--record", record]
-    command = [sys.executable, "-m", "hora", "run", "-np", "2", *flags, sys.executable, "-c", NOT_A_NUMBER]
-    env = {**os.environ, "HORA_NAN_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hora", "run", "-np", "2", "--record", record, sys.executable, "-c", NOT_A_NUMBER]
+    env = {**os.environ, "HORA_DASHBOARD": "1", "HORA_NAN_CHECK": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1
     assert "see it live: http://127.0.0.1:" in done.stderr

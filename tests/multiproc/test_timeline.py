@@ -42,6 +42,7 @@ def test_started_and_stopped_by_the_program():
         hvd.allreduce(torch.ones(1), name="unseen")
         if hvd.rank() == 0:
             check_first(read(first))
+            check_format(read(second))
             assert "broadcast.b" in names(read(second)).values()
             assert "unseen" not in second.read_text()
         else:
@@ -50,7 +51,34 @@ def test_started_and_stopped_by_the_program():
     hvd.shutdown()
 
 
+def check_format(events: list[dict]) -> None:
+    """The rules of Chrome's trace events, as far as these files use them; Perfetto and chrome://tracing live by them."""
+    open_spans: dict[int, list[str]] = {}
+    latest: dict[int, int] = {}
+    for event in events:
+        phase, pid = event["ph"], event.get("pid", -1)
+        assert isinstance(pid, int)
+        assert isinstance(event["name"] if phase != "E" else "", str)
+        assert isinstance(event.get("args", {}), dict)
+        if phase == "M":
+            assert event["name"] in ("process_name", "process_sort_index")
+            continue
+        assert isinstance(event["ts"], int)
+        assert event["ts"] >= latest.get(pid, 0), event
+        latest[pid] = event["ts"]
+        if phase == "B":
+            open_spans.setdefault(pid, []).append(event["name"])
+        elif phase == "E":
+            open_spans[pid].pop()
+        elif phase == "X":
+            assert event["dur"] >= 0
+        else:
+            assert (phase, event["s"]) == ("i", "g")
+    assert not any(open_spans.values()), open_spans
+
+
 def check_first(events: list[dict]) -> None:
+    check_format(events)
     assert "start_time_since_epoch_in_micros" in events[0]["args"]
     by_pid = names(events)
     assert {"allreduce.a", "grouped_allreduce.g_1of2", "grouped_allreduce.g_2of2"} <= set(by_pid.values())

@@ -156,7 +156,8 @@ def _show(data: Penguins, runs: Mapping[str, PenguinRun], folder: Path) -> None:
         ("report", "report.html"),
     ):
         print(f"{what:<8} {(folder / file).resolve()}")
-    print("\nTo see a training live, in the browser: hora run -np 2 --dashboard python examples/penguins.py")
+    hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which no shell knows
+    print(f"\nTo see a training live, in the browser: HORA_DASHBOARD=1 {hora} demo images")
 
 
 def _weights_text(model: ModelFile) -> str:

@@ -17,6 +17,7 @@ class Chart {
   build(series) {
     this.series = series;
     if (this.plot) { this.plot.destroy(); this.plot = null; }
+    this.element.querySelector(".none")?.remove();
     this.element.append(this.tip);
     if (this.data) this.make();
   }

@@ -146,6 +146,7 @@ function drawWorlds() {
   const canvas = $("n-worlds"), worlds = run.head.worlds;
   canvas.hidden = worlds.length < 2;
   if (canvas.hidden) return;
+  canvas.title = worlds.slice(-20).map(([at, , size]) => `${clock(at)}  ${plural(size, "rank")}`).join("\n");
   const w = (canvas.width = canvas.clientWidth * devicePixelRatio), tall = (canvas.height = 14 * devicePixelRatio), ctx = canvas.getContext("2d");
   const most = Math.max(...worlds.map((one) => one[2])), from = worlds[0][0], span = run.head.now - from || 1;
   ctx.strokeStyle = css("--accent"); ctx.lineWidth = 1.5 * devicePixelRatio; ctx.beginPath();
@@ -157,15 +158,27 @@ function drawWorlds() {
   ctx.stroke();
 }
 
-const times = () => { const c = run.columns, n = c.parts[0].length; return Array.from({ length: n }, (_, i) => c.began + i * c.bin_s); };
+// The time before the first step would be an empty half of every chart.
+function sinceFirstStep(c) {
+  const rows = [...c.step, ...Object.values(c.metrics)], n = c.parts[0].length;
+  let first = 0;
+  while (first < n && rows.every((row) => row[first] === null)) first++;
+  if (first === 0 || first === n) return first === n ? null : c;
+  const cut = (row) => row.slice(first);
+  return {
+    ...c, began: c.began + first * c.bin_s, step: c.step.map(cut), late: c.late.map(cut), parts: c.parts.map(cut), rate: cut(c.rate),
+    metrics: Object.fromEntries(Object.entries(c.metrics).map(([name, row]) => [name, cut(row)])),
+  };
+}
+const times = () => { const c = run.shown, n = c.parts[0].length; return Array.from({ length: n }, (_, i) => c.began + i * c.bin_s); };
 const median = (values) => { const v = values.filter((x) => x !== null).sort((a, b) => a - b), n = v.length; return n ? (v[(n - 1) >> 1] + v[n >> 1]) / 2 : null; };
 const lateRanks = () => new Set([...run.head.stragglers.map((s) => s.rank), ...run.head.pending.flatMap((op) => (run.head.state === "waiting" ? op.missing : []))]);
 const MARKS = { world: "--accent", lost: "--bad", failed: "--bad", nan: "--bad", commit: "--good", stall: "--warn" };
 const marks = (kinds) => () => run.events.filter((e) => kinds.includes(e[2])).map((e) => ({ at: e[1], color: css(MARKS[e[2]]) }));
 
 function showCharts() {
-  const c = run.columns;
-  if (!c || !c.parts[0].length) return;
+  const c = (run.shown = run.columns && sinceFirstStep(run.columns));
+  if (!c) return;
   const xs = times(), late = lateRanks();
   const medians = xs.map((_, i) => median(c.step.map((row) => row[i])));
   const shown = c.ranks.length <= 128 ? c.ranks.map((_, i) => i) : c.ranks.map((_, i) => i).filter((i) => late.has(c.ranks[i]));
@@ -189,29 +202,28 @@ function showCharts() {
   showMetric(c, xs);
 }
 function stepTip(i) {
-  const c = run.columns, rows = c.ranks.map((rank, r) => [rank, c.step[r][i]]).filter((p) => p[1] !== null && p[1] !== undefined).sort((a, b) => b[1] - a[1]);
+  const c = run.shown, rows = c.ranks.map((rank, r) => [rank, c.step[r][i]]).filter((p) => p[1] !== null && p[1] !== undefined).sort((a, b) => b[1] - a[1]);
   const mid = median(rows.map((p) => p[1]));
   return [`${clock(c.began + i * c.bin_s)}   median ${pretty(mid)} ms`, ...rows.slice(0, 4).map(([rank, ms]) => `rank ${rank}   ${pretty(ms)} ms   ${mid ? (ms / mid).toFixed(2) : "–"}×`)].join("\n");
 }
 function showParts(c, xs) {
   const sums = []; let below = xs.map(() => 0);
   for (const row of c.parts) { below = row.map((v, i) => (v === null ? null : (below[i] || 0) + v)); sums.push(below); }
-  charts.parts ||= new Chart($("c-parts"), { unit: " ms", tip: (i) => [clock(run.columns.began + i * run.columns.bin_s), ...PARTS.map((p, k) => `${PART_NAMES[p]}   ${pretty(run.columns.parts[k][i])} ms`)].join("\n") });
+  charts.parts ||= new Chart($("c-parts"), { unit: " ms", tip: (i) => [clock(run.shown.began + i * run.shown.bin_s), ...PARTS.map((p, k) => `${PART_NAMES[p]}   ${pretty(run.shown.parts[k][i])} ms`)].join("\n") });
   charts.parts.data = [xs, ...sums.slice().reverse()];
   if (!charts.parts.series.length) charts.parts.build(PARTS.slice().reverse().map((p) => ({ stroke: css(p === "wait" ? "--wait-soft" : `--${p}`), fill: css(p === "wait" ? "--wait-soft" : `--${p}`), width: 0.5 })));
   else charts.parts.set(charts.parts.data);
 }
 function showMetric(c, xs) {
   const names = Object.keys(c.metrics);
-  if (!names.length) { if (!$("c-metric").querySelector(".none")) $("c-metric").append(h("p", { className: "none" }, "Nothing reported yet. hora.report(loss=loss) in the script shows it here; fit() does so by itself.")); return; }
-  $("c-metric").querySelector(".none")?.remove();
+  if (!names.length) return;
   if (!metric || !names.includes(metric)) metric = names.find((n) => /loss/i.test(n)) || names[0];
   const key = JSON.stringify([names, metric]);
   if ($("metric-pick").dataset.key !== key) {
     $("metric-pick").dataset.key = key;
     $("metric-pick").replaceChildren(...names.slice(0, 8).map((name) => { const b = h("button", { onclick: () => { metric = name; charts.metric.build([]); charts.metric.series = []; dirty.add("columns"); render(); } }, name); b.setAttribute("aria-pressed", String(name === metric)); return b; }));
   }
-  charts.metric ||= new Chart($("c-metric"), { zero: false, marks: marks(["world", "commit", "nan", "lost"]), tip: (i) => `${clock(run.columns.began + i * run.columns.bin_s)}\n${metric}   ${pretty(run.columns.metrics[metric][i])}` });
+  charts.metric ||= new Chart($("c-metric"), { zero: false, marks: marks(["world", "commit", "nan", "lost"]), tip: (i) => `${clock(run.shown.began + i * run.shown.bin_s)}\n${metric}   ${pretty(run.shown.metrics[metric][i])}` });
   charts.metric.data = [xs, c.metrics[metric]];
   if (!charts.metric.series.length) charts.metric.build([{ stroke: css("--accent"), width: 2, spanGaps: true }]);
   else charts.metric.set(charts.metric.data);
@@ -220,7 +232,7 @@ function showMetric(c, xs) {
 function showBars() {
   const ranks = run.head.ranks.filter((r) => r.parts), late = lateRanks();
   if (!$("legend").childElementCount) $("legend").append(...PARTS.map((p) => h("span", {}, h("i", { className: `p-${p}` }), PART_NAMES[p])));
-  if (!ranks.length) { $("bars").replaceChildren(); return; }
+  if (!ranks.length) { $("bars").replaceChildren(h("p", { className: "none" }, "No step has ended yet.")); return; }
   const shown = ranks.length <= 16 ? ranks : ranks.slice().sort((a, b) => a.parts[3] - b.parts[3]).slice(0, 16);
   const longest = Math.max(...shown.map((r) => r.parts.reduce((a, b) => a + b, 0)), 1e-9);
   const rows = [];
@@ -242,7 +254,7 @@ function frameRows(frames, limit = 7, blame = true) {
   if (first) box.append(h("div", { className: "where" }, `… ${plural(first, "frame")} further in`));
   part.forEach((f, k) => {
     const [file, line, name, code] = f, own = !foreign(file);
-    box.append(h("div", { className: blame && k + first === guilty ? "guilty" : own ? "own" : "lib" }, `${file.split("/").slice(-2).join("/")}:${line}  ${name}`, code ? h("span", { className: "where" }, `   ${code}`) : null));
+    box.append(h("div", { className: blame && k + first === guilty ? "guilty" : own ? "own" : "lib", title: `${file}:${line}\n${code || ""}` }, `${file.split("/").slice(-2).join("/")}:${line}  ${name}`, code ? h("span", { className: "where" }, `   ${code}`) : null));
   });
   if (frames.length > first + limit) box.append(h("div", { className: "where" }, `… ${plural(frames.length - first - limit, "frame")} further out`));
   return box;
@@ -423,4 +435,7 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) requ
 $("ask-stacks").onclick = () => act("stacks");
 $("log-filter").oninput = $("log-rank").onchange = () => { dirty.add("lines"); render(); };
 $("log").addEventListener("wheel", () => { const box = $("log"); setTimeout(() => { $("log-follow").checked = box.scrollTop + box.clientHeight > box.scrollHeight - 40; }, 50); }, { passive: true });
-follow();
+// The page is painted first, then filled; in a tab or a frame that is not painted, soon.
+let begun = false;
+const begin = () => { if (!begun) { begun = true; follow(); } };
+requestAnimationFrame(() => setTimeout(begin)); setTimeout(begin, 300);
