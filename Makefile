@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-slow lint format bench scale chaos fuzz clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-hosts test-slow lint format bench scale chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
 	@echo "make test-slow                  tests that make test leaves out to stay near twenty minutes"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
+	@echo "make test-hosts                 two and three hosts: every collective, strangers, deaths; needs root and namespaces"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
@@ -85,6 +86,10 @@ test-spark-protected: $(STAMP)
 test-ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]' 'ray[client,train]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py
+
+# Hosts are network namespaces: as root, and minutes of two cores.
+test-hosts: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --reruns 1 -rfER --durations 12 tests/integration/several_hosts.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -3,6 +3,7 @@
     python -m benchmarks.collectives -np 2                       the table of the README, about a minute
     python -m benchmarks.collectives -np 4 --sizes 4K,1M --json results.json
     python -m benchmarks.collectives -np 2 --cases allgather,broadcast,alltoall,reducescatter
+    python -m benchmarks.hosts --rate 1gbit --cases fp16,bf16,int8      a sum with compression, also against one without
 
 One thread a rank, float32, private tensors. The contenders take turns, several rounds of each, so that a machine that
 is busy for a while is busy for all of them. Numbers are medians of single calls on rank 0; "times" is the median over
@@ -25,7 +26,7 @@ from pathlib import Path
 from benchmarks.names import some_of
 
 SIZES = "4K,64K,1M,16M,64M"
-CASES = ("sum", "average", "many", "broadcast", "allgather", "alltoall", "reducescatter")
+CASES = ("sum", "average", "many", "broadcast", "allgather", "alltoall", "reducescatter", "fp16", "bf16", "int8")
 MANY = (1000, 1024)  # tensors, bytes each
 BLOCK_S = 0.08
 
@@ -124,6 +125,13 @@ def contenders_of(case: str, size: int, torch, dist, hvd) -> tuple[Contenders, C
             "gloo": lambda: dist.all_reduce(tensor),
             "copy": lambda: other.copy_(tensor),
         }
+    elif case in ("fp16", "bf16", "int8"):
+        compression = getattr(hvd.Compression, case)
+        contenders = {
+            "hvd": lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench", compression=compression),
+            "float32": lambda: hvd.allreduce(tensor, op=hvd.Sum, name="bench"),
+            "gloo": lambda: dist.all_reduce(tensor),
+        }
     elif case == "broadcast":
         contenders = {
             "hvd": lambda: hvd.broadcast_(tensor, 0, name="bench"),
@@ -185,6 +193,11 @@ def summary(rows: dict[str, list[list[float]]]) -> dict[str, object]:
         "times_least": min(ratios),
         "times_most": max(ratios),
     }
+    if "float32" in rows:
+        against = zip(rows["float32"], rows["hvd"], strict=True)
+        found["times_float32"] = statistics.median(
+            [statistics.median(plain) / statistics.median(own) for plain, own in against]
+        )
     for name, rounds in rows.items():
         calls = sorted(call for one in rounds for call in one)
         found[f"{name}_us"] = statistics.median(calls) * 1e6
@@ -199,6 +212,8 @@ def line(result: dict) -> str:
     if result["case"] == "many":
         text = f"{MANY[0]} x {MANY[1] >> 10} KiB"
     copy = f"  copy {result['copy_us']:9.1f} us" if "copy_us" in result else ""
+    if "times_float32" in result:
+        copy = f"  float32 {result['float32_us']:9.1f} us: times {result['times_float32']:.2f}"
     return (
         f"{result['case']:13s} np={result['ranks']} {text:>12s}  hvd {result['hvd_us']:9.1f} us "
         f"({result['hvd_p10_us']:.0f}-{result['hvd_p90_us']:.0f})  gloo {result['gloo_us']:9.1f} us  "

@@ -2,8 +2,10 @@
 
     python -m benchmarks.hosts                              as fast as the machine can
     python -m benchmarks.hosts --rate 1gbit                 a cable of this speed (tc tbf), and how much of it is used
-    python -m benchmarks.hosts --encrypt never              without TLS
+    python -m benchmarks.hosts --encrypt never              in clear
     python -m benchmarks.hosts --delay 20ms --loss 0.1%     a bad one (tc netem)
+    python -m benchmarks.hosts --rate 1gbit --cases fp16,bf16,int8 --sizes 16M,64M      with compression
+    python -m benchmarks.hosts --rate 1gbit --train         whole training steps against DDP (`hosts_training`)
 
 Two ranks on each host, as root. What is measured, and how, is said in `collectives`, which runs on the ranks. "Of the
 wire" is the time that the bytes alone would need at the cable's speed, divided by ours: every host sends and receives
@@ -46,8 +48,12 @@ def run_ranks(hosts: list[Host], arguments: argparse.Namespace, folder: Path) ->
     secret, numbers = folder / "secret", folder / "numbers.json"
     secret.write_text(secrets.token_hex(32))
     secret.chmod(0o600)
-    worker = [sys.executable, "-m", "benchmarks.collectives", "--worker", "--json", str(numbers)]
-    worker += ["--sizes", arguments.sizes, "--cases", arguments.cases, "--rounds", str(arguments.rounds)]
+    worker = [sys.executable, "-m"]
+    if arguments.train:
+        worker += ["benchmarks.hosts_training", "--models", arguments.models, "--steps", str(arguments.steps)]
+    else:
+        worker += ["benchmarks.collectives", "--worker", "--sizes", arguments.sizes, "--cases", arguments.cases]
+    worker += ["--rounds", str(arguments.rounds), "--json", str(numbers)]
     ranks = []
     for rank in range(RANKS_PER_HOST * len(hosts)):
         number, local_rank = divmod(rank, RANKS_PER_HOST)
@@ -85,7 +91,7 @@ def bits_a_second(rate: str) -> float:
     return float(number) * units[unit]
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default=SIZES, help=f"bytes, with K or M (default: {SIZES})")
     parser.add_argument("--cases", default="sum", help="see benchmarks.collectives (default: sum)")
@@ -94,18 +100,33 @@ def main() -> None:
     parser.add_argument("--delay", default="", help="of the cable, such as 20ms")
     parser.add_argument("--loss", default="", help="of the cable, such as 0.1%%")
     parser.add_argument("--encrypt", default="auto", choices=("auto", "always", "never"))
+    parser.add_argument("--train", action="store_true", help="training steps instead of collectives")
+    parser.add_argument("--models", default="MLP 4x2048,ResNet18", help="what is trained (default: both)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of a training, until its loss is compared (default: 200)"
+    )
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for everything (default: 900)")
     parser.add_argument("--json", type=Path, help="write the results here as well")
-    arguments = parser.parse_args()
+    return parser
+
+
+def measured(arguments: argparse.Namespace) -> list[dict]:
+    """What the ranks have measured on hosts that were made for it."""
     with tempfile.TemporaryDirectory() as folder, joined(ADDRESSES) as hosts:
         for host in hosts:
             shape(host, arguments)
         results = run_ranks(hosts, arguments, Path(folder))
-    if arguments.rate:
+    if arguments.rate and not arguments.train:
         for result in results:
             wire_us = result["bytes"] * ETHERNET * 8 / bits_a_second(arguments.rate) * 1e6
             result["of_the_wire"] = wire_us / result["hvd_us"]
             print(f"{line(result)}  of the wire {result['of_the_wire']:.2f} (gloo {wire_us / result['gloo_us']:.2f})")
+    return results
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    results = measured(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

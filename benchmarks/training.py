@@ -34,6 +34,7 @@ from benchmarks.names import some_of
 
 CONTENDERS = ("alone", "DDP", "overlap", "sharded")
 OURS = ("overlap", "sharded")
+COMPRESSED = ("fp16", "bf16", "int8")  # as "overlap", with this compression (`hosts_training`)
 OPTIMIZERS = ("sgd", "adam")
 LIMIT_S = 300.0  # of one turn of one contender
 
@@ -52,11 +53,14 @@ def make_step(contender: str, workload: Workload, optimizer_kind: str, rank: int
     if contender == "DDP":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(optimizer_kind, model.parameters())
-    if contender in OURS:
+    if contender in (*OURS, *COMPRESSED):
         import horovod.torch as hvd
 
         optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), sharded=contender == "sharded"
+            optimizer,
+            named_parameters=model.named_parameters(),
+            compression=getattr(hvd.Compression, contender if contender in COMPRESSED else "none"),
+            sharded=contender == "sharded",
         )
     generator = torch.Generator().manual_seed(100 + rank)
     inputs = torch.randn(*workload.shape, generator=generator)

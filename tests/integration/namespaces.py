@@ -38,15 +38,30 @@ class Host:
 
 @contextlib.contextmanager
 def joined(addresses: Sequence[str]) -> Iterator[list[Host]]:
-    """Two hosts with these addresses, whose ends of the cable are both called `cable`."""
+    """Hosts with these addresses, whose ends of their cables are all called `cable`: two have one between them, more have
+    one each to a switch, which is a namespace too."""
     with contextlib.ExitStack() as stack:
         made = []
         for _ in addresses:
             made.append(Host())
             stack.callback(made[-1].close)
-        first, second = made
-        first.run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second.pid))
+        if len(made) == 2:
+            _plug(made[0], "cable", made[1])
+        else:
+            switch = Host()
+            stack.callback(switch.close)
+            switch.run("ip", "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
+            switch.run("ip", "link", "set", "bridge", "up")
+            for number, host in enumerate(made):
+                _plug(switch, f"port{number}", host)
+                switch.run("ip", "link", "set", f"port{number}", "master", "bridge", "up")
         for host, address in zip(made, addresses, strict=True):
-            host.run("ip", "address", "add", f"{address}/24", "dev", "cable")
+            length = ["64", "dev", "cable", "nodad"] if ":" in address else ["24", "dev", "cable"]
+            host.run("ip", "address", "add", f"{address}/{length[0]}", *length[1:])
             host.run("ip", "link", "set", "cable", "up")
         yield made
+
+
+def _plug(host: Host, name: str, other: Host) -> None:
+    """A cable: `name` at this end, `cable` at the other."""
+    host.run("ip", "link", "add", name, "type", "veth", "peer", "name", "cable", "netns", str(other.pid))

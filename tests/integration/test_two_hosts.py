@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from secrets import token_hex
 from typing import Any
 
 import pytest
 import two_hosts_rank
+from host_ranks import Helper, run_ranks
 from namespaces import Host, joined
 
 pytestmark = pytest.mark.netns
 
-LIMIT_S = 180
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
@@ -45,82 +44,16 @@ def secret(tmp_path_factory):
 @contextlib.contextmanager
 def recording(hosts: list[Host]) -> Iterator[list[Any]]:
     """What passed the cable inside the block: how many bytes, and which of the texts of a tensor, an object and messages."""
-    context = multiprocessing.get_context("forkserver")
-    here, there = context.Pipe()
-    process = context.Process(target=two_hosts_rank.listen, args=(hosts[0].namespace, there))
-    process.start()
     found: list[Any] = []
-    try:
-        assert _answer(-1, here) == "running"
+    with Helper(two_hosts_rank.listen, hosts[0].namespace) as helper:
         yield found
-        here.send("stop")
-        found.extend(_answer(-1, here))
-    finally:
-        process.join(10)
-        process.kill()
-
-
-def run_ranks(
-    hosts: list[Host],
-    secret: str,
-    mode: str,
-    *,
-    lost: tuple[int, ...] = (),
-    then: Callable[[], None] = lambda: None,
-    **environment: str,
-) -> list[dict]:
-    """Four ranks, two on each host, meeting at the first host's end of the cable; `then` comes when all run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
-    started, answers = [], []
-    for rank in range(4):
-        host, local_rank = divmod(rank, 2)
-        place = {
-            "HOROVOD_RANK": rank,
-            "HOROVOD_SIZE": 4,
-            "HOROVOD_LOCAL_RANK": local_rank,
-            "HOROVOD_LOCAL_SIZE": 2,
-            "HOROVOD_CROSS_RANK": host,
-            "HOROVOD_CROSS_SIZE": 2,
-            "HOROVOD_HOSTNAME": f"host{host}",
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": 60,
-            "HOROVOD_DYNAMIC_PROCESS_SETS": 1,
-            "MASTER_ADDR": ADDRESSES[0],
-            "MASTER_PORT": 29400,
-            "HORA_SECRET_FILE": secret,
-            "HORA_STRICT": 1,
-            **environment,
-        }
-        here, there = context.Pipe(duplex=False)
-        env = {name: str(value) for name, value in place.items()}
-        process = context.Process(target=two_hosts_rank.run, args=(hosts[host].namespace, env, mode, there))
-        process.start()
-        there.close()
-        started.append(process)
-        answers.append(here)
-    try:
-        for rank, answer in enumerate(answers):
-            assert _answer(rank, answer) == "running"
-        then()
-        return [{} if rank in lost else _answer(rank, answer) for rank, answer in enumerate(answers)]
-    finally:
-        for process in started:
-            process.join(10)
-            process.kill()
-
-
-def _answer(rank: int, answer: Any) -> Any:
-    assert answer.poll(LIMIT_S), f"rank {rank} gave no answer within {LIMIT_S} s"
-    try:
-        return answer.recv()
-    except EOFError:
-        raise AssertionError(f"rank {rank} ended without an answer; see its output") from None
+        found.extend(helper.ask("stop"))
 
 
 @pytest.fixture(scope="module")
 def recorded(hosts, secret):
     with recording(hosts) as found:
-        seen = run_ranks(hosts, secret, "operations")
+        seen = run_ranks(hosts, secret, "operations", address=ADDRESSES[0])
     return seen, found
 
 
@@ -165,7 +98,7 @@ def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
 def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
     """Without encryption, which shows that the recording would find what can be read."""
     with recording(hosts) as found:
-        seen = run_ranks(hosts, secret, "killed", lost=(3,), HORA_ENCRYPT="never")
+        seen = run_ranks(hosts, secret, "killed", address=ADDRESSES[0], lost=(3,), HORA_ENCRYPT="never")
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
     assert len(found[1]) == 4
@@ -174,7 +107,13 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
 def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):
     first = hosts[0]
     try:
-        seen = run_ranks(hosts, secret, "cut", then=lambda: first.run("ip", "link", "set", "cable", "down"))
+        seen = run_ranks(
+            hosts,
+            secret,
+            "cut",
+            address=ADDRESSES[0],
+            then=lambda pids: first.run("ip", "link", "set", "cable", "down"),
+        )
     finally:
         first.run("ip", "link", "set", "cable", "up")
     for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):

@@ -1,4 +1,4 @@
-"""One rank of `test_two_hosts`: enters its host's network namespace, runs, and sends what it saw.
+"""One rank of `test_two_hosts` or `several_hosts`: enters its host's network namespace, runs, and sends what it saw.
 
 Started by a fork server that has torch loaded, so that four ranks load it once.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
+import signal
 import socket
+import threading
 from typing import Any
 
 import torch
@@ -100,6 +103,113 @@ def train_until_lost(victim: int | None) -> dict[str, object]:
     return {}
 
 
+REDUCED = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+
+
+SPLITS = torch.tensor([1, 2, 0, 4], dtype=torch.int32)
+
+
+def everything() -> dict[str, object]:
+    """All collectives of all dtypes, on numbers for which every order of additions gives the same; sets that span hosts;
+    a training in sharded mode; and how much memory a large allgather takes."""
+    rank, size = hvd.rank(), hvd.size()
+    sets = {"across": hvd.add_process_set([0, 2]), "three": hvd.add_process_set([1, 2, 3])}
+    found: dict[str, object] = {}
+    for dtype in (*REDUCED, torch.bool):
+        values = (torch.arange(7) % 3 + rank).to(dtype)
+        if dtype is not torch.bool:
+            for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product):
+                with contextlib.suppress(ValueError):  # not every operation takes every dtype, on all ranks alike
+                    found[f"{dtype} allreduce {op}"] = hvd.allreduce(values, op=op).tolist()
+            found[f"{dtype} reducescatter"] = hvd.reducescatter(values, op=hvd.Sum).tolist()
+            grouped = hvd.grouped_allreduce([values, values[:2]], op=hvd.Sum)
+            found[f"{dtype} grouped"] = [tensor.tolist() for tensor in grouped]
+        found[f"{dtype} allgather"] = hvd.allgather(values[: rank + 1]).tolist()
+        found[f"{dtype} broadcast"] = hvd.broadcast(values, root_rank=size - 1).tolist()
+        found[f"{dtype} alltoall"] = hvd.alltoall(values, splits=SPLITS)[0].tolist()
+        for name, members in sets.items():
+            if members.included():
+                gathered = hvd.allgather(values[:2], process_set=members)
+                found[f"{dtype} allgather {name}"] = gathered.tolist()
+    for name, members in sets.items():
+        if members.included():
+            total = hvd.allreduce(torch.arange(70_000.0) * (rank + 1), op=hvd.Sum, process_set=members)
+            found[f"sum {name}"] = fingerprint(total)
+    whole = torch.arange(2_000_003.0) % 1000 * (rank + 1)
+    found["large allreduce"] = fingerprint(hvd.allreduce(whole, op=hvd.Sum))
+    found["large reducescatter"] = fingerprint(hvd.reducescatter(whole, op=hvd.Sum))
+    found["large alltoall"] = fingerprint(hvd.alltoall(whole[:2_000_000]))
+    found["objects"] = hvd.allgather_object({"rank": rank})
+    for sharded in (False, True):
+        found[f"weights, sharded={sharded}"] = trained(sharded)
+    hvd.barrier()
+    return found
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+def trained(sharded: bool) -> list[float]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.01), named_parameters=model.named_parameters(), sharded=sharded
+    )
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(hvd.rank()))
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def memory_of_an_allgather() -> float:
+    """How many MiB more than before a rank takes at most, while all of them gather 64 MiB."""
+    mine = torch.ones(16 * 2**20 // 4)
+    hvd.allgather(mine[: 2**20])  # connections and buffers
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    before = status("VmHWM")
+    gathered = hvd.allgather(mine)
+    return (status("VmHWM") - before) / 1024 if bool((gathered == 1).all()) else -1.0
+
+
+def status(what: str) -> int:
+    """KiB."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(what))
+
+
+def add_until_told(answer: Any) -> dict[str, object]:
+    """Add up small and large tensors until rank 0 hears that it is enough."""
+    before, rounds, wrong, over = status("VmRSS"), 0, 0, False
+    while not over:
+        finish = torch.tensor([float(hvd.rank() == 0 and answer.poll())])
+        over = bool(hvd.allreduce(finish, op=hvd.Sum, name="over").item())
+        for count in (1000, 300_000):
+            total = hvd.allreduce(torch.full((count,), hvd.rank() + 1.0), op=hvd.Sum, name=f"sum of {count}")
+            wrong += int((total != 10.0).sum())
+        rounds += 1
+    return {"rounds": rounds, "wrong": wrong, "mib": (status("VmRSS") - before) / 1024}
+
+
+def fall_silent(how: signal.Signals, victim: int) -> dict[str, object]:
+    """The victim ends, or is stopped, while it sends: the cable is so slow that an exchange takes a second."""
+    tensor = torch.full((4 * 2**20,), hvd.rank() + 1.0)
+    hvd.allreduce(tensor[:1000], name="before")
+    if hvd.rank() == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), how)).start()
+    try:
+        total = hvd.allreduce(tensor, op=hvd.Sum, name="exchange")
+    except hvd.HorovodInternalError as error:
+        return {"error": str(error)}
+    return {"wrong": int((total != 10.0).sum())}
+
+
 def run(namespace: str, env: dict[str, str], mode: str, answer: Any) -> None:
     enter(namespace)
     os.environ.update(env)
@@ -108,10 +218,23 @@ def run(namespace: str, env: dict[str, str], mode: str, answer: Any) -> None:
     hvd.allreduce(torch.ones(1), name="connected")
     say_what_must_not_be_read()
     answer.send("running")
-    victim = 3 if mode == "killed" else None
-    seen = operations() | describe() if mode == "operations" else train_until_lost(victim)
+    seen = done(mode, answer)
     hvd.shutdown()
     answer.send(seen)
+
+
+def done(mode: str, answer: Any) -> dict[str, object]:
+    if mode == "operations":
+        return operations() | describe()
+    if mode == "everything":
+        return everything() | describe()
+    if mode == "memory":
+        return {"mib": memory_of_an_allgather()}
+    if mode == "until told":
+        return add_until_told(answer)
+    if mode in ("killed in mid-exchange", "stopped in mid-exchange"):
+        return fall_silent(signal.SIGKILL if mode.startswith("killed") else signal.SIGSTOP, victim=3)
+    return train_until_lost(3 if mode == "killed" else None)
 
 
 def enter(namespace: str) -> None:

@@ -8,9 +8,10 @@ import socket
 from hora.engine.transport.gloo import GlooGroup
 from hora.engine.transport.group import Group, connect
 from hora.engine.transport.stream import StreamGroup, Streams
-from hora.net.tls import Tls
+from hora.net.cipher import Records
+from hora.net.connection import Stream
 
-KINDS = ["gloo", "tcp", "tls"]
+KINDS = ["gloo", "tcp", "encrypted"]
 SECRET = b"s" * 32
 
 
@@ -19,13 +20,13 @@ def make_group(kind, store, member, num_members, guard=lambda: None, limit_s=600
         return GlooGroup(store, member, num_members, address="127.0.0.1", guard=guard, limit_s=limit_s)
     what = f"{num_members} members to connect over {kind}"
     streams = connect(
-        lambda: _streams(store, member, num_members, Tls(SECRET) if kind == "tls" else None),
+        lambda: _streams(store, member, num_members, kind == "encrypted"),
         what=what, guard=guard, limit_s=limit_s,
     )  # fmt: skip
     return StreamGroup(streams, member, num_members, guard=guard, limit_s=limit_s)
 
 
-def _streams(store, member, num_members, tls) -> Streams:
+def _streams(store, member, num_members, encrypted) -> Streams:
     """As the hub makes them, but without a handshake."""
     outgoing, incoming = {}, {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -35,9 +36,9 @@ def _streams(store, member, num_members, tls) -> Streams:
                 sock = socket.create_connection(("127.0.0.1", int(store.get(f"port/{receiver}"))))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.sendall(bytes([member]))
-                outgoing[receiver] = tls.wrap_client(sock) if tls else sock
+                outgoing[receiver] = Stream(sock, Records(SECRET) if encrypted else None)
             elif receiver == member:
                 sock, _ = listener.accept()
                 sender = sock.recv(1)[0]
-                incoming[sender] = tls.wrap_server(sock) if tls else sock
+                incoming[sender] = Stream(sock, Records(SECRET) if encrypted else None)
     return Streams(outgoing, incoming)

@@ -24,6 +24,7 @@ LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait wa
 PLACES = {
     "even": [[0, 1], [2, 3]],
     "uneven": [[0, 3], [1], [2]],
+    "apart": [[0], [1], [2], [3]],
 }
 
 
@@ -50,20 +51,23 @@ def shared_memory(store, index, num):
 def made(place, hosts, guard=lambda: None):
     (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[number]
-    local = LocalTransport()
-    if len(host) > 1:
-        near = dist.PrefixStore(f"host{number}", place.store)
-        index = host.index(place.rank)
-        local = ShmTransport(shared_memory(near, index, len(host)), index, len(host), guard, LIMIT_S)
+    near, index = dist.PrefixStore(f"host{number}", place.store), host.index(place.rank)
+    share = shared_memory(near, index, len(host))
+    local = ShmTransport(share, index, len(host), guard, LIMIT_S) if len(host) > 1 else LocalTransport()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
-        patch.setattr(hierarchical, "_PORTION_BYTES", PORTION_BYTES)
+        patch.setattr(hierarchical, "_PORTION_BYTES", 2**17)
+        patch.setattr(hierarchical, "RESIDENT_PIECE_BYTES", 2**14)
+        patch.setattr(hierarchical, "SMALL_PIECE_BYTES", 2**12)
+        patch.setattr(hierarchical, "LARGE_PIECE_BYTES", 2**18)  # several hundred pieces are under way in a test
 
         def connect(name, members):
             store = dist.PrefixStore(name, place.store)
             return make_group("tcp", store, list(members).index(place.rank), len(members), guard, LIMIT_S)
 
-        transport = HierarchicalTransport(local, hosts, place.rank, connect)
+        transport = HierarchicalTransport(
+            local, hosts, place.rank, share=share, connect=connect, guard=guard, limit_s=LIMIT_S
+        )
         try:
             yield transport
         finally:
@@ -75,7 +79,7 @@ def made(place, hosts, guard=lambda: None):
 @pytest.mark.ranks(4)
 def test_every_operation_is_right_and_has_the_same_bits_everywhere(place, hosts):
     with made(place, hosts) as transport:
-        assert transport.name in ("shm+tcp", "local+tcp", "shm")
+        assert transport.name in ("shm+tcp", "local+tcp", "shm", "tcp")
         results = check_everything(transport, place.rank, place.size, same_order=False)
     assert place.gather(results) == [results] * 4
 
@@ -89,7 +93,7 @@ def test_sums_go_through_each_host_first(place):
     assert torch.equal(tensor, (parts[0] + parts[2]) + (parts[1] + parts[3]))
 
 
-@pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["uneven"]], ids=["even", "uneven"])
 @pytest.mark.ranks(4)
 def test_the_average_of_half_precision_neither_overflows_nor_vanishes(place, hosts):
     with made(place, hosts) as transport:
@@ -100,6 +104,56 @@ def test_the_average_of_half_precision_neither_overflows_nor_vanishes(place, hos
             transport.allreduce([tensor], [tensor], Reduce(ReduceOp.AVERAGE))
             expected = torch.tensor(number, dtype=dtype).item()
             assert set(tensor.tolist()) | set(part.tolist()) == {expected}
+
+
+@pytest.mark.parametrize("code", ["fp16", "bf16", "int8", "int8+"])
+@pytest.mark.parametrize("hosts", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.ranks(4)
+def test_what_travels_in_fewer_bytes_is_nearly_the_same_and_has_the_same_bits_everywhere(place, hosts, code):
+    sizes, limit = (70_001, 3, 999), 2e-2 if code == "bf16" or code.startswith("int8") else 2e-3
+    tensors = [data(number, place.rank, size, torch.float32) for number, size in enumerate(sizes)]
+    expected = [sum(data(number, m, size, torch.float32) for m in range(4)) for number, size in enumerate(sizes)]
+    outputs = [torch.empty_like(tensor) for tensor in tensors]
+    lost = [torch.zeros_like(tensor) for tensor in tensors] if code.endswith("+") else []
+    totals = [torch.zeros_like(tensor) for tensor in tensors]
+    with made(place, hosts) as transport:
+        for _ in range(20):
+            transport.allreduce_compressed(tensors, outputs, Reduce(ReduceOp.AVERAGE, 0.5, 8.0, code), lost)
+            for total, output, wanted in zip(totals, outputs, expected, strict=True):
+                torch.testing.assert_close(output, wanted, rtol=limit, atol=8 * limit)
+                total += output
+        found = [total / 20 for total in totals]
+    if lost:  # what was lost once has come later
+        for mean, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(mean, wanted, rtol=limit / 5, atol=limit / 2)
+    bits = [output.tolist() for output in outputs]
+    assert place.gather(bits) == [bits] * 4
+
+
+@pytest.mark.parametrize("code", ["", "bf16", "int8+"])
+@pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["uneven"]], ids=["even", "uneven"])
+@pytest.mark.both_ways
+@pytest.mark.ranks(4)
+def test_data_in_a_hosts_memory_is_reduced_there(place, hosts, code):
+    count, limit = 70_001, {"": 1e-6, "bf16": 2e-2, "int8+": 2e-2}[code]
+    (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
+    host = hosts[number]
+    expected = sum(data(5, member, count, torch.float32) for member in range(4)) / 2
+    with made(place, hosts) as transport:
+        share = shared_memory(dist.PrefixStore(f"resident{number}", place.store), host.index(place.rank), len(host))
+        segment = share(len(host) * 4 * count)
+        places = [segment.tensor(4 * count * index, count, torch.float32) for index in range(len(host))]
+        mine, residual = places[host.index(place.rank)], torch.zeros(count) if code.endswith("+") else None
+        totals = torch.zeros(count)
+        for _ in range(10):
+            mine.copy_(data(5, place.rank, count, torch.float32))
+            transport.barrier()
+            transport.allreduce_resident(places, Reduce(ReduceOp.AVERAGE, 0.5, 4.0, code), residual)
+            torch.testing.assert_close(mine, expected, rtol=limit, atol=4 * limit)
+            totals += mine
+        torch.testing.assert_close(totals / 10, expected, rtol=limit, atol=limit)
+        found = mine.tolist()
+    assert place.gather(found) == [found] * 4
 
 
 @pytest.mark.ranks(4, lost=(3,))

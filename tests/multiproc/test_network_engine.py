@@ -13,7 +13,7 @@ from hora import engine
 
 gloo = {"HORA_TRANSPORT": "gloo"}
 tcp = {"HORA_TRANSPORT": "tcp"}
-tls = tcp | {"HORA_ENCRYPT": "always"}
+encrypted = tcp | {"HORA_ENCRYPT": "always"}
 
 
 @pytest.mark.ranks(3)
@@ -31,7 +31,7 @@ def test_a_new_set_takes_over_a_number():
     hvd.shutdown()
 
 
-@pytest.mark.ranks(4, env=tls)
+@pytest.mark.ranks(4, env=encrypted)
 def test_sets_connect_at_the_same_time():
     """Each rank is in two sets of different partners; every rank starts with another one."""
     sets = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [2, 3], [1, 2], [0, 3], [0, 2], [1, 3])]
@@ -65,4 +65,42 @@ def test_the_users_own_default_group_is_free():
     finally:
         dist.destroy_process_group()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+    hvd.shutdown()
+
+
+def loss_after(compression, num_steps=200):
+    """Of a small network that learns made-up labels, each rank its own."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    inputs = torch.randn(64, 20, generator=generator)
+    labels = torch.randint(0, 5, (64,), generator=generator)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return hvd.allreduce(torch.nn.functional.cross_entropy(model(inputs), labels)).item()
+
+
+@pytest.mark.ranks(3, env=tcp)
+def test_a_compressed_training_learns_as_much():
+    hvd.init()
+    assert engine.current_runtime().compresses(0)
+    plain = loss_after(hvd.Compression.none)
+    assert plain > 0.3  # it has not learnt everything by heart, which would prove nothing
+    for compression in (hvd.Compression.bf16, hvd.Compression.int8):
+        assert loss_after(compression) == pytest.approx(plain, rel=0.01)
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(2, env=tcp)
+def test_ranks_that_disagree_on_compression_are_told():
+    hvd.init()
+    compression = hvd.Compression.int8 if hvd.rank() else hvd.Compression.bf16
+    with pytest.raises(hvd.HorovodInternalError, match=r"Mismatched compression: rank 0 has bf16, rank 1 has int8"):
+        hvd.allreduce(torch.ones(5), compression=compression, name="x")
     hvd.shutdown()

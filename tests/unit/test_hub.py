@@ -112,7 +112,7 @@ def test_with_its_own_keys_a_rank_opens_nothing_in_the_name_of_another(hubs):
         stream.receive(limit_s=LIMIT_S)
         with pytest.raises(TimeoutError):
             hubs[0].take_stream("k", 1, limit_s=0.1)
-        hubs[0].take_stream("k", 2, limit_s=LIMIT_S).close()
+        hubs[0].take_stream("k", 2, limit_s=LIMIT_S).sock.close()
 
 
 def test_the_keys_of_an_earlier_generation_open_nothing(hubs):

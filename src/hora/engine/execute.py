@@ -15,7 +15,7 @@ import torch
 from hora.engine.plan import Batch, Part
 from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.transport.arithmetic import arithmetic_of, identity
-from hora.engine.transport.base import Transport
+from hora.engine.transport.base import CompressingTransport, Transport
 
 __all__ = ["deliver", "execute", "execute_on_device", "flat", "write_back"]
 
@@ -113,9 +113,12 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
     signature = batch.signature
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
+    residuals: list[torch.Tensor] = []
     reduce = signature.reduce
     for part in batch.parts:
         request = requests.get(part.key)
+        if reduce.code.endswith("+"):
+            residuals.append(_residual(part, request))
         if request is None:
             placeholder = _placeholder(part, signature)
             inputs.append(placeholder)
@@ -137,8 +140,19 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         reduce = reduce._replace(prescale=1.0)
     if signature.op == ReduceOp.ADASUM:
         transport.adasum(inputs, outputs, reduce)
+    elif reduce.code:
+        assert isinstance(transport, CompressingTransport), transport
+        transport.allreduce_compressed(inputs, outputs, reduce, residuals)
     else:
         transport.allreduce(inputs, outputs, reduce)
+
+
+def _residual(part: Part, request: Request | None) -> torch.Tensor:
+    """What was lost of a tensor. A rank that has joined carries others' numbers, but keeps nothing for them."""
+    if request is not None:
+        return request.residuals[part.index]
+    announced = next(item for item in part.signatures if item is not None)
+    return torch.zeros(prod(announced.shapes[part.index]), dtype=torch.float32, device="cpu")
 
 
 def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import struct
 import threading
 import time
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from hora.engine.shm.segment import Segment
 from hora.errors import HorovodInternalError
-from hora.net.connection import Connection, connect
+from hora.net.connection import Connection, Stream, connect
 from hora.net.keys import RankKeys
 from hora.net.server import Peer, Server
 from hora.net.sockets import Where
@@ -70,7 +69,7 @@ class Hub:
         self._links: dict[int, Peer] = {}  # rank 0's: to every other rank; theirs: to rank 0
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
         self._waiting_for_segment: list[tuple[str, Peer]] = []
-        self._streams: dict[tuple[str, int], socket.socket] = {}  # opened to us, by key and rank, until taken
+        self._streams: dict[tuple[str, int], Stream] = {}  # opened to us, by key and rank, until taken
         self._streams_known: set[tuple[str, int]] = set()  # those too that were taken
         self._closed = False
         self._changed = threading.Condition()
@@ -128,7 +127,7 @@ class Hub:
         link.number, link.name = 0, "rank 0"
         self._server.serve(link)
 
-    def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> socket.socket:
+    def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
         """A connection to this rank, listening at `where`, for bytes in this direction only, of which the hub knows nothing.
 
         The other rank finds it by `take_stream`, under the same key.
@@ -143,9 +142,9 @@ class Hub:
         except BaseException:
             connection.close()
             raise
-        return connection.sock
+        return Stream(connection.sock, connection.sealer.records())
 
-    def take_stream(self, key: str, rank: int, *, limit_s: float) -> socket.socket:
+    def take_stream(self, key: str, rank: int, *, limit_s: float) -> Stream:
         """The stream that this rank opened to us."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._closed or (key, rank) in self._streams, limit_s):
@@ -206,8 +205,8 @@ class Hub:
             self._changed.notify_all()
         for descriptor, _ in segments.values():
             os.close(descriptor)
-        for sock in streams.values():
-            sock.close()
+        for stream in streams.values():
+            stream.sock.close()
 
     # In the server's thread.
 
@@ -292,10 +291,11 @@ class Hub:
         if name in self._streams_known or not peer.drained:  # no rank opens one twice
             peer.close()
             return
-        sock = self._server.release(peer)
+        assert peer.opener is not None, peer.name
+        stream = Stream(self._server.release(peer), peer.opener.records())
         with self._changed:
             self._streams_known.add(name)
-            self._streams[name] = sock
+            self._streams[name] = stream
             self._changed.notify_all()
 
     def _serve_segments(self) -> None:

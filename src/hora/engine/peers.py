@@ -8,12 +8,10 @@ need. Nothing here knows of requests.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -27,9 +25,9 @@ from hora.engine.transport.stream import Streams
 from hora.engine.validation import check_ranks_at_init
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
-from hora.net.cipher import available
+from hora.net.cipher import available, leaves_the_host
+from hora.net.connection import Stream
 from hora.net.keys import RankKeys
-from hora.net.tls import Tls
 from hora.world import World
 
 __all__ = ["Peers"]
@@ -217,7 +215,7 @@ class Peers:
             hub.join(self._places[0], limit_s=limit_s)
 
     def _address(self) -> str:
-        """This host's IPv4 address: of the interface that the user chose, or the one from which the others are reached."""
+        """This host's address: of the interface that the user chose, or the one from which the others are reached."""
         interface = self.config.interface
         if not interface:
             return source_address(self._world.meeting.address or "127.0.0.1")
@@ -225,8 +223,7 @@ class Peers:
             return interface_address([interface])
         except ValueError:
             raise ValueError(
-                f"network interface {interface!r} has no IPv4 address on this host; "
-                "set HOROVOD_GLOO_IFACE to one that has"
+                f"network interface {interface!r} has no address on this host; set HOROVOD_GLOO_IFACE to one that has"
             ) from None
 
     # Sharing.
@@ -234,6 +231,16 @@ class Peers:
     def can_share(self, ranks: Sequence[int]) -> bool:
         """Whether all these ranks can map the same memory, and may."""
         return self._may_share and any(set(ranks) <= set(host) for host in self.hosts)
+
+    def near(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks that are on this rank's host."""
+        (here,) = (host for host in self.hosts if self._world.rank in host)
+        return [rank for rank in ranks if rank in here]
+
+    def spans_hosts(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are on several hosts, and some of them may share one."""
+        most = max(len(set(ranks) & set(host)) for host in self.hosts)
+        return self._may_share and 1 < most < len(ranks)
 
     @property
     def _may_share(self) -> bool:
@@ -264,47 +271,36 @@ class Peers:
     def _streams(self, key: str, ranks: Sequence[int]) -> Streams:
         """Connections between these ranks, one for each direction of each pair (collective)."""
         me, limit_s = self._world.rank, self.config.init_timeout_s
-        outgoing: dict[int, socket.socket] = {}
-        incoming: dict[int, socket.socket] = {}
+        outgoing: dict[int, Stream] = {}
+        incoming: dict[int, Stream] = {}
         self.keys.fetch(ranks)
         try:
             for rank in ranks:
                 if rank != me:
                     outgoing[rank] = self.hub.open_stream(rank, self._places[rank], key, limit_s=limit_s)
+                    self._check_encryption(outgoing[rank], rank)
             for rank in ranks:
                 if rank != me:
                     incoming[rank] = self.hub.take_stream(key, rank, limit_s=limit_s)
-            self._encrypt(ranks, outgoing, incoming)
+                    self._check_encryption(incoming[rank], rank)
         except BaseException:
-            for sock in (*outgoing.values(), *incoming.values()):
-                sock.close()
+            for stream in (*outgoing.values(), *incoming.values()):
+                stream.sock.close()
             raise
         index = {rank: member for member, rank in enumerate(ranks)}
         return Streams(
-            {index[rank]: sock for rank, sock in outgoing.items()},
-            {index[rank]: sock for rank, sock in incoming.items()},
+            {index[rank]: stream for rank, stream in outgoing.items()},
+            {index[rank]: stream for rank, stream in incoming.items()},
         )
 
-    def _encrypt(
-        self, ranks: Sequence[int], outgoing: dict[int, socket.socket], incoming: dict[int, socket.socket]
-    ) -> None:
-        """Put TLS on connections that leave the host. Every rank takes the pairs in one order: none waits in a circle."""
-        me = self._world.rank
-        for sender, receiver in itertools.permutations(ranks, 2):
-            if me not in (sender, receiver) or not self._encrypts(sender, receiver):
-                continue
-            # A certificate for these two alone: no third rank can stand between them.
-            credentials = self.keys.towards(receiver) if sender == me else self.keys.of(sender)
-            tls = Tls(credentials.secret)
-            streams, peer = (outgoing, receiver) if sender == me else (incoming, sender)
-            streams[peer].settimeout(self.config.init_timeout_s)
-            wrap = tls.wrap_client if sender == me else tls.wrap_server
-            streams[peer] = wrap(streams[peer])
-
-    def _encrypts(self, a: int, b: int) -> bool:
-        """Whether what these two send to one another is encrypted."""
-        same_host = any(a in host and b in host for host in self.hosts)
-        return self.config.encrypt == "always" or (self.config.encrypt == "auto" and not same_host)
+    def _check_encryption(self, stream: Stream, rank: int) -> None:
+        """Both ends of a connection decide about it; rank 0's wish is that of all."""
+        wish = self.config.encrypt
+        if stream.records is None and (wish == "always" or (wish == "auto" and leaves_the_host(stream.sock))):
+            raise HorovodInternalError(
+                f"the connection between rank {self._world.rank} and rank {rank} is not encrypted, but rank 0 has "
+                f"HORA_ENCRYPT={wish}: set it to the same value on all hosts"
+            )
 
     def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
         """What a transport of these ranks needs to know. `label` names their set for good."""

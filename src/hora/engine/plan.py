@@ -229,7 +229,7 @@ class Planner:
             if len(self._fusion) >= _KEPT_SIGNATURES:
                 self._fusion.clear()
             s = signature
-            shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device_type)
+            shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device_type, s.code)
             tensors = zip(signature.dtypes, signature.shapes, strict=True)
             sizes: list[tuple[object, int]] = [
                 ((shared, dtype), ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in tensors
@@ -296,6 +296,8 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
         return "Mismatched BROADCAST root ranks", str(a.root), str(b.root)
     if a.device_type != b.device_type:
         return f"Mismatched {kind.name} CPU/GPU device selection", a.device_type, b.device_type
+    if a.code != b.code:
+        return "Mismatched compression", a.code or "none", b.code or "none"
     if a.bound != b.bound:
         return f"Mismatched {kind.name} memory", _memory(a), _memory(b)
     if not gathers and a.extra != b.extra:

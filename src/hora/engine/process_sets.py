@@ -114,9 +114,20 @@ class ProcessSets:
         queue, peers = self.queue(number), self.peers
         if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
             return None
-        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes)
+        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, False)
         assert not isinstance(answer, int), answer
         return answer
+
+    def share_in_hosts(self, number: int, num_bytes: int) -> tuple[Segment | None, list[int]]:
+        """Memory that the members of each host have in common, so many bytes for each of them, and which members those of
+        this host are (collective). None where members share no host, or all one, and on hosts with too little memory."""
+        queue, peers = self.queue(number), self.peers
+        near = [] if peers is None else [queue.ranks.index(rank) for rank in peers.near(queue.ranks)]
+        if peers is None or not peers.spans_hosts(queue.ranks):
+            return None, near
+        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, True)
+        assert not isinstance(answer, int), answer
+        return answer, near
 
     def _check_dynamic(self, what: str) -> None:
         if not self._own_config.dynamic_process_sets:
@@ -140,8 +151,11 @@ class ProcessSets:
             return self.register(values)
         if batch.kind is Kind.SHARED_MEMORY:
             assert self.peers is not None
-            number, num_bytes = values
-            return self.peers.share_or_none(f"{self._label(number)}/memory", self.ranks(number), num_bytes)
+            number, num_bytes, for_each = values
+            near = self.peers.near(self.ranks(number))
+            return self.peers.share_or_none(
+                f"{self._label(number)}/memory", near, num_bytes * (len(near) if for_each else 1)
+            )
         self._remove(*values)
         return None
 

@@ -64,11 +64,12 @@ class ReduceOp(IntEnum):
 
 
 class Reduce(NamedTuple):
-    """A reduction: times `prescale`, combined by `op`, times `postscale`."""
+    """A reduction: times `prescale`, combined by `op`, times `postscale`. `code`: see `Signature`."""
 
     op: int = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
+    code: str = ""
 
 
 # Unnamed requests are told apart by a running number, which begins anew after this many.
@@ -83,7 +84,8 @@ class Signature(NamedTuple):
 
     `device`: see `Validator.device_label`. `extra`: an alltoall's splits; what a request for the process sets is about
     (`process_sets.py`). `bound`: the data lies in shared memory and is reduced there, by what the members have bound to
-    the name (`OperationQueue.bound`).
+    the name (`OperationQueue.bound`). `code`: how float32 travels between hosts in fewer bytes (`transport.codes`), with a
+    "+" if what it loses is kept and added the next time.
     """
 
     kind: int
@@ -98,6 +100,7 @@ class Signature(NamedTuple):
     device: str = "cpu"
     extra: tuple[int, ...] = ()
     bound: bool = False
+    code: str = ""
 
     @property
     def device_type(self) -> str:
@@ -105,7 +108,7 @@ class Signature(NamedTuple):
 
     @property
     def reduce(self) -> Reduce:
-        return Reduce(self.op, self.prescale, self.postscale)
+        return Reduce(self.op, self.prescale, self.postscale, self.code)
 
     def key(self, instance: int) -> Key:
         """The key of the request with this running number, which counts only if it has no name."""
@@ -175,6 +178,7 @@ class Request:
         "key",
         "outputs",
         "parts_left",
+        "residuals",
         "results",
         "signature",
         "tensors",
@@ -191,6 +195,7 @@ class Request:
         self.tensors = list(tensors)
         self.outputs: list[torch.Tensor] | None = None if outputs is None else list(outputs)
         self.copy_back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.residuals: Sequence[torch.Tensor] = ()  # what a code has lost of each tensor
         self.parts_left = 0
         self.results: list[torch.Tensor] | None = None  # the caller's own tensors, where the outputs are copies of them
         self.answer: int | Segment | None = (

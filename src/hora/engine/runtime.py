@@ -91,6 +91,15 @@ class Runtime:
         """Ranks that proved to share memory."""
         return [[0]] if self._peers is None else self._peers.hosts
 
+    def compresses(self, process_set_id: int) -> bool:
+        """Whether what the members of a set reduce on the CPU travels over a network, and `submit` takes a code for it."""
+        ranks = self.process_sets.ranks(process_set_id)
+        return self._peers is not None and len(ranks) > 1 and not self._peers.can_share(ranks)
+
+    def spans_hosts(self, process_set_id: int) -> bool:
+        """Whether a set's members are on several hosts, and some of them share one."""
+        return self._peers is not None and self._peers.spans_hosts(self.process_sets.ranks(process_set_id))
+
     # Operations.
 
     def submit(
@@ -107,9 +116,14 @@ class Runtime:
         splits: Sequence[int] | torch.Tensor | None = None,
         process_set_id: int = 0,
         grouped: bool = False,
+        code: str = "",
+        residuals: Sequence[torch.Tensor] = (),
         background: bool = True,
     ) -> int:
-        """Put an operation in flight; returns its handle. With `background=False` only `synchronize` drives it."""
+        """Put an operation in flight; returns its handle. With `background=False` only `synchronize` drives it.
+
+        `code`, and what it loses of each tensor: see `Signature`. Only where `compresses` says so.
+        """
         queue = self.process_sets.queue(process_set_id)
         if kind is Kind.ALLREDUCE and op == ReduceOp.ADASUM:
             self._check_adasum(process_set_id)
@@ -127,7 +141,9 @@ class Runtime:
                 root_rank=root_rank,
                 splits=splits,
                 grouped=grouped,
+                code=code,
             )
+            request.residuals = residuals
             if request.signature.device != "cpu":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
         queue.submit(request, background=background)
@@ -223,6 +239,12 @@ class Runtime:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
         segment = self.process_sets.share_segment(process_set_id, num_bytes)
         return None if segment is None else SharedMemory(segment)
+
+    def host_memory(self, process_set_id: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
+        """Zeroed memory of the members of each host of a set that spans hosts, so many bytes for each member, and which
+        members are on this host (collective). None where there is no such memory, perhaps on this host alone."""
+        segment, near = self.process_sets.share_in_hosts(process_set_id, num_bytes)
+        return (None if segment is None else SharedMemory(segment)), near
 
     def shared_barrier(self, memory: SharedMemory, *, name: str, process_set_id: int = 0) -> SharedMemoryBarrier:
         """A barrier of the members in the next piece of their memory (collective)."""

@@ -70,9 +70,10 @@ class Validator:
         root_rank: int,
         splits: Sequence[int] | torch.Tensor | None,
         grouped: bool,
+        code: str = "",
     ) -> Request:
         """The request for a collective on tensors."""
-        arguments = (kind._value_, name, int(op), prescale, postscale, root_rank, grouped)
+        arguments = (kind._value_, name, int(op), prescale, postscale, root_rank, grouped, code)
         if splits is not None or len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
             signature = self._check(kind, tensors, splits, *arguments[1:])
         else:
@@ -105,6 +106,7 @@ class Validator:
         postscale: float,
         root_rank: int,
         grouped: bool,
+        code: str,
     ) -> Signature:
         operation = _OPERATIONS[kind]
         if not tensors:
@@ -129,6 +131,7 @@ class Validator:
             root_rank if kind is Kind.BROADCAST else -1,
             device,
             extra,
+            code=code,
         )
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from dataclasses import dataclass
 from types import TracebackType
 
 from hora.net import sockets
-from hora.net.cipher import wanted
+from hora.net.cipher import Records, wanted
 from hora.net.sockets import Where
 from hora.net.wire import MAX_FRAME_BYTES, ClientHandshake, Credentials, Header, Keys, Opener, Sealer
 
-__all__ = ["Connection", "connect"]
+__all__ = ["Connection", "Stream", "connect"]
 
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.005, 0.2
 
@@ -73,6 +74,14 @@ def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> by
             raise EOFError
         received += data
     return bytes(received)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A connection that carries bytes in one direction, and messages no more; `records` protect them if it is encrypted."""
+
+    sock: socket.socket
+    records: Records | None = None
 
 
 class Connection:

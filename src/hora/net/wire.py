@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hora.errors import AuthenticationError
-from hora.net.cipher import Cipher, Encryption, Exchange
+from hora.net.cipher import Cipher, Encryption, Exchange, Records
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -242,6 +242,11 @@ class Sealer:
 
     def __init__(self, key: bytes, *, encrypted: bool = False) -> None:
         self._protection = Cipher(key) if encrypted else _Mac(key)
+        self._key, self._encrypted = key, encrypted
+
+    def records(self) -> Records | None:
+        """What protects a stream that begins after the messages; None if it is not encrypted."""
+        return Records(derived_secret(self._key, "records")) if self._encrypted else None
 
     def frames(self, header: Header, payload: bytes | memoryview = b"") -> Iterator[bytes]:
         """The frames of one message, made one at a time so that a large payload is never held twice.
@@ -268,12 +273,17 @@ class Opener:
 
     def __init__(self, key: bytes, *, encrypted: bool = False, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._protection = Cipher(key) if encrypted else _Mac(key)
+        self._key, self._encrypted = key, encrypted
         self._prefix_bytes = _LENGTH.size + self._protection.tag_bytes
         self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
         self._header: Header | None = None
         self._payload = bytearray()
         self._missing = 0
+
+    def records(self) -> Records | None:
+        """The other end of `Sealer.records`."""
+        return Records(derived_secret(self._key, "records")) if self._encrypted else None
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[Header, bytes]]:
         """Messages completed by these bytes."""

@@ -36,6 +36,7 @@ class Collective(NamedTuple):
     root_rank: int = -1  # a global one
     splits: Tensor | Sequence[int] | None = None
     grouped: bool = False
+    code: str = ""  # see `Signature`
 
 
 # What the user's handles stand for.
@@ -103,7 +104,7 @@ def _allreduce_alone(collective: Collective, tensor: Tensor, in_place: bool) -> 
 
 
 def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool, *, background: bool) -> int:
-    kind, name, process_set, op, prescale, postscale, root_rank, splits, grouped = collective
+    kind, name, process_set, op, prescale, postscale, root_rank, splits, grouped, code = collective
     runtime = engine.current_runtime()
     if name is not None and not isinstance(name, str):
         raise ValueError(f"the name of a collective must be a string, but it is {type(name).__name__}: {name!r}")
@@ -119,6 +120,7 @@ def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool
         splits=splits,
         process_set_id=registered_id(process_set),
         grouped=grouped,
+        code=code,
         background=background,
     )
 

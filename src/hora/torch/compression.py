@@ -1,10 +1,17 @@
-"""Compression: a cast before the collective and its inverse after it, for the fronts and the optimizer."""
+"""Compression: a cast before the collective and its inverse after it, for the fronts and the optimizer.
+
+Between hosts float32 on the CPU is not cast by each rank: the engine reduces it as it is inside each host, and encodes what
+then travels (`code_for`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from hora.engine.request import ReduceOp
 
 __all__ = [
     "BF16Compressor",
@@ -12,7 +19,10 @@ __all__ = [
     "Compressor",
     "ErrorFeedback",
     "FP16Compressor",
+    "Int8Compressor",
     "NoneCompressor",
+    "code_for",
+    "keeps_losses",
     "wire_dtype",
 ]
 
@@ -71,24 +81,34 @@ class BF16Compressor(_CastCompressor):
     dtype = torch.bfloat16
 
 
+class Int8Compressor(NoneCompressor):
+    """A byte for each number of a float32 tensor, and a scale for every 256 of them, where sums and averages travel between
+    hosts; in the optimizer what that loses is added in the next step. Inside a host, and for everything else, tensors are
+    sent as they are."""
+
+
 class Compression:
     """The compressors by name."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
 
 
 class ErrorFeedback(Compressor):
     """A casting compressor whose rounding errors are carried over: what a cast loses in one step is added in the next.
 
-    The remainders live in the optimizer's buckets, in the parameters' dtype, on each rank; outside the optimizer it behaves
-    as the compressor inside it.
+    The remainders live in the optimizer's buckets, in the parameters' dtype, on each rank; between hosts each rank has those
+    of what it sends for its host. Outside the optimizer it behaves as the compressor inside it.
     """
 
     def __init__(self, compression: type[Compressor]) -> None:
         if wire_dtype(compression) is None:
-            raise ValueError(f"error feedback needs Compression.fp16 or Compression.bf16, but got {compression!r}")
+            raise ValueError(
+                f"error feedback needs Compression.fp16 or Compression.bf16, but got {compression!r} (Compression.int8 has "
+                "it already)"
+            )
         self.compression = compression
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
@@ -105,3 +125,22 @@ def wire_dtype(compression: type[Compressor] | Compressor) -> torch.dtype | None
     if compression is FP16Compressor:
         return torch.float16
     return torch.bfloat16 if compression is BF16Compressor else None
+
+
+def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch.Tensor], *, op: int) -> str:
+    """The engine's code for sums and averages of these tensors between hosts; empty for other tensors and compressors."""
+    if isinstance(compression, ErrorFeedback):
+        compression = compression.compression
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        return ""
+    if not all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in tensors):
+        return ""
+    return next((code for known, code in _CODES.items() if known is compression), "")
+
+
+def keeps_losses(compression: type[Compressor] | Compressor) -> bool:
+    """Whether the optimizer adds what was lost in the next step."""
+    return isinstance(compression, ErrorFeedback) or compression is Int8Compressor
+
+
+_CODES: dict[type[Compressor], str] = {FP16Compressor: "fp16", BF16Compressor: "bf16", Int8Compressor: "int8"}

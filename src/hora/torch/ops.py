@@ -15,7 +15,7 @@ from hora import engine
 from hora.engine.request import Kind
 from hora.torch.autograd import differentiable
 from hora.torch.collective import Collective, Tensors, run, submit
-from hora.torch.compression import Compression, Compressor
+from hora.torch.compression import Compression, Compressor, NoneCompressor, code_for
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Average, handle_average_backwards_compatibility
 
@@ -312,6 +312,10 @@ def _run_compressed(
     collective: Collective, tensors: Sequence[Tensor], compression: type[Compressor] | Compressor
 ) -> list[Tensor]:
     """Run a differentiable collective on what the compressor makes of the tensors, and undo that."""
+    if compression is not NoneCompressor and collective.kind is Kind.ALLREDUCE:
+        code = code_for(compression, [_check_tensor(tensor) for tensor in tensors], op=collective.op)
+        if code and engine.current_runtime().compresses(registered_id(collective.process_set)):
+            return list(differentiable(collective._replace(code=code), tensors))
     pairs = [compression.compress(_check_tensor(tensor)) for tensor in tensors]
     results = differentiable(collective, [small for small, _ in pairs])
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, pairs, strict=True)]

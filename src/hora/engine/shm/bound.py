@@ -11,6 +11,8 @@ the next step goes to a second place, and the step after that is agreed on by me
 has the reduction end together.
 The last two need no order among requests, so a caller that would wait anyway meets the others at a barrier instead.
 
+Members on several hosts (`HostBoundReduction`) have the data of their own host's members mapped; the transport does the rest.
+
 The optimizer's buckets call `start` and `wait`. The queue of the set calls `_execute` when the members have agreed, also
 on a rank that has joined and takes part in what it has not started.
 """
@@ -28,18 +30,19 @@ from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, reduce_slice
 from hora.engine.transport.arithmetic import arithmetic_of, single_threaded
-from hora.engine.transport.base import Transport
+from hora.engine.transport.base import CompressingTransport, Transport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["BoundReduction"]
+__all__ = ["BoundReduction", "HostBoundReduction"]
 
 
 class BoundReduction:
     """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce.
 
     All members must have bound it before one starts it. `ends_together`: when it is done here, all members have read the
-    data. In a step: idle --`start`--> in flight --`wait`--> idle; with a `barrier`, `wait` alone does the work.
+    data. `member`: this rank's index in the places, if it is not that in the set. In a step: idle --`start`--> in flight
+    --`wait`--> idle; with a `barrier`, `wait` alone does the work.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class BoundReduction:
         out: torch.Tensor | None = None,
         barrier: SharedMemoryBarrier | None = None,
         ends_together: bool = False,
+        member: int | None = None,
     ) -> None:
         example = places[0][0]
+        self._member = queue.member if member is None else member
         self.places = places
         self.out = out
         self.barrier = barrier
@@ -66,9 +71,13 @@ class BoundReduction:
             name,
             (dtype_name(example.dtype),),
             ((example.numel(),),),
-            *reduce,
+            reduce.op,
+            reduce.prescale,
+            reduce.postscale,
             bound=True,
+            code=reduce.code,
         )
+        self._reduce = reduce
         self._arithmetic = arithmetic_of(reduce, example.dtype, len(places[0]))
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
@@ -96,7 +105,7 @@ class BoundReduction:
 
     def start(self, *, background: bool) -> None:
         """This rank's data is in its place: reduce it. Without `background` only `wait` drives it."""
-        mine = self.places[self.turn][self._queue.member]
+        mine = self.places[self.turn][self._member]
         request = Request(self._signature, (mine,))
         self._queue.submit(request, background=background)
         self._request = request
@@ -122,9 +131,13 @@ class BoundReduction:
         """All members have agreed on it; `request` is None if this rank has joined and adds nothing."""
         views = self.places[self.turn]
         if request is None:
-            views[self._queue.member].zero_()
+            views[self._member].zero_()
         if any(announced is None for announced in part.signatures):
             transport.barrier()  # a rank that has joined has cleared its data just now
+        self._carry_out(views, transport)
+        self._turn = (self._turn + 1) % len(self.places)
+
+    def _carry_out(self, views: Sequence[torch.Tensor], transport: Transport) -> None:
         with single_threaded():
             if self._scatters:
                 self._reduce_own_slice()
@@ -134,7 +147,6 @@ class BoundReduction:
                 reduce_everywhere(self._own_cuts(), self._arithmetic)
         if self._ends_together:
             transport.barrier()
-        self._turn = (self._turn + 1) % len(self.places)
 
     def _wait_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:
         """A direct or scattered reduction, in the calling thread, without agreement."""
@@ -186,5 +198,28 @@ class BoundReduction:
     def _own_cuts(self) -> list[Cut]:
         """The pieces of this member's slice, the same in every step: only direct reductions have several places."""
         if self._cuts is None:
-            self._cuts = cut_slice(self.places[0], self._queue.member)
+            self._cuts = cut_slice(self.places[0], self._member)
         return self._cuts
+
+
+class HostBoundReduction(BoundReduction):
+    """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, of which this
+    rank is number `member`. `keeps_losses`: what the code of `reduce` loses in one step is added in the next."""
+
+    def __init__(
+        self,
+        queue: OperationQueue,
+        places: Sequence[torch.Tensor],
+        *,
+        name: str,
+        reduce: Reduce,
+        member: int,
+        keeps_losses: bool = False,
+    ) -> None:
+        super().__init__(queue, Kind.ALLREDUCE, [places], name=name, reduce=reduce, member=member)
+        # For all of it, though a rank touches its slice alone: the system gives memory to what is touched.
+        self._residual = torch.zeros_like(places[0]) if keeps_losses else None
+
+    def _carry_out(self, views: Sequence[torch.Tensor], transport: Transport) -> None:
+        assert isinstance(transport, CompressingTransport), transport
+        transport.allreduce_resident(views, self._reduce, self._residual)

@@ -115,14 +115,16 @@ class Counter:
         self.sleep(seen)
         self.learn(time.monotonic() - begin)
 
-    def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
-        """Wait until the value is at least `target`.
+    def wait_for(
+        self, target: int, *, guard: Callable[[], None], limit_s: float, what: str, looks: int | None = None
+    ) -> None:
+        """Wait until the value is at least `target`. `looks` before sleeping; None: as many as are worth while.
 
         `guard` is called while waiting and raises when waiting has become pointless (a peer died, a
         shutdown); after `limit_s` seconds TimeoutError names `what`.
         """
         word = self._word
-        if self.look(target):
+        if looks is None and self.look(target):
             return
         begin = time.monotonic()
         while (seen := word.value) < target:
@@ -130,7 +132,8 @@ class Counter:
             if time.monotonic() - begin > limit_s:
                 raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
             self.sleep(seen)
-        self.learn(time.monotonic() - begin)
+        if looks is None:
+            self.learn(time.monotonic() - begin)
 
     def look(self, target: int) -> bool:
         """Whether the value is `target` or more now, or in a moment."""
@@ -195,8 +198,10 @@ class _FencedCounter(Counter):
         fence()
         return found
 
-    def wait_for(self, target: int, *, guard: Callable[[], None], limit_s: float, what: str) -> None:
-        super().wait_for(target, guard=guard, limit_s=limit_s, what=what)
+    def wait_for(
+        self, target: int, *, guard: Callable[[], None], limit_s: float, what: str, looks: int | None = None
+    ) -> None:
+        super().wait_for(target, guard=guard, limit_s=limit_s, what=what, looks=looks)
         fence()
 
 

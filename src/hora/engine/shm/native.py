@@ -19,7 +19,7 @@ from hora.config import EngineConfig
 
 __all__ = ["DTYPE_NUMBERS", "Allreduce", "Library", "Lone", "Ring", "Sum", "absence", "library"]
 
-_VERSION = 2  # VERSION of native.c
+_VERSION = 3  # VERSION of native.c
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
 _SHORT_BYTES = 32768
@@ -139,6 +139,10 @@ class Library:
         self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
         self._allreduce = long.hora_allreduce
         self._allreduce.argtypes = (ctypes.POINTER(Allreduce), ctypes.c_long)
+        self._encode_int8, self._decode_int8 = long.hora_encode_int8, long.hora_decode_int8
+        self._encode_int8.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_size_t)
+        self._decode_int8.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_size_t)
+        self._encode_int8.restype = self._decode_int8.restype = None
         self.lone = long.hora_lone  # 1: done, 0: a member has not come yet, -1: the members want different things
         self.lone.argtypes = (ctypes.POINTER(Lone),)
 
@@ -153,6 +157,16 @@ class Library:
         call = self._short_reduce if out.nbytes <= _SHORT_BYTES else self._long_reduce
         number, prescale, how, factor = what
         call(number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
+
+    def encode_int8(
+        self, numbers: torch.Tensor, residual: torch.Tensor | None, scales: torch.Tensor, steps: torch.Tensor
+    ) -> None:
+        """See `transport.codes`, of which this is the same."""
+        lost = None if residual is None else residual.data_ptr()
+        self._encode_int8(numbers.data_ptr(), lost, scales.data_ptr(), steps.data_ptr(), numbers.numel())
+
+    def decode_int8(self, scales: torch.Tensor, steps: torch.Tensor, out: torch.Tensor) -> None:
+        self._decode_int8(scales.data_ptr(), steps.data_ptr(), out.data_ptr(), out.numel())
 
     def allreduce(self, job: Allreduce, slice_s: float) -> bool:
         """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""

@@ -81,7 +81,7 @@ class Arithmetic:
         weights: tuple[int, ...],
         compiled: Library | None,
     ) -> None:
-        op, prescale, postscale = reduce
+        op, prescale, postscale, _ = reduce
         assert op in _COMBINE, f"{op} is not an element-wise reduction"
         self.dtype = dtype
         self.num_members = num_members

@@ -77,11 +77,6 @@ class DistributedTransport:
             if any(source.numel() for source in sources)
         )
 
-    def start_reduction(self, tensor: torch.Tensor, turn: int, reduce: Reduce) -> InTwoHalves:
-        """Reduce one tensor in place, over gloo; of two that overlap, one has turn 0 and one turn 1."""
-        arithmetic = arithmetic_of(reduce, tensor.dtype, self._num_members, weights=self._weights)
-        return self._reduce(_Portion([tensor], [tensor], turn), reduce.op, arithmetic)
-
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         n, me, dtype = self._num_members, self._member, inputs[0].dtype
         assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
@@ -133,29 +128,65 @@ class DistributedTransport:
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
     ) -> None:
-        self._group.finish(self._start_alltoall(input, output, send_counts, receive_counts))
+        self._group.finish(self.start_alltoall(input, output, send_counts, receive_counts))
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
+        runs_of_tensors = runs([tensor.numel() for tensor in inputs], self._portion_bytes // inputs[0].dtype.itemsize)
+        overlap(
+            self.start_scatter(
+                [inputs[i] for i in run], [outputs[i] for i in run], [counts[i] for i in run], number % 2, reduce
+            )
+            for number, run in enumerate(runs_of_tensors)
+            if any(inputs[i].numel() for i in run)
+        )
+
+    def start_scatter(
+        self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], turn: int, reduce: Reduce
+    ) -> InTwoHalves:
+        """A reducescatter, all tensors at once; of two that overlap, one has turn 0 and one turn 1."""
         dtype, n, me = inputs[0].dtype, self._num_members, self._member
         arithmetic = arithmetic_of(reduce, dtype, n, weights=self._weights)
-        for run in runs([tensor.numel() for tensor in inputs], self._portion_bytes // dtype.itemsize):
-            totals = [sum(counts[i][m] for i in run) for m in range(n)]
-            if sum(totals) == 0:
-                continue
-            if len(run) == 1 and not arithmetic.prescales:
-                packed = inputs[run[0]]
-            else:
-                packed = self._buffers.take("own", sum(totals), dtype)
-                targets = iter(packed.split([counts[i][m] for m in range(n) for i in run]))
-                parts = [inputs[i].split(list(counts[i])) for i in run]
-                for m in range(n):
-                    for part in parts:
-                        arithmetic.prepare(part[m], next(targets))
-            received = self._buffers.take("received", n * totals[me], dtype)
-            self.alltoall(packed, received, totals, [totals[me]] * n)
-            own = received[: totals[me]]
-            self._combine(arithmetic, received.split(max(totals[me], 1)), own)
-            unpack(own, [outputs[i] for i in run])
+        totals = [sum(each[m] for each in counts) for m in range(n)]
+        packed = inputs[0]
+        if len(inputs) > 1 or arithmetic.prescales:
+            packed = self._buffers.take(f"own{turn}", sum(totals), dtype)
+            targets = iter(packed.split([each[m] for m in range(n) for each in counts]))
+            parts = [source.split(list(each)) for source, each in zip(inputs, counts, strict=True)]
+            for m in range(n):
+                for part in parts:
+                    arithmetic.prepare(part[m], next(targets))
+        received = self._buffers.take(f"received{turn}", n * totals[me], dtype)
+        pending = self.start_alltoall(packed, received, totals, [totals[me]] * n)
+        yield
+        self._group.finish(pending)
+        own = received[: totals[me]]
+        self._combine(arithmetic, received.split(max(totals[me], 1)), own)
+        unpack(own, outputs)
+
+    def start_alltoall(
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> Pending:
+        """Begin an alltoall, for `finish`."""
+        # Rows beyond the counts stay at home.
+        return self._group.start_alltoall(output, input[: sum(send_counts)], receive_counts, send_counts)
+
+    def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int], turn: int) -> Pending:
+        """Begin to gather one tensor of all members, for `finish`; of two that overlap, one has turn 0 and one turn 1."""
+        n, count = self._num_members, own.numel()
+        if all(each == count for each in counts):
+            return self._group.start_allgather(as_bytes(gathered), as_bytes(own))
+        if n == 2:
+            gathered.split(list(counts))[self._member].copy_(own)
+            other = gathered[count:] if self._member == 0 else gathered[: counts[0]]
+            send, receive = ([0, count], [0, counts[1]]) if self._member == 0 else ([count, 0], [counts[0], 0])
+            return self.start_alltoall(own, other, send, receive)
+        copies = self._buffers.take(f"copies{turn}", n * count, own.dtype)
+        copies.view(n, count).copy_(own)
+        return self.start_alltoall(copies, gathered, [count] * n, counts)
+
+    def finish(self, pending: Pending) -> None:
+        """Wait for what was started."""
+        self._group.finish(pending)
 
     def barrier(self) -> None:
         n = self._num_members
@@ -200,7 +231,7 @@ class DistributedTransport:
         own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
         other = self._take("other", portion.total, portion)
         counts = [0, portion.total] if self._member == 0 else [portion.total, 0]
-        pending = self._start_alltoall(own, other, counts, counts)
+        pending = self.start_alltoall(own, other, counts, counts)
         yield
         self._group.finish(pending)
         out = portion.results[0] if portion.single else other
@@ -214,7 +245,7 @@ class DistributedTransport:
         copies = self._take("copies", n * total, portion)
         copies.view(n, total).copy_(own)
         received = self._take("received", n * total, portion)
-        pending = self._start_alltoall(copies, received, [total] * n, [total] * n)
+        pending = self.start_alltoall(copies, received, [total] * n, [total] * n)
         yield
         self._group.finish(pending)
         self._combine(arithmetic, received.split(total), own)
@@ -226,7 +257,7 @@ class DistributedTransport:
         slices = spread(portion.total, n)
         own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
         received = self._take("received", n * slices[me], portion)
-        pending = self._start_alltoall(own, received, slices, [slices[me]] * n)
+        pending = self.start_alltoall(own, received, slices, [slices[me]] * n)
         yield
         self._group.finish(pending)
         reduced = received[: slices[me]]
@@ -235,7 +266,7 @@ class DistributedTransport:
         copies = self._take("copies", n * slices[me], portion)
         copies.view(n, slices[me]).copy_(reduced)
         gathered = portion.results[0] if portion.single else self._take("gathered", portion.total, portion)
-        self._group.finish(self._start_alltoall(copies, gathered, [slices[me]] * n, slices))
+        self._group.finish(self.start_alltoall(copies, gathered, [slices[me]] * n, slices))
         if not portion.single:
             unpack(gathered, portion.results)
 
@@ -251,17 +282,6 @@ class DistributedTransport:
             arithmetic.reduce([operand[start:stop] for operand in operands], result, scratch[: stop - start])
 
     # Moving bytes.
-
-    def _start_alltoall(
-        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> Pending:
-        size = input.dtype.itemsize
-        return self._group.start_alltoall(
-            as_bytes(output),
-            as_bytes(input[: sum(send_counts)]),  # rows beyond the counts stay at home
-            [count * size for count in receive_counts],
-            [count * size for count in send_counts],
-        )
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self._group.finish(self._group.start_broadcast(as_bytes(tensor), root))

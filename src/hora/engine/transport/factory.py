@@ -10,7 +10,6 @@ from torch._C._distributed_c10d import Store
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard, Transport
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.gloo import GlooGroup
 from hora.engine.transport.group import Group, connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
@@ -60,13 +59,17 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
     if device == "cpu" and len(groups) == 1:
         return _shm_transport(topology, groups[0])
     member, num_members, limit_s = topology.member, len(topology.ranks), _COLLECTIVE_LIMIT_S
-    if device == "cpu" and len(groups) < num_members:
-        (here,) = (group for group in groups if member in group)
-        local = _shm_transport(topology, here) if len(here) > 1 else LocalTransport()
-        return HierarchicalTransport(local, groups, member, lambda name, some: _group(topology, name, some))
     if device == "cpu":
-        group = _group(topology, "flat", range(num_members))
-        return DistributedTransport(group, member, num_members)
+        (here,) = (group for group in groups if member in group)
+        return HierarchicalTransport(
+            _shm_transport(topology, here) if len(here) > 1 else LocalTransport(),
+            groups,
+            member,
+            share=lambda num_bytes: topology.share([topology.ranks[one] for one in here], num_bytes),
+            connect=lambda name, some: _group(topology, name, some),
+            guard=topology.guard,
+            limit_s=limit_s,
+        )
     store = _store(topology, "flat")
     share = (
         (lambda num_bytes: topology.share(topology.ranks, num_bytes))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hora.engine.transport.base import Guard
+from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
 __all__ = ["SLICE", "Group", "Pending", "ProcessGroup", "connect"]
@@ -107,8 +108,9 @@ class ProcessGroup(Group):
     def start_alltoall(
         self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
     ) -> Pending:
-        counts = list(receive_counts), list(send_counts)
-        return self._start("alltoall", lambda group: group.alltoall_base(output, input, *counts))
+        # As bytes: backends that know few dtypes can still move all of them.
+        counts = [[count * input.dtype.itemsize for count in each] for each in (receive_counts, send_counts)]
+        return self._start("alltoall", lambda group: group.alltoall_base(as_bytes(output), as_bytes(input), *counts))
 
     def start_allgather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
         return self._start("allgather", lambda group: group._allgather_base(output, input))

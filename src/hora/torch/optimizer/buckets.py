@@ -18,12 +18,12 @@ import torch
 from hora import engine
 from hora.engine.request import Kind
 from hora.engine.shm.barrier import SharedMemoryBarrier
-from hora.engine.shm.bound import BoundReduction
+from hora.engine.shm.bound import BoundReduction, HostBoundReduction
 from hora.engine.shm.segment import SharedMemory
-from hora.torch.compression import ErrorFeedback
+from hora.torch.compression import ErrorFeedback, keeps_losses
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
-from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
+from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction, summed
 
 __all__ = ["Bucket", "Buckets", "make_buckets", "release_all", "view_like"]
 
@@ -171,9 +171,13 @@ def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
 def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> list[Bucket]:
     """Empty buckets, bound in shared memory where the members have some in common (collective)."""
     memory = _shared_memory(runtime, options, specs)
-    if memory is None:
-        return [_private_bucket(runtime, options, spec) for spec in specs]
-    buckets = [_shared_bucket(runtime, options, spec, memory, is_last=spec is specs[-1]) for spec in specs]
+    if memory is not None:
+        buckets = [_shared_bucket(runtime, options, spec, memory, is_last=spec is specs[-1]) for spec in specs]
+    else:
+        memory, near = _host_memory(runtime, options, specs)
+        if memory is None:
+            return [_private_bucket(runtime, options, spec) for spec in specs]
+        buckets = [_host_bucket(runtime, options, spec, memory, near) for spec in specs]
     runtime.barrier(options.process_set_id)  # a reduction may start only when all members have bound it
     return buckets
 
@@ -189,6 +193,36 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
     return runtime.shared_memory(options.process_set_id, num_bytes)
 
 
+def _host_memory(
+    runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]
+) -> tuple[SharedMemory | None, list[int]]:
+    """Room for the buckets of the members on this host, where the set spans hosts; and which members these are."""
+    if any(spec.device.type != "cpu" for spec in specs) or not runtime.spans_hosts(options.process_set_id):
+        return None, []
+    num_bytes = sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
+    memory, near = runtime.host_memory(options.process_set_id, num_bytes)
+    found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
+    everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
+    return (memory if everywhere else None), near
+
+
+def _host_bucket(
+    runtime: engine.Runtime, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory, near: Sequence[int]
+) -> Bucket:
+    places = [memory.take(spec.num_elements, spec.dtype, copied=member == options.member) for member in near]
+    me, code = near.index(options.member), options.code_for(spec.parameters)
+    loses = bool(code) and keeps_losses(options.compression)
+    reduction = HostBoundReduction(
+        runtime.process_sets.queue(options.process_set_id),
+        places,
+        name=spec.name,
+        reduce=options.reduce_after_early_scale(spec.dtype)._replace(code=f"{code}+" if loses else code),
+        member=me,
+        keeps_losses=loses,
+    )
+    return Bucket(spec, places[me], reduction, options, scale=options.early_scale(spec.dtype))
+
+
 def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
     """Two for a direct reduction, which each member makes of all data; one for a sliced one."""
     if options.gradient_predivide_factor != 1.0:
@@ -198,9 +232,15 @@ def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:
 
 def _private_bucket(runtime: engine.Runtime, options: ReduceOptions, spec: BucketSpec) -> Bucket:
     flat = torch.zeros(spec.num_elements, dtype=spec.dtype, device=spec.device)
-    set_id = options.process_set_id
+    code = options.code_for(spec.parameters)
     reduction = RequestedReduction(
-        runtime, Kind.ALLREDUCE, flat, name=spec.name, reduce=options.reduce, process_set_id=set_id
+        runtime,
+        Kind.ALLREDUCE,
+        flat,
+        name=spec.name,
+        reduce=options.reduce._replace(code=code),
+        process_set_id=options.process_set_id,
+        keeps_losses=bool(code) and keeps_losses(options.compression),
     )
     return Bucket(spec, flat, reduction, options)
 

@@ -18,7 +18,7 @@ import torch
 from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
-from hora.torch.compression import NoneCompressor, wire_dtype
+from hora.torch.compression import Int8Compressor, NoneCompressor, wire_dtype
 from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting, TuningOptions
 from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
@@ -70,7 +70,7 @@ class BucketOrder:
             not grouped
             and options.num_members > 1
             and options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
-            and (options.compression is NoneCompressor or wire_dtype(options.compression) is not None)
+            and (options.compression in (NoneCompressor, Int8Compressor) or wire_dtype(options.compression) is not None)
             and bool(parameters)
             and all(p.is_floating_point() for p in parameters)
         )
@@ -139,7 +139,7 @@ class BucketOrder:
             order.parameters,
             self._names,
             breaks=frozenset((order.num_everywhere,)),
-            wire_dtype=wire_dtype(self._options.compression),
+            wire_dtype=None if self._options.code_for(self._parameters) else wire_dtype(self._options.compression),
             label=order.label,
             bucket_bytes=setting.bucket_bytes,
         )

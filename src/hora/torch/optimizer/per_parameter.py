@@ -40,6 +40,7 @@ class _InFlight:
     parameter: Parameter
     tensor: torch.Tensor
     context: Any
+    compressed: bool
     was_sparse: bool = False
 
 
@@ -137,16 +138,17 @@ class PerParameterReducer:
     def _start(self, unit: _Unit) -> Callable[[], None]:
         dense: list[_InFlight] = []
         sparse: list[Callable[[], None]] = []
+        code = self._options.code_for(unit.parameters)
         for parameter in unit.parameters:
             if self._reduces_sparse(parameter):
                 sparse.append(_submit_sparse(parameter, self._names[parameter], self._options))
             else:
-                dense.append(self._prepare(parameter))
+                dense.append(self._prepare(parameter, compress=not code))
         handle = None
         runtime = engine.current_runtime()
         if dense:
             tensors = [item.tensor for item in dense]
-            op, prescale, postscale = self._options.reduce
+            op, prescale, postscale, _ = self._options.reduce
             handle = runtime.submit(
                 Kind.ALLREDUCE,
                 tensors,
@@ -156,6 +158,7 @@ class PerParameterReducer:
                 op=op,
                 prescale=prescale,
                 postscale=postscale,
+                code=code,
                 process_set_id=self._options.process_set_id,
             )
 
@@ -185,18 +188,20 @@ class PerParameterReducer:
             return False
         return not self._options.sparse_as_dense
 
-    def _prepare(self, parameter: Parameter) -> _InFlight:
+    def _prepare(self, parameter: Parameter, *, compress: bool) -> _InFlight:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.detach()
         was_sparse = gradient.is_sparse
         if was_sparse:
             gradient = gradient.to_dense()
-        tensor, context = self._options.compression.compress(gradient.contiguous())
-        return _InFlight(parameter, tensor.contiguous(), context, was_sparse)
+        tensor, context = gradient.contiguous(), None
+        if compress:
+            tensor, context = self._options.compression.compress(tensor)
+        return _InFlight(parameter, tensor.contiguous(), context, compressed=compress, was_sparse=was_sparse)
 
     def _put_back(self, item: _InFlight, reduced: torch.Tensor) -> None:
-        result = self._options.compression.decompress(reduced, item.context)
+        result = self._options.compression.decompress(reduced, item.context) if item.compressed else reduced
         gradient = item.parameter.grad
         if item.was_sparse:
             item.parameter.grad = result.to_sparse(1 if result.dim() else 0)

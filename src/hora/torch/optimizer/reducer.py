@@ -7,6 +7,7 @@ the engine's `BoundReduction`; elsewhere it holds a `RequestedReduction`, which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.transport.arithmetic import HALVES
-from hora.torch.compression import Compressor, NoneCompressor
+from hora.torch.compression import Compressor, NoneCompressor, code_for
 from hora.torch.process_sets import ProcessSet, registered_id
 
 __all__ = ["ReduceOptions", "Reducer", "RequestedReduction", "summed"]
@@ -52,6 +53,11 @@ class ReduceOptions:
         factor = float(self.gradient_predivide_factor)
         return Reduce(self.op, 1.0 / factor, factor)
 
+    def code_for(self, tensors: Sequence[torch.Tensor]) -> str:
+        """The engine's code for the way between hosts; empty where the compressor itself has to do it, or there is none."""
+        code = code_for(self.compression, tensors, op=self.op)
+        return code if code and engine.current_runtime().compresses(self.process_set_id) else ""
+
     def early_scale(self, dtype: torch.dtype) -> float:
         """What gradients can be multiplied with when they are copied, so that a sum gives the average; 1.0: nothing.
 
@@ -81,7 +87,10 @@ class Reducer(Protocol):
 
 
 class RequestedReduction:
-    """A reduction of the same tensor in every step; an allreduce works in place. To be used as a `BoundReduction`."""
+    """A reduction of the same tensor in every step; an allreduce works in place. To be used as a `BoundReduction`.
+
+    `keeps_losses`: what the code of `reduce` loses in one step is added in the next.
+    """
 
     def __init__(
         self,
@@ -92,8 +101,10 @@ class RequestedReduction:
         name: str,
         reduce: Reduce,
         process_set_id: int,
+        keeps_losses: bool = False,
     ) -> None:
         self._runtime = runtime
+        self._residuals = [torch.zeros_like(tensor)] if keeps_losses else []  # of what this rank sends for its host
         self._kind = kind
         self._tensor = tensor
         self._name = name
@@ -110,7 +121,7 @@ class RequestedReduction:
         return self._handle is not None and self._runtime.poll(self._handle)
 
     def start(self, *, background: bool) -> None:
-        op, prescale, postscale = self._reduce
+        op, prescale, postscale, code = self._reduce
         self._handle = self._runtime.submit(
             self._kind,
             [self._tensor],
@@ -120,6 +131,8 @@ class RequestedReduction:
             prescale=prescale,
             postscale=postscale,
             process_set_id=self._process_set_id,
+            code=f"{code}+" if self._residuals else code,
+            residuals=self._residuals,
             background=background,
         )
 

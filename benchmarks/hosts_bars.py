@@ -1,0 +1,140 @@
+"""Everything that was promised of two hosts, in one table: `python -m benchmarks.hosts_bars`, as root, about half an hour.
+
+    python -m benchmarks.hosts_bars --rows plain,wire       some of it
+    python -m benchmarks.hosts_bars --rounds 1 --steps 0    whether it works
+
+Each row is a run of `benchmarks.hosts`; "bar" is what was promised, and a `!` marks what falls short of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import hosts
+from benchmarks.names import some_of
+
+MIB = 2**20
+GIGABIT = ("--rate", "1gbit")
+Found = dict[str, list[dict]]  # by run
+
+
+def run(rounds: int, steps: int, *options: str) -> list[dict]:
+    return hosts.measured(hosts.parser().parse_args([*options, "--rounds", str(rounds), "--steps", str(steps)]))
+
+
+RUNS: dict[str, Sequence[str]] = {
+    "plain": ("--encrypt", "never"),
+    "encrypted": ("--encrypt", "always", "--sizes", "16M,64M"),
+    "wire": (*GIGABIT, "--encrypt", "never", "--sizes", "1M,16M,64M"),
+    "encrypted wire": (*GIGABIT, "--encrypt", "always", "--sizes", "1M,16M,64M"),
+    "compressed": (*GIGABIT, "--encrypt", "never", "--cases", "fp16,bf16,int8", "--sizes", "16M,64M"),
+    "training": (*GIGABIT, "--encrypt", "never", "--train"),
+    "bad network": ("--delay", "20ms", "--loss", "0.1%", "--sizes", "4K,1M"),
+}
+NEEDS = {"encrypted": ("plain",)}
+
+
+def by_size(results: Sequence[dict], what: str, case: str = "sum") -> dict[int, float]:
+    return {result["bytes"]: result[what] for result in results if result["case"] == case}
+
+
+def show(name: str, values: dict[int, float], bars: dict[int, float]) -> None:
+    for size, value in values.items():
+        bar = bars.get(size)
+        promised = "" if bar is None else f"bar {bar:.2f} {'' if value >= bar else '!'}"
+        text = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
+        print(f"{name:44s} {text:>8s} {value:6.2f}  {promised}".rstrip(), flush=True)
+
+
+def show_plain(found: Found) -> None:
+    times = by_size(found["plain"], "times")
+    show("unshaped, gloo's time / ours, plain", times, dict.fromkeys(times, 1.0))
+
+
+def show_encrypted(found: Found) -> None:
+    plain, encrypted = by_size(found["plain"], "hvd_us"), by_size(found["encrypted"], "hvd_us")
+    ratios = {size: plain[size] / encrypted[size] for size in encrypted if size in plain}
+    show("unshaped, encrypted / plain, throughput", ratios, dict.fromkeys(ratios, 0.7))
+
+
+def show_wire(found: Found) -> None:
+    bars = {MIB: 0.7, 16 * MIB: 0.85, 64 * MIB: 0.9}
+    show("1 Gbit/s, share of the wire's own time", by_size(found["wire"], "of_the_wire"), bars)
+
+
+def show_encrypted_wire(found: Found) -> None:
+    bars = {MIB: 0.65, 16 * MIB: 0.8, 64 * MIB: 0.85}
+    show("1 Gbit/s, encrypted, the same", by_size(found["encrypted wire"], "of_the_wire"), bars)
+
+
+def show_compressed(found: Found) -> None:
+    half = {16 * MIB: 1.6, 64 * MIB: 1.8}
+    for case, bars in (("fp16", half), ("bf16", half), ("int8", {16 * MIB: 2.5, 64 * MIB: 3.2})):
+        show(f"1 Gbit/s, {case}: times faster than fp32", by_size(found["compressed"], "times_float32", case), bars)
+
+
+def show_training(found: Found) -> None:
+    bars = {
+        ("MLP 4x2048", "overlap"): 1.3,
+        ("MLP 4x2048", "bf16"): 2.3,
+        ("MLP 4x2048", "int8"): 4.0,
+        ("ResNet18", "overlap"): 1.0,
+        ("ResNet18", "bf16"): 1.0,
+        ("ResNet18", "int8"): 1.0,
+    }
+    for result in found["training"]:
+        times, losses = result["ms"], result["losses"]
+        for name in ("overlap", "bf16", "int8"):
+            ratio = statistics.median([ddp / own for ddp, own in zip(times["DDP"], times[name], strict=True)])
+            bar = bars[result["task"], name]
+            loss = ""
+            if result["steps"] and name != "overlap":
+                away = abs(losses[name] / losses["overlap"] - 1)
+                loss = f"loss after {result['steps']} steps {100 * away:.2f} % from fp32's{' !' if away > 0.01 else ''}"
+            what = f"1 Gbit/s, {result['task']}, {name}: DDP's time / ours"
+            print(f"{what:53s} {ratio:6.2f}  bar {bar:.2f} {'' if ratio >= bar else '!'}  {loss}".rstrip(), flush=True)
+
+
+def show_bad_network(found: Found) -> None:
+    for size, value in by_size(found["bad network"], "hvd_us").items():
+        print(f"20 ms of delay each way, 0.1 % loss: {size // 1024} KiB takes {value / 1000:.0f} ms", flush=True)
+
+
+SHOWS: dict[str, Callable[[Found], None]] = {
+    "plain": show_plain,
+    "encrypted": show_encrypted,
+    "wire": show_wire,
+    "encrypted wire": show_encrypted_wire,
+    "compressed": show_compressed,
+    "training": show_training,
+    "bad network": show_bad_network,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=some_of(tuple(RUNS)), default="all", help=f"of {','.join(RUNS)}, or all")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each contender (default: 5)")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="of a training, until its loss is compared (default: 200)"
+    )
+    parser.add_argument("--json", type=Path, help="write the results here as well")
+    arguments = parser.parse_args()
+    found: Found = {}
+    for row in arguments.rows:
+        for name in (*NEEDS.get(row, ()), row):
+            if name not in found:
+                found[name] = run(arguments.rounds, arguments.steps, *RUNS[name])
+    print()
+    for row in arguments.rows:
+        SHOWS[row](found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

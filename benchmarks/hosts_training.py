@@ -1,0 +1,86 @@
+"""One rank of a training over several hosts, against DistributedDataParallel over gloo: `benchmarks.hosts --train` starts it.
+
+All contenders live in the same processes and take turns; what they train is said in `training` and `models`. Rank 0 reports
+medians over rounds of a step's time, of the slowest rank, and of DDP's divided by ours in the same round; and the mean loss
+of the ranks after so many steps of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import horovod.torch as hvd
+from benchmarks.collectives import join_gloo
+from benchmarks.models import WORKLOADS
+from benchmarks.training import make_step, timed
+
+CONTENDERS = ("DDP", "overlap", "bf16", "int8")
+NUM_STEPS = 2  # of a turn: over a slow cable a step takes half a second
+
+
+def measured(model: str, rounds: int, num_steps: int) -> dict:
+    """Milliseconds of a step of each contender, one figure per round, and its loss after `num_steps` (0: no loss)."""
+    workload = WORKLOADS[model]
+    steps = {name: make_step(name, workload, "sgd", hvd.rank()) for name in CONTENDERS}
+    for step in steps.values():
+        for _ in range(3):  # buckets are agreed on after the first one
+            step()
+    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            step()
+            dist.barrier()
+            mine = torch.tensor(timed(step, NUM_STEPS)[0])
+            times[name].append(hvd.allreduce(mine, op=hvd.Max, name="time").item())
+    losses = {}
+    for name, step in steps.items():
+        loss = torch.zeros(())
+        for _ in range(num_steps - 3 - rounds * (1 + NUM_STEPS)):
+            loss = step()
+        losses[name] = hvd.allreduce(loss, name="loss").item()
+    return {"task": model, "ranks": hvd.size(), "ms": times, "steps": num_steps, "losses": losses}
+
+
+def report(result: dict) -> str:
+    times = result["ms"]
+    parts = [f"{result['task']:11s} np={result['ranks']}"]
+    parts += [f"{name} {statistics.median(values):.0f} ms" for name, values in times.items()]
+    for name in CONTENDERS[1:]:
+        ratios = [theirs / ours for theirs, ours in zip(times["DDP"], times[name], strict=True)]
+        parts.append(f"DDP/{name} {statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})")
+    if result["steps"]:
+        parts.append(f"losses after {result['steps']} steps:")
+        parts += [f"{name} {loss:.4f}" for name, loss in result["losses"].items()]
+    return "  ".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    join_gloo(dist, hvd)
+    results = []
+    for model in arguments.models.split(","):
+        results.append(measured(model, arguments.rounds, arguments.steps))
+        if hvd.rank() == 0:
+            print(report(results[-1]), flush=True)
+    if hvd.rank() == 0:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

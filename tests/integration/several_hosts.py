@@ -1,0 +1,201 @@
+"""The engine across two and three hosts, played by network namespaces: every collective, strangers, deaths. `make test-hosts`.
+
+Minutes: not part of `make test`, whose `test_two_hosts` shows the most important of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from secrets import token_hex
+
+import psutil
+import pytest
+import strangers
+from elastic_job import ElasticJob
+from host_ranks import Helper, run_ranks
+from namespaces import Host, joined
+from ssh_server import SSHD
+from test_elastic_hosts import assert_equal, stop_soon, wait_for_size
+from test_elastic_netns import Machines
+
+from waiting import wait_until
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter", "tc"))),
+        reason="needs root, ip, tc, unshare and nsenter",
+    ),
+]
+
+V4 = ("10.77.1.1", "10.77.1.2", "10.77.1.3")
+V6 = ("fd00:77::1", "fd00:77::2", "fd00:77::3")
+
+
+@contextlib.contextmanager
+def network(*addresses: str) -> Iterator[list[Host]]:
+    with contextlib.ExitStack() as stack:
+        try:
+            made = stack.enter_context(joined(addresses))
+        except (AssertionError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"this machine does not let us make network namespaces: {error}")
+        yield made
+
+
+@pytest.fixture
+def secret(tmp_path):
+    """A file for the ranks of all hosts, as on a shared file system."""
+    path = tmp_path / "secret"
+    path.write_text(token_hex(32))
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def on_one_host(tmp_path_factory):
+    """What all collectives give on one host."""
+    path = tmp_path_factory.mktemp("one") / "secret"
+    path.write_text(token_hex(32))
+    path.chmod(0o600)
+    host = Host()
+    try:
+        return run_ranks([host], str(path), "everything", address="127.0.0.1", sizes=(4,))
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "sizes"),
+    [(V4[:2], (2, 2)), (V4[:2], (1, 3)), (V4, (2, 1, 1)), (V6, (1, 2, 1))],
+    ids=["two hosts", "two uneven hosts", "three uneven hosts", "three hosts over IPv6"],
+)
+def test_every_collective_gives_what_it_gives_on_one_host(secret, on_one_host, addresses, sizes):
+    with network(*addresses) as hosts:
+        # The interface is chosen by name; the others reach this host by its address alone.
+        seen = run_ranks(hosts, secret, "everything", address=addresses[0], sizes=sizes, HOROVOD_GLOO_IFACE="cable")
+    assert [len(host) for host in seen[0]["hosts"]] == list(sizes)
+    for rank, (found, expected) in enumerate(zip(seen, on_one_host, strict=True)):
+        for name, value in expected.items():
+            if name.startswith("weights"):
+                assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (rank, name)
+            elif name not in ("hosts", "place", "transport", "memory"):
+                assert found[name] == value, (rank, name)
+
+
+def test_an_allgather_takes_little_more_memory_than_its_result(secret):
+    with network(*V4[:2]) as hosts:
+        seen = run_ranks(hosts, secret, "memory", address=V4[0])
+    for found in seen:
+        assert 64 <= found["mib"] < 64 + 48
+
+
+@pytest.mark.parametrize("encrypt", ["auto", "never"])
+def test_strangers_from_another_host_and_another_user_change_nothing(secret, encrypt):
+    """They are there before the ranks, hold another job's secret, repeat what was said, stop in the middle, name lengths
+    beyond all measure, come two thousand at a time, say nothing, do not read."""
+    with network(*V4) as hosts, contextlib.ExitStack() as stack:
+        victims = [(address, host.pid) for address, host in zip(V4[:2], hosts[:2], strict=True)]
+        crowd = stack.enter_context(Helper(strangers.crowd, hosts[2].namespace, victims))
+        recorder = stack.enter_context(Helper(strangers.record, hosts[1].namespace))
+        speaker = stack.enter_context(Helper(strangers.say, hosts[2].namespace))
+        other = stack.enter_context(Helper(strangers.another_user, hosts[0].namespace))
+
+        def attack(pids):
+            told = crowd.ask("how many?")
+            assert told["let in"] == 0
+            assert len(told["places"]) >= 5  # the meeting, and a hub for each rank
+            for pid in pids:
+                assert psutil.Process(pid).num_fds() < 600
+            places = [tuple(place) for place in told["places"]]
+            recorded = [(tuple(place), text) for place, text in recorder.ask("what was said?")]
+            repeated = [(place, text[:100_000]) for place, text in recorded if place in places]
+            assert len(repeated) >= 4
+            for data in ([(place, text) for place in places for text in strangers.sayings()], repeated):
+                for said in speaker.ask(data):
+                    assert said is None or len(said) <= 65  # a nonce and a proof at most
+            assert speaker.ask(None) == "gone"
+            assert all(len(said) <= 65 * len(strangers.sayings()) for said in other.ask("now").values())
+            assert crowd.ask("go") == "gone"
+
+        seen = run_ranks(
+            hosts[:2], secret, "until told", address=V4[0], then=attack, HORA_ENCRYPT=encrypt, HORA_STRICT="0"
+        )
+    for found in seen:
+        assert found["rounds"] > 1
+        assert found["wrong"] == 0
+        assert found["mib"] < 100
+
+
+@contextlib.contextmanager
+def slow_network() -> Iterator[list[Host]]:
+    with network(*V4[:2]) as hosts:
+        for host in hosts:
+            how = ["tbf", "rate", "200mbit", "burst", "256kb", "latency", "50ms"]
+            host.run("tc", "qdisc", "add", "dev", "cable", "root", *how)
+        yield hosts
+
+
+def test_a_carrier_that_is_killed_in_mid_exchange_is_named(secret):
+    with slow_network() as hosts:
+        seen = run_ranks(hosts, secret, "killed in mid-exchange", address=V4[0], lost=(3,))
+    for rank in (0, 1, 2):
+        assert "rank 3" in seen[rank]["error"]
+
+
+def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret):
+    def mend(pids):
+        stopped = psutil.Process(pids[3])
+        wait_until("rank 3 is stopped", lambda: stopped.status() == psutil.STATUS_STOPPED)
+        os.kill(pids[3], signal.SIGCONT)
+
+    with slow_network() as hosts:
+        seen = run_ranks(hosts, secret, "stopped in mid-exchange", address=V4[0], then=mend)
+    for found in seen:
+        assert found == {"wrong": 0}
+
+
+def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret):
+    with slow_network() as hosts:
+        cut = lambda pids: hosts[0].run("ip", "link", "set", "cable", "down")  # noqa: E731
+        seen = run_ranks(hosts, secret, "cut", address=V4[0], then=cut)
+    for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):
+        assert any(f"rank {peer} " in seen[rank]["error"] for peer in other_side)
+
+
+def test_a_bad_network_is_slow_and_right(secret):
+    """20 ms of delay each way, and a packet in a thousand is lost."""
+    with network(*V4[:2]) as hosts:
+        for host in hosts:
+            host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "delay", "20ms", "loss", "0.1%")
+        seen = run_ranks(hosts, secret, "operations", address=V4[0])
+    for found in seen:
+        assert found["large"] == [10.0, 2_999_990.0]
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("ssh", "ssh-keygen", SSHD))), reason="needs ssh and sshd")
+def test_an_elastic_job_goes_on_when_a_carrier_is_killed(tmp_path, tmp_path_factory):
+    with Machines(tmp_path_factory.mktemp("netns")) as machines:
+        job = ElasticJob(
+            tmp_path,
+            {"samples": 8000, "epochs": 1},
+            {"HORA_SSH": machines.server.command},
+            prefix=("ip", "netns", "exec", machines.here),
+            num_proc=4,
+            min_num_proc=2,
+            hosts="10.78.0.1:2,there:2",
+            network_interfaces=["cable"],
+            cooldown_range=(1, 3),
+            start_timeout=60,
+        )
+        wait_for_size(job, 4)
+        os.kill(job.worker(3), signal.SIGKILL)
+        job.wait_for_step(job.step() + 20)
+        stop_soon(job)
+        results = job.results()
+    assert_equal(results)
+    assert any("rank 3" in line or "worker 3" in line for line in job.text().splitlines())
