@@ -1,9 +1,11 @@
-"""How long does a job of two empty ranks take, by every launcher here? Run `python benchmarks/launchers.py [--repeats 5]`.
+"""How long does a job of two empty ranks take, by every launcher here? Run `python benchmarks/launchers.py [--repeats 5]
+[--docs]`.
 
 Wall seconds from the command to its end, medians, all launchers in turns: this machine alone, the same command on two nodes
 (both are this machine), mpirun's line by the stand-in and by a real Open MPI, ssh (a real sshd), a Slurm allocation (a real
-Slurm of two nodes; the time is that of `hora run` inside it), two pods of a Job (on the stand-in of the tests; as root) and
-a `RayExecutor` on a running cluster of two nodes, where Ray is installed.
+Slurm of two nodes; the time is that of `hora run` inside it), two pods of a Job (on the stand-in of the tests; as root), a
+`HorovodRunner` on a running Spark cluster and a `RayExecutor` on a running Ray cluster of two nodes, where these are
+installed. Prints the table of docs/launchers.md; `--docs` puts it there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,6 +29,55 @@ sys.path += [str(Path(__file__).parents[1] / "tests" / part) for part in (".", "
 
 HORA = str(Path(sys.executable).with_name("hora"))
 RANK = ["true"]
+DOCS = Path(__file__).parents[1] / "docs" / "launchers.md"
+
+# The rows of the table: place, the line to type, what a job there can survive.
+PLACES = (
+    ("this machine", "`hora run -np 4 python train.py`", "elastic (`--min-np`): any worker"),
+    (
+        "ssh",
+        "`horovodrun -np 8 -H a:4,b:4 python train.py`",
+        "elastic: any worker, any host but the launcher's",
+    ),
+    (
+        "an mpirun line",
+        "`hora mpirun -np 8 -H a:4,b:4 … python train.py`",
+        "nothing: mpirun lines have no elastic jobs",
+    ),
+    (
+        "the same command on every node",
+        "`hora run --join -np 8 python train.py`",
+        "elastic: any worker, any node but the first; a node may come back",
+    ),
+    (
+        "Slurm",
+        "`sbatch -N2 --ntasks-per-node=4 --wrap 'exec horovodrun -np 8 python train.py'`",
+        "elastic: any worker; a commit before the time limit",
+    ),
+    ("[Spark](runner.md)", "`HorovodRunner(np=8).run(train)`", "`horovod.spark.run_elastic`: any worker"),
+    ("[Ray](ray.md)", '`@hora.distributed(num_processes=8, on="ray")`', "`ElasticRayExecutor`: any worker, any node"),
+    (
+        "Kubernetes",
+        "`hora kubernetes manifest job … \\| kubectl apply -f -`",
+        "elastic (`--min-nodes`): any pod but the first",
+    ),
+)
+_UNMEASURED = "not measured"
+
+
+def table(seconds: Mapping[str, str]) -> str:
+    """The table of docs/launchers.md, with the time of each place."""
+    rows = [
+        f"| {place} | {line} | {seconds.get(place, _UNMEASURED)} | {survives} |" for place, line, survives in PLACES
+    ]
+    return "\n".join(["| place | the line to type | start | what it can survive |", "|---|---|---|---|", *rows, ""])
+
+
+def table_in(text: str) -> str:
+    """The table as it stands in a page."""
+    lines = text.splitlines(keepends=True)
+    first = next(number for number, line in enumerate(lines) if line.startswith("| place |"))
+    return "".join(itertools.takewhile(lambda line: line.startswith("|"), lines[first:]))
 
 
 def run(argv: list[str], **environment: str) -> float:
@@ -68,6 +119,14 @@ def in_pods(folder: Path) -> float:
         return time.perf_counter() - began
 
 
+def on_spark() -> float:
+    from sparkdl import HorovodRunner
+
+    began = time.perf_counter()
+    HorovodRunner(np=2).run(os.getpid)
+    return time.perf_counter() - began
+
+
 def on_ray() -> float:
     from horovod.ray import RayExecutor
 
@@ -83,8 +142,8 @@ def launchers(stack: ExitStack) -> dict[str, Callable[[], float]]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     found: dict[str, Callable[[], float]] = {
         "this machine": lambda: run([HORA, "run", "-np", "2", *RANK]),
-        "same command on two nodes": lambda: on_two_nodes(folder),
-        "hora mpirun": lambda: run([HORA, "mpirun", "-np", "2", *RANK]),
+        "the same command on every node": lambda: on_two_nodes(folder),
+        "an mpirun line": lambda: run([HORA, "mpirun", "-np", "2", *RANK]),
     }
     if (mpirun := shutil.which("mpirun")) is not None:
         found["Open MPI"] = lambda: run([mpirun, "--allow-run-as-root", "--oversubscribe", "-np", "2", *RANK])
@@ -99,7 +158,7 @@ def launchers(stack: ExitStack) -> dict[str, Callable[[], float]]:
             line = ["salloc", "-Q", "-N2", sys.executable, "-c", f"{inside}; print('took', time.time() - b)"]
             return float(slurm.command(*line).rpartition("took ")[2])
 
-        found["Slurm allocation"] = in_an_allocation
+        found["Slurm"] = in_an_allocation
     if shutil.which("ssh") and os.path.exists("/usr/sbin/sshd"):
         from ssh_server import SshServer
 
@@ -110,28 +169,41 @@ def launchers(stack: ExitStack) -> dict[str, Callable[[], float]]:
         )
     if os.geteuid() == 0 and shutil.which("ip"):
         numbers = itertools.count()
-        found["pods of a Job"] = lambda: in_pods(folder / f"pods{next(numbers)}")
+        found["Kubernetes"] = lambda: in_pods(folder / f"pods{next(numbers)}")
+    if shutil.which("java"):
+        from spark_cluster import StandaloneCluster, spark_session
+
+        cluster = stack.enter_context(StandaloneCluster())
+        stack.enter_context(spark_session(cluster.url))
+        on_spark()  # the first one starts what later ones find running
+        found["[Spark](runner.md)"] = on_spark
     if importlib.util.find_spec("ray"):
         from ray_cluster import RayCluster
 
         stack.enter_context(RayCluster())
         on_ray()  # the first one starts what later ones find running
-        found["Ray"] = on_ray
+        found["[Ray](ray.md)"] = on_ray
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/launchers.md")
+    arguments = parser.parse_args()
     with ExitStack() as stack:
         found = launchers(stack)
         times: dict[str, list[float]] = {name: [] for name in found}
-        for _ in range(repeats):
+        for _ in range(arguments.repeats):
             for name, measure in found.items():
                 times[name].append(measure())
-    for name, seconds in times.items():
-        print(f"{name:28} {statistics.median(seconds):6.2f} s")
+    medians = {name: f"{statistics.median(seconds):.1f} s" for name, seconds in times.items()}
+    print(table(medians))
+    for name in medians.keys() - {place for place, _, _ in PLACES}:
+        print(f"{name}: {medians[name]}")
+    if arguments.docs:
+        text = DOCS.read_text()
+        DOCS.write_text(text.replace(table_in(text), table(medians)))
 
 
 if __name__ == "__main__":

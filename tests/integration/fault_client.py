@@ -13,6 +13,9 @@ import sys
 import threading
 import time
 
+# An executor that says nothing is given up after so long, not after Spark's two minutes.
+IMPATIENT = {"spark.network.timeout": "30s", "spark.executor.heartbeatInterval": "3s"}
+
 
 def slots_too_few(folder):
     import horovod.spark
@@ -79,6 +82,14 @@ def _waiting(folder):
 
 
 def executor_killed(folder):
+    return _loses_an_executor(folder)
+
+
+def executor_silent(folder):
+    return _loses_an_executor(folder)
+
+
+def _loses_an_executor(folder):
     import horovod.spark
     from sparkdl import HorovodRunner
 
@@ -118,7 +129,7 @@ def main() -> None:
         else:
             from spark_cluster import spark_session
 
-            stack.enter_context(spark_session(url, **{"spark.driver.memory": "2g"}))
+            stack.enter_context(spark_session(url, **{"spark.driver.memory": "2g", **IMPATIENT}))
         for name in names:
             try:
                 found = globals()[name](folder)

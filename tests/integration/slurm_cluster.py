@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ def _free_port() -> int:
 
 
 class SlurmCluster:
-    """Nodes n1 and n2 with two cores each. `environment`: what its commands need to find it."""
+    """Nodes n1 and n2 with two cores and two GPUs each, which are devices without content. `environment`: for its commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,6 +57,9 @@ class SlurmCluster:
         key.write_bytes(os.urandom(1024))
         for name in ("state", "spool-n1", "spool-n2"):
             (here / name).mkdir()
+        for number in (0, 1):
+            os.mknod(here / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
+        (here / "gres.conf").write_text(f"NodeName=n1,n2 Name=gpu Flags=nvidia_gpu_env File={here}/gpu[0-1]\n")
         (here / "slurm.conf").write_text(self._config())
         files = [f"--{kind}-file={here}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
         self._run("munged", "--foreground", "--force", f"--socket={here}/munge.socket", *files)
@@ -82,6 +86,8 @@ class SlurmCluster:
             "TaskPlugin": "task/none",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core",
+            "GresTypes": "gpu",
+            "SchedulerParameters": "bf_interval=1",  # which alone starts heterogeneous jobs
             "MpiDefault": "none",
             "ReturnToService": 2,
             "KillWait": 10,
@@ -89,7 +95,7 @@ class SlurmCluster:
         }
         lines = [f"{key}={value}" for key, value in settings.items()]
         lines += [
-            f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=2 RealMemory=1000"
+            f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=2 RealMemory=1000 Gres=gpu:2"
             for node in ("n1", "n2")
         ]
         return "\n".join([*lines, "PartitionName=all Nodes=n1,n2 Default=YES State=UP", ""])

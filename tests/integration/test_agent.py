@@ -25,13 +25,46 @@ print("rank", hvd.rank(), "of", hvd.size(), "sum", total, own, flush=True)
 HORA = str(BIN / "hora")
 
 
+# What tells a node its place, given its number and where they meet.
+PLACES = {
+    "flags": lambda rank, meet: (["--nnodes", "2", "--node-rank", str(rank), "--meet", meet], {}),
+    "Kubeflow": lambda rank, meet: (
+        ["--join"],
+        {
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": meet.partition(":")[0],
+            "PET_MASTER_PORT": meet.partition(":")[2],
+        },
+    ),
+    "SkyPilot": lambda rank, meet: (
+        ["--join", "--meet", meet],  # the port, which is any free one here
+        {
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+            "SKYPILOT_TASK_ID": "sky-2026-01-01-00-00-00-000000_train_1-0",
+        },
+    ),
+}
+
+
 class TwoNodes:
     """Node 0, where the job is controlled, and node 1."""
 
-    def __init__(self, work: Path, *command: str, secrets: tuple[str, str] = ("s", "s"), limit_s: int = 120) -> None:
+    def __init__(
+        self,
+        work: Path,
+        *command: str,
+        secrets: tuple[str, str] = ("s", "s"),
+        limit_s: int = 120,
+        platform: str = "flags",
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             self._meet = f"127.0.0.1:{sock.getsockname()[1]}"
-        self._command, self._limit_s = command, limit_s
+        self._command, self._limit_s, self._platform = command, limit_s, platform
         self.jobs = [self.started(rank, work / str(rank), secrets[rank]) for rank in (0, 1)]
 
     def started(self, rank: int, folder: Path, text: str = "s") -> JobProcess:
@@ -39,9 +72,10 @@ class TwoNodes:
         secret = folder / "secret"
         secret.touch(mode=0o600)
         secret.write_text(text * 64)
-        place = ["--nnodes", "2", "--node-rank", str(rank), "--meet", self._meet, "--start-timeout", str(self._limit_s)]
-        own = {"HORA_SECRET_FILE": str(secret), f"OF_NODE_{rank}": "yes"}
-        return JobProcess([HORA, "run", *place, *self._command], folder, **own)
+        place, variables = PLACES[self._platform](rank, self._meet)
+        own = {"HORA_SECRET_FILE": str(secret), f"OF_NODE_{rank}": "yes", **variables}
+        line = [HORA, "run", *place, "--start-timeout", str(self._limit_s), *self._command]
+        return JobProcess(line, folder, **own)
 
     def wait(self) -> list[int]:
         return [job.wait(150) for job in self.jobs]
@@ -54,7 +88,7 @@ class TwoNodes:
 def test_two_nodes_are_one_world_and_each_keeps_its_environment(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    nodes = TwoNodes(tmp_path, "--slots-per-host", "1", sys.executable, str(script))
+    nodes = TwoNodes(tmp_path, sys.executable, str(script), platform="Kubeflow")
     assert nodes.wait() == [0, 0], nodes.jobs[0].text() + nodes.jobs[1].text()
     assert "[0]<stdout>:rank 0 of 2 sum 2.0 ['OF_NODE_0']" in nodes.jobs[0].text()
     assert "[1]<stdout>:rank 1 of 2 sum 2.0 ['OF_NODE_1']" in nodes.jobs[0].text()
@@ -63,10 +97,29 @@ def test_two_nodes_are_one_world_and_each_keeps_its_environment(tmp_path):
 
 def test_a_failure_on_the_other_node_is_named_and_is_everybodys_status(tmp_path):
     fails = "test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
-    nodes = TwoNodes(tmp_path, "-np", "4", "sh", "-c", fails)
+    nodes = TwoNodes(tmp_path, "-np", "4", "sh", "-c", fails, platform="SkyPilot")
     assert nodes.wait() == [7, 7]
     assert "Process name: 3\nExit code: 7" in nodes.jobs[0].text()
     assert "oh no" in nodes.jobs[0].text()
+    nodes.assert_nothing_left()
+
+
+def test_a_silent_node_is_given_up_and_ends_when_it_comes_to(tmp_path):
+    """Nothing of it answers, and nothing of it ends: a machine that swaps, or whose disk hangs."""
+    nodes = TwoNodes(tmp_path, "-np", "2", "--silence-timeout", "12", "sh", "-c", "echo I am $$; exec sleep 600")
+    wait_until("both ranks run", lambda: nodes.jobs[0].text().count("I am") == 2, 120)
+    controller, agent = nodes.jobs
+    stopped = agent.processes()
+    assert len(stopped) == 4  # the agent, guardian and supervisor, a rank
+    for process in stopped:
+        process.suspend()
+    assert controller.wait(150) == 255
+    assert "has not answered for 12 s and was given up; raise --silence-timeout" in controller.text()
+    assert "Process name: 1" in controller.text()
+    for process in stopped:
+        process.resume()
+    assert agent.wait(150) == 1
+    assert "the first node, 127.0.0.1, is gone" in agent.text()
     nodes.assert_nothing_left()
 
 

@@ -44,6 +44,11 @@ def silence(node: Any) -> None:
         process.suspend()
 
 
+def kill(node: Any) -> None:
+    """Its raylet; Ray's workers end when theirs does."""
+    raylet_of(node).kill()
+
+
 def drain(node: Any) -> None:
     """As a cloud that takes a machine back tells Ray."""
     client = ray._raylet.GcsClient(address=node.gcs_address)
@@ -64,7 +69,7 @@ def hosts_by_resource() -> list[dict[str, Any]]:
 REAL_NODES = ray.nodes
 
 
-@pytest.mark.parametrize("misfortune", [silence, drain])
+@pytest.mark.parametrize("misfortune", [silence, kill, drain])
 @mock.patch(INTERVAL, 0.1)
 def test_what_happens_to_a_node_costs_its_workers_only(cluster, tmp_path: Path, monkeypatch, misfortune):
     monkeypatch.setattr(ray, "nodes", hosts_by_resource)
@@ -90,6 +95,28 @@ def test_what_happens_to_a_node_costs_its_workers_only(cluster, tmp_path: Path, 
             with suppress(psutil.NoSuchProcess):
                 process.resume()
     wait_until("the node's processes have ended", lambda: not any(process.is_running() for process in processes))
+    nothing_is_left()
+
+
+@mock.patch(INTERVAL, 0.1)
+def test_a_stopped_worker_is_given_up_and_replaced(cluster, tmp_path: Path):
+    """Ray knows nothing of it: its node is well, and the process is there. The user says how long a silence may last."""
+
+    def stop_one(beginners: dict[int, str]) -> int:
+        victim = max(beginners)
+        psutil.Process(victim).suspend()
+        return victim
+
+    watching = Misfortune(2, stop_one, 2, tmp_path)
+    settings = RayExecutor.create_settings(timeout_s=120)
+    with RayExecutor(settings, min_workers=1, max_workers=2, elastic_timeout=120) as executor:
+        executor.start(extra_env_vars={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"})
+        results = executor.run(train, args=[str(tmp_path)], callbacks=[watching])
+    assert [(rank, size) for rank, size, _, _ in results] == [(0, 2), (1, 2)]
+    pids = [pid for _, _, pid, _ in results]
+    assert pids[0] in watching.beginners
+    assert pids[1] not in watching.beginners
+    wait_until("the stopped process has ended", lambda: not psutil.pid_exists(watching.victim))
     nothing_is_left()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -48,6 +50,57 @@ def test_both_nodes_are_used_and_what_was_not_allocated_is_refused(slurm, tmp_pa
     job = allocated(slurm, tmp_path / "more", "hora", "run", "-np", "9", "true")
     assert job.wait(120) == 2
     assert "-np 9, but the Slurm job has 2 tasks and 2 cores on 2 nodes" in job.text()
+    slurm.wait_until_free()
+
+
+SHOW = "rank $HOROVOD_RANK of $HOROVOD_SIZE, $HOROVOD_LOCAL_RANK of $HOROVOD_LOCAL_SIZE on $SLURMD_NODENAME"
+FUNCTION = """
+import os, sys
+import hora
+
+@hora.distributed(num_processes=3, on="slurm")
+def place(*names):
+    import os
+    return [os.environ.get(name) for name in names]
+
+for values in place.distributed("HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES"):
+    print(*values)
+"""
+
+
+def test_a_function_on_nodes_with_unequal_tasks_sees_all_of_the_jobs_gpus(slurm, tmp_path):
+    (tmp_path / "function.py").write_text(FUNCTION)
+    line = ["salloc", "-Q", "-N2", "-n3", "--gres=gpu:2", sys.executable, "function.py"]
+    job = JobProcess(line, tmp_path, **slurm.environment)
+    assert job.wait(240) == 0, job.text()
+    assert [text for text in job.text().splitlines() if "0,1" in text] == ["0 2 n1 0,1", "1 2 n1 0,1", "2 1 n2 0,1"]
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+def test_the_components_of_a_heterogeneous_job_are_one_world(slurm, tmp_path):
+    sizes = ["-N1", "-n1", "--gpus-per-task=2", ":", "-N1", "-n2", "--gpus-per-task=1"]
+    line = [str(BIN / "horovodrun"), "-np", "3", "sh", "-c", f"echo {SHOW}, GPUs $CUDA_VISIBLE_DEVICES"]
+    job = JobProcess(["salloc", "-Q", *sizes, *line], tmp_path, **slurm.environment)
+    assert job.wait(240) == 0, job.text()
+    assert "[0]<stdout>:rank 0 of 3, 0 of 1 on n1, GPUs 0,1" in job.text()
+    assert "[1]<stdout>:rank 1 of 3, 0 of 2 on n2, GPUs 0,1" in job.text()
+    assert "[2]<stdout>:rank 2 of 3, 1 of 2 on n2, GPUs 0,1" in job.text()
+    job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+def test_ranks_that_srun_starts_find_one_another(slurm, tmp_path):
+    """The nodes' names have no addresses here, so the meeting place is said."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sock.getsockname()[1])}
+    line = ["salloc", "-Q", "-N2", "--ntasks-per-node=1", "srun", sys.executable, "train.py"]
+    job = JobProcess(line, tmp_path, **slurm.environment, **meeting)
+    assert job.wait(240) == 0, job.text()
+    assert "rank 0 of 2 sum 2.0 on n1" in job.text()
+    assert "rank 1 of 2 sum 2.0 on n2" in job.text()
+    job.assert_nothing_left(60)
     slurm.wait_until_free()
 
 
@@ -110,11 +163,10 @@ def test_an_allocation_that_is_taken_away_leaves_nothing(slurm, tmp_path):
     slurm.wait_until_free()
 
 
-@pytest.mark.parametrize("victim", ["worker", "agent", "launcher"])
+@pytest.mark.parametrize("victim", ["worker", "agent", "node", "launcher"])
 def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path, victim):
-    job = allocated(
-        slurm, tmp_path, "hora", "run", "-np", "2", "sh", "-c", "echo pid $$ on $HOROVOD_HOSTNAME; sleep 600"
-    )
+    rank = ["sh", "-c", "echo pid $$ on $HOROVOD_HOSTNAME; sleep 600"]
+    job = allocated(slurm, tmp_path, "hora", "run", "-np", "2", "--silence-timeout", "12", *rank)
     wait_until("both ranks run", lambda: job.text().count("pid ") == 2, 120)
     by_name = {
         "worker": [p for p in job.processes() if p.cmdline()[:1] == ["sleep"]],
@@ -123,13 +175,20 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
         ],
         "launcher": [p for p in job.processes() if p.cmdline()[1:4] == [str(BIN / "hora"), "run", "-np"]],
     }
-    by_name[victim][-1].send_signal(signal.SIGKILL)
+    if victim == "node":  # which falls silent
+        agent = by_name["agent"][-1]
+        for process in [agent, *agent.children(recursive=True)]:
+            process.suspend()
+    else:
+        by_name[victim][-1].send_signal(signal.SIGKILL)
     status = job.wait(240)
     assert status != 0 or victim == "launcher"  # salloc says 0 where its command is killed
     if victim == "worker":
         assert "Exit code: 137" in job.text()
     if victim == "agent":
         assert "the supervisor on host n" in job.text()
+    if victim == "node":
+        assert "has not answered for 12 s and was given up" in job.text()
     job.assert_nothing_left(90)
     slurm.wait_until_free()
 
@@ -149,4 +208,26 @@ def test_a_signal_before_the_time_limit_lets_the_ranks_commit_and_leave(slurm, t
     assert "all ranks have committed and left" in out.read_text()
     assert list((tmp_path / "commits").glob("*.json"))
     job.assert_nothing_left(60)
+    slurm.wait_until_free()
+
+
+@pytest.mark.slow
+def test_a_job_that_meets_its_time_limit_is_submitted_again_and_goes_on(slurm, tmp_path):
+    """The whole way: Slurm's own signal before the limit, status 75, `scontrol requeue`, and the commits of the first time."""
+    training = str(Path(__file__).with_name("leaving_training.py"))
+    out = tmp_path / "out"
+    line = f"{BIN}/hora run -np 2 --min-np 2 {sys.executable} {training} {tmp_path}/commits 100000"
+    script = tmp_path / "batch.sh"
+    script.write_text(
+        f"#!/bin/sh\n{line} &\ntrap 'kill -TERM $!' TERM\nwait $!; wait $!\nstatus=$?\necho ended with $status\n"
+        "test $status = 75 && scontrol requeue $SLURM_JOB_ID\nexit $status\n"
+    )
+    options = ["--requeue", "--open-mode=append", "--time=1", "--signal=B:TERM@50", "-N2", "-n2", "-o", str(out)]
+    slurm.command("sbatch", *options, str(script))
+    wait_until("Slurm has sent its signal", lambda: out.exists() and "ended with 75" in out.read_text(), 180)
+    first = out.read_text()
+    assert "all ranks have committed and left" in first
+    last = int(re.findall(r"step (\d+) of 2", first)[-1])
+    wait_until("it goes on", lambda: f"resumed at step {last}\n" in out.read_text(), 400)
+    slurm.command("scancel", "--user=root")
     slurm.wait_until_free()

@@ -1,10 +1,12 @@
-"""On a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed executor, Ctrl-C.
+"""On a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed executor, a silent
+one, Ctrl-C.
 
 One cluster of two slots for each way; `fault_client.py` has what the client does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,15 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyspark
 import pytest
+from fault_client import IMPATIENT
 from spark_cluster import ConnectServer, StandaloneCluster, connect_python
 
 from waiting import wait_until
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SCENARIOS = ("slots_too_few", "two_jobs_at_once", "large_model", "executor_killed", "interrupted")
+SCENARIOS = ("slots_too_few", "two_jobs_at_once", "large_model", "executor_killed", "executor_silent", "interrupted")
 LIMIT_S = 300.0
 
 
@@ -39,7 +43,8 @@ def found(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         if request.param == "classic":
             yield _play(cluster.url, cluster)
             return
-        settings = {"spark.master": cluster.url, "spark.executor.memory": "1g", "spark.driver.memory": "2g"}
+        memory = {"spark.executor.memory": "1g", "spark.driver.memory": "2g"}
+        settings = {"spark.master": cluster.url, **memory, **IMPATIENT}
         with ConnectServer(settings=settings, python=python) as server:
             yield _play(server.url, cluster)
 
@@ -48,14 +53,19 @@ def _play(url: str, cluster: StandaloneCluster) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_REMOTE", "SPARK_HOME")}
     program = str(Path(__file__).parent / "fault_client.py")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        stopped: list[psutil.Process] = []
         argv = [sys.executable, program, url, folder, *SCENARIOS]
         client = subprocess.Popen(argv, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
         try:
             _hurt(client, Path(folder), lambda: cluster.executors()[0].kill())
-            wait_until("the job has ended", lambda: _over(client) or (Path(folder) / "survived").exists(), LIMIT_S)
+            _wait_for_the_end(client, Path(folder))
+            _hurt(client, Path(folder), lambda: stopped.extend(_silence(cluster.executors()[0])))
+            _wait_for_the_end(client, Path(folder))
+            _resume(stopped)
             _hurt(client, Path(folder), lambda: client.send_signal(signal.SIGINT))
             client.wait(LIMIT_S)
         finally:
+            _resume(stopped)
             client.kill()
             client.wait()
             output.seek(0)
@@ -66,6 +76,27 @@ def _play(url: str, cluster: StandaloneCluster) -> dict[str, Any]:
         if line.startswith("{"):
             answers |= json.loads(line)
     return answers
+
+
+def _silence(executor: psutil.Process) -> list[psutil.Process]:
+    """Nothing of it answers any more, and nothing of it ends."""
+    stopped = [executor, *executor.children(recursive=True)]
+    for process in stopped:
+        process.suspend()
+    return stopped
+
+
+def _resume(stopped: list[psutil.Process]) -> None:
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+    stopped.clear()
+
+
+def _wait_for_the_end(client: subprocess.Popen[bytes], folder: Path) -> None:
+    survived = folder / "survived"
+    wait_until("the job has ended", lambda: _over(client) or survived.exists(), LIMIT_S)
+    survived.unlink(missing_ok=True)
 
 
 def _over(client: subprocess.Popen[bytes]) -> bool:
@@ -99,6 +130,12 @@ def test_a_model_of_200_mb_travels_both_ways(found):
 def test_a_lost_executor_ends_the_job_with_the_reason_and_another_one_runs(found):
     words, again = found["executor_killed"]
     assert "executor" in words
+    assert again == [1, 1]
+
+
+def test_a_silent_executor_ends_the_job_with_the_reason_and_another_one_runs(found):
+    words, again = found["executor_silent"]
+    assert "heartbeat" in words.lower() or "executor" in words.lower()
     assert again == [1, 1]
 
 

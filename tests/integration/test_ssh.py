@@ -280,6 +280,24 @@ def test_a_cut_ssh_connection_ends_the_job_and_the_remote_workers(hosts, ready):
     assert "the supervisor on host nodeb ended unexpectedly" in err
 
 
+def test_a_silent_host_is_given_up_and_ends_its_workers_when_it_comes_to(hosts, ready):
+    """Its ssh connection is fine, but nothing behind it answers."""
+    env = {"HORA_SSH": hosts.command, "READY": str(ready)}
+    job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "--silence-timeout", "12", "python", "-c", SLEEPER]
+    with running(*job, env=env, ready=ready, count=2) as launcher:
+        (rank,) = [process for process in launcher.processes() if process.environ().get("HOROVOD_RANK") == "1"]
+        stopped = [rank, *rank.parents()[:2]]  # its supervisor, and that one's guardian
+        for process in stopped:
+            process.suspend()
+        launcher.process.wait(150)
+        for process in stopped:
+            process.resume()
+        code, _, err = launcher.finish()
+    assert code == 255
+    assert "process 1 on host nodeb failed" in err
+    assert "host nodeb has not answered for 12 s and was given up" in err
+
+
 def _ssh_client(job, hostname):
     for process in job.processes():
         words = process.cmdline()
@@ -395,23 +413,12 @@ def _listening(namespace):
             yield ".".join(numbers), int(port, 16)
 
 
-# The launcher with less patience, so that the test need not have so much.
-IMPATIENT = """
-import sys
-from hora import cli
-from hora.launch.host import launcher, ssh
-launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 3.0
-ssh._OPTIONS["ServerAliveInterval"] = "1"
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.netns
 def test_a_cut_cable_ends_the_job_here_and_the_workers_there(namespaces, ready):
     here, there, server = namespaces
-    job = ["run", "-np", "2", "-H", "10.77.0.1:1,there:1", "--network-interface", "cable0"]
-    command = ["python", "-c", IMPATIENT, *job, "python", "-c", SLEEPER]
-    env = {"HORA_SSH": server.command, "READY": str(ready)}
+    job = ["run", "-np", "2", "-H", "10.77.0.1:1,there:1", "--network-interface", "cable0", "--silence-timeout", "10"]
+    command = ["hora", *job, "python", "-c", SLEEPER]
+    env = {"HORA_SSH": f"{server.command} -o ServerAliveInterval=1", "READY": str(ready)}
     try:
         with running(*command, env=env, prefix=("ip", "netns", "exec", here), ready=ready, count=2) as launcher:
             subprocess.run(["ip", "-n", there, "link", "set", "cable1", "down"], check=True)

@@ -45,3 +45,11 @@ def test_the_profile_of_shared_memory_wraps_functions_that_exist(monkeypatch):
     monkeypatch.setattr(Clock, "wrap", lambda self, owner, name, phase: wrapped.append(getattr(owner, name)))
     instrumented()
     assert len(wrapped) == 5
+
+
+def test_the_table_of_launchers_is_what_its_benchmark_prints():
+    from benchmarks.launchers import DOCS, PLACES, table, table_in
+
+    written = table_in(DOCS.read_text())
+    seconds = {place: written.partition(f"| {line} | ")[2].partition(" |")[0] for place, line, _ in PLACES}
+    assert written == table(seconds)

@@ -110,7 +110,7 @@ def joining(agents, *, secret=SECRET, **header):
 
 @pytest.fixture
 def agents():
-    opened = Agents(("127.0.0.1", 0), SECRET, num_nodes=2, own=HostInfo("a", 1))
+    opened = Agents(("127.0.0.1", 0), SECRET, num_nodes=2, silence_limit_s=60, own=HostInfo("a", 1))
     yield opened
     opened.dismiss(0)
 
@@ -236,6 +236,22 @@ def test_slots_of_an_allocation(srun, num_proc, slots):
     found = allocation(Options(num_proc=num_proc), {**ALLOCATED, **srun})
     assert [host.slots for host in found.hosts] == list(slots)
     assert [host.hostname for host in found.hosts] == ["n1", "n2"]
+
+
+def test_the_components_of_a_heterogeneous_job(srun):
+    components = {
+        "SLURM_HET_SIZE": "2",
+        **{f"{name}_HET_GROUP_0": value for name, value in ALLOCATED.items()},
+        "SLURM_JOB_ID_HET_GROUP_1": "10",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "big7",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_1": "8",
+        "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "64",
+        "SLURM_GPUS_PER_TASK_HET_GROUP_1": "a100:2",
+    }
+    found = allocation(Options(num_proc=11), {**ALLOCATED, **components, **srun})
+    assert found.hosts == (HostInfo("n1", 2), HostInfo("n2", 1), HostInfo("big7", 8))
+    assert [component.nodes for component in found.components] == [("n1", "n2"), ("big7",)]
+    assert [component.gpus for component in found.components] == ["", "a100:16"]
 
 
 def test_what_was_not_allocated_is_refused(srun):

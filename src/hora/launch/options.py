@@ -180,6 +180,9 @@ class Options:
         launch_variable="HORA_SECRET_FILE", help="a secret that all nodes hold, in a file that only you can read")
     host_discovery_script: str | None = _option("--host-discovery-script", kind=str, section="hosts",
         exclusive="hosts", metavar="SCRIPT", help="elastic: a program that prints host:slots lines")
+    silence_timeout: int | None = _option("--silence-timeout", section="hosts", low=3, default=60,
+        launch_variable="HORA_SILENCE_TIMEOUT", metavar="SECONDS",
+        help="a host that does not answer for so long is given up, and it gives the launcher up")
     ssh_port: int | None = _option("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
         help="ssh port of all hosts")
     ssh_identity_file: str | None = _option("-i", "--ssh-identity-file", kind=str, section="hosts",

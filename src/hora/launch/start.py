@@ -181,8 +181,9 @@ def make_launcher(
     hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
 ) -> HostLauncher:
     """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere, or its agent."""
+    silence_s, verbose = float(options.effective("silence_timeout")), bool(options.verbose)
     if nodes is not None:
-        return HostLauncher(agents=nodes, listen=nodes.address, verbose=bool(options.verbose))
+        return HostLauncher(agents=nodes, listen=nodes.address, silence_limit_s=silence_s, verbose=verbose)
     remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
     if not remote and not options.nics:
         return HostLauncher()
@@ -191,4 +192,5 @@ def make_launcher(
     ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
     chosen = address.interface_address(options.nics) if options.nics else None
     check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
-    return HostLauncher(ssh=ssh, listen=chosen or reachable_address(remote, ssh), verbose=bool(options.verbose))
+    listen = chosen or reachable_address(remote, ssh)
+    return HostLauncher(ssh=ssh, listen=listen, silence_limit_s=silence_s, verbose=verbose)

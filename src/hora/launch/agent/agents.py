@@ -30,7 +30,7 @@ from hora.version import version
 __all__ = ["Agents", "PROTOCOL", "credentials", "job_secret"]
 
 PROTOCOL = "1"
-_SILENCE_LIMIT_S = 30
+_CUT_LIMIT_S = 30  # a node beyond a cut cable, of which its kernel would tell
 _MAX_NAME_CHARS = 255
 _BYE_LIMIT_S = 20.0
 
@@ -48,8 +48,8 @@ def job_secret(secret: bytes, nonce: str) -> bytes:
 class Agents:
     """Takes agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, ourselves not counted.
 
-    `own`: this machine's name and slots, if the job may use it too, as its first host. `elastic`: an agent that is asked to end
-    lets its ranks commit and leave first.
+    `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long a
+    silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave first.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class Agents:
         secret: bytes,
         *,
         num_nodes: int,
+        silence_limit_s: float,
         own: HostInfo | None = None,
         elastic: bool = False,
     ) -> None:
         self.nonce = new_secret().hex()
         self.job_secret = job_secret(secret, self.nonce)
         self._num_nodes, self._own = num_nodes, own
-        self._elastic = elastic
+        self._elastic, self._silence_limit_s = elastic, silence_limit_s
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, _Node] = {}
         self._names: set[str] = set()  # of all that have ever joined
@@ -73,7 +74,7 @@ class Agents:
         self._starter_ended: Callable[[], str] = lambda: ""
         self._listener: Callable[[Sequence[HostInfo]], None] | None = None
         self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
-        self._server = Server(self, name="hora-agents", silence_limit_s=_SILENCE_LIMIT_S)
+        self._server = Server(self, name="hora-agents", silence_limit_s=_CUT_LIMIT_S)
         try:
             self.port = self._server.listen(where)
         except OSError as error:
@@ -196,7 +197,8 @@ class Agents:
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
             self._nodes[index] = _Node(peer, name, slots)
             self._changed.notify_all()
-        peer.send({"op": "welcome", "nonce": self.nonce, "executable": sys.executable, "elastic": self._elastic})
+        welcome = {"nonce": self.nonce, "executable": sys.executable, "silence_s": self._silence_limit_s}
+        peer.send({"op": "welcome", **welcome, "elastic": self._elastic})
         self._tell()
 
     def _new_name(self, name: str, index: int) -> str:

@@ -35,7 +35,6 @@ __all__ = ["join"]
 
 _RETRY_S = 0.5
 _ANSWER_LIMIT_S = 60.0
-_SUPERVISOR_LIMIT_S = 60.0  # of the controller's silence
 _READ_BYTES = 64 * 1024
 _AHEAD_BYTES = 4 * 1024 * 1024  # output that the controller has not passed on yet
 _GRACE_S = 30.0
@@ -112,11 +111,12 @@ class _Agent:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._leaving = False
+        self._hung_up_at: float | None = None
         self._ahead = 0
         self._room = threading.Event()
         self._room.set()
         self._process = subprocess.Popen(
-            [*local_supervisor_command(), str(_SUPERVISOR_LIMIT_S)],
+            [*local_supervisor_command(), str(float(welcome["silence_s"]))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -129,13 +129,13 @@ class _Agent:
         listener.start()
         try:
             self._forward()
-            self._tell({"op": "ended", "status": wait_or_kill(self._process, _GRACE_S)})
+            self._tell({"op": "ended", "status": self._end_supervisor()})
             listener.join(_BYE_LIMIT_S if self._leaving else _ANSWER_LIMIT_S)  # for the controller's bye, or its end
         finally:
             with contextlib.suppress(OSError):
                 self._connection.shutdown()
             self._close_stdin()
-            wait_or_kill(self._process, _GRACE_S)
+            self._end_supervisor()
         if self._status is None and self._leaving:
             return LEFT
         if self._status is None:
@@ -143,14 +143,17 @@ class _Agent:
         return self._status
 
     def _forward(self) -> None:
-        """What the supervisor says goes to the controller, until it says no more."""
+        """What the supervisor says goes to the controller, until it says no more, or should have ended."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         streams = {self._process.stdout.fileno(): "out", self._process.stderr.fileno(): "err"}
         while "out" in streams.values():
             while not self._room.wait(1.0) and self._process.poll() is None:
                 pass
-            for descriptor in select.select(list(streams), [], [])[0]:
+            ready = select.select(list(streams), [], [], 1.0)[0]
+            if not ready and self._hung_up_at is not None and time.monotonic() > self._hung_up_at + _GRACE_S:
+                return  # it has been stopped, or hangs
+            for descriptor in ready:
                 data = os.read(descriptor, _READ_BYTES)
                 if not data:
                     del streams[descriptor]
@@ -198,6 +201,7 @@ class _Agent:
         finally:
             self._room.set()
             self._close_stdin()
+            self._hung_up_at = time.monotonic()
 
     def _taken(self, num_bytes: int) -> None:
         with self._lock:
@@ -223,6 +227,15 @@ class _Agent:
         if order["argv"][0] == self._controllers_python:
             order["argv"][0] = sys.executable
         return json.dumps(order).encode() + b"\n"
+
+    def _end_supervisor(self) -> int:
+        """Its exit status, once it has ended; one that does not is killed, with everything that it has started."""
+        try:
+            return self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            processes = Processes()
+            processes.kill(processes.descendants(self._process.pid))
+            return wait_or_kill(self._process, _GRACE_S)
 
     def _close_stdin(self) -> None:
         """Which the supervisor takes for the end of its launcher."""

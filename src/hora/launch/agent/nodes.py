@@ -28,11 +28,19 @@ __all__ = ["open_nodes", "serve_node"]
 @contextlib.contextmanager
 def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents | None]:
     """The nodes of this job, all of them there, until it is over; None for a job whose hosts are reached otherwise."""
+    silence_s = float(options.effective("silence_timeout"))
     if options.joins:
         place = _place(options, environ)
         where, secret = _meeting_address(place), _secret(options)
         own = HostInfo(place.name, place.slots or 1)
-        opened = Agents(where, secret, num_nodes=place.num_nodes - 1, own=own, elastic=options.elastic)
+        opened = Agents(
+            where,
+            secret,
+            num_nodes=place.num_nodes - 1,
+            silence_limit_s=silence_s,
+            own=own,
+            elastic=options.elastic,
+        )
         starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     else:
         allocated = allocation(options, environ)
@@ -40,7 +48,7 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             yield None
             return
         secret = new_secret()
-        opened = Agents((allocated.address(), 0), secret, num_nodes=len(allocated.hosts))
+        opened = Agents((allocated.address(), 0), secret, num_nodes=len(allocated.hosts), silence_limit_s=silence_s)
         starting = start_agents(allocated, opened, secret, environ, limit_s=float(options.effective("start_timeout")))
     status = 1
     with starting:

@@ -1,4 +1,5 @@
-"""A Slurm allocation as hosts: which nodes and slots it has, and an agent on each of them, started by one `srun`.
+"""A Slurm allocation as hosts: which nodes and slots it has, and an agent on each of them, started by one `srun`, or by one for
+each component of a heterogeneous job.
 
 The agents' secret goes through srun's standard input, which Slurm brings to every task. Called by `nodes`.
 """
@@ -7,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hora import slurm
@@ -24,23 +26,43 @@ from hora.net import address
 __all__ = ["Allocation", "allocation", "start_agents"]
 
 _ASK_LIMIT_S = 30.0
-_END_LIMIT_S = 30.0
+_END_LIMIT_S, _KILL_LIMIT_S = 10.0, 30.0
 # What the batch script was asked for is not what this step shall have: one task on each node, with all that is there.
 _NOT_FOR_THE_STEP = (
     "SLURM_NTASKS",
     "SLURM_NPROCS",
     "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_SOCKET",
     "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_TRES_PER_TASK",
     "SLURM_TASKS_PER_NODE",
 )
+_OF_A_COMPONENT = re.compile(r"_(HET|PACK)_GROUP_\d+")  # the new and the old name of the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """Nodes that were asked for together. `counts`: each one's tasks and cores. `gpus`: how many all tasks were promised
+    together, if they were promised any by the task: a step with fewer tasks has to say that it wants them all."""
+
+    nodes: tuple[str, ...]
+    counts: tuple[tuple[int, int], ...] = ()
+    gpus: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The nodes of the Slurm job that we are in, and the processes that each may run."""
+    """The nodes of the Slurm job that we are in, and the processes that each may run.
+
+    A job has one component, unless it is heterogeneous.
+    """
 
     job: str
     hosts: tuple[HostInfo, ...]
+    components: tuple[Component, ...]
 
     def address(self) -> str:
         """Our address that its nodes reach."""
@@ -60,21 +82,52 @@ def allocation(options: Options, environ: Mapping[str, str]) -> Allocation | Non
     in_a_step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID")) is not None
     if not job or named or in_a_step or shutil.which("srun", path=environ.get("PATH")) is None:
         return None
-    nodes = slurm.node_names(environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or "")
+    suffixes = _suffixes(environ)
+    nodes = [name for suffix in suffixes for name in _nodes(environ, suffix)]
     if not nodes or nodes == [environ.get("SLURMD_NODENAME")]:  # a batch script on its only node
         return None
-    return Allocation(job=job, hosts=_slots(nodes, options.num_proc, environ))
+    components = tuple(_component(environ, suffix) for suffix in suffixes)
+    counts = [count for component in components for count in component.counts]
+    return Allocation(job=job, hosts=_slots(nodes, counts, options.num_proc), components=components)
 
 
-def _slots(nodes: list[str], num_proc: int | None, environ: Mapping[str, str]) -> tuple[HostInfo, ...]:
-    """One for each task that the job was given; for each core, where there are not enough of those."""
-    tasks = slurm.tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")) or [1] * len(nodes)
-    cores = slurm.tasks_per_node(environ.get("SLURM_JOB_CPUS_PER_NODE", "")) or tasks
+def _suffixes(environ: Mapping[str, str]) -> list[str]:
+    """What Slurm puts behind its variables' names: nothing, or the number of a heterogeneous job's component."""
+    size = environ.get("SLURM_HET_SIZE", "")
+    return [f"_HET_GROUP_{number}" for number in range(int(size))] if size.isdecimal() and int(size) > 1 else [""]
+
+
+def _nodes(environ: Mapping[str, str], suffix: str) -> list[str]:
+    return slurm.node_names(environ.get(f"SLURM_JOB_NODELIST{suffix}") or environ.get(f"SLURM_NODELIST{suffix}") or "")
+
+
+def _component(environ: Mapping[str, str], suffix: str) -> Component:
+    nodes = _nodes(environ, suffix)
+    tasks = slurm.tasks_per_node(environ.get(f"SLURM_TASKS_PER_NODE{suffix}", "")) or [1] * len(nodes)
+    cores = slurm.tasks_per_node(environ.get(f"SLURM_JOB_CPUS_PER_NODE{suffix}", "")) or tasks
     for name, counts in (("SLURM_TASKS_PER_NODE", tasks), ("SLURM_JOB_CPUS_PER_NODE", cores)):
         if len(counts) != len(nodes):
             raise ValueError(
-                f"{name} speaks of {len(counts)} nodes, but the Slurm job has {len(nodes)}: {', '.join(nodes)}"
+                f"{name}{suffix} speaks of {len(counts)} nodes, but the Slurm job has {len(nodes)}: {', '.join(nodes)}"
             )
+    gpus = _times(environ.get(f"SLURM_GPUS_PER_TASK{suffix}", ""), sum(tasks))
+    return Component(nodes=tuple(nodes), counts=tuple(zip(tasks, cores, strict=True)), gpus=gpus)
+
+
+def _times(gpus: str, number: int) -> str:
+    """`2` or `a100:1,v100:2`, so many times."""
+    many = []
+    for entry in filter(None, gpus.split(",")):
+        kind, colon, count = entry.rpartition(":")
+        if not count.isdecimal():
+            raise ValueError(f"SLURM_GPUS_PER_TASK must look like 2 or a100:1 but is {gpus!r}")
+        many.append(f"{kind}{colon}{int(count) * number}")
+    return ",".join(many)
+
+
+def _slots(nodes: list[str], counts: list[tuple[int, int]], num_proc: int | None) -> tuple[HostInfo, ...]:
+    """One for each task that the job was given; for each core, where there are not enough of those."""
+    tasks, cores = [tasks for tasks, _ in counts], [cores for _, cores in counts]
     chosen = cores if num_proc is not None and sum(tasks) < num_proc else tasks
     if num_proc is not None and sum(chosen) < num_proc:
         raise ValueError(
@@ -106,24 +159,7 @@ def start_agents(
     allocated: Allocation, agents: Agents, secret: bytes, environ: Mapping[str, str], *, limit_s: float
 ) -> Iterator[None]:
     """An agent on every node, until the block ends."""
-    num_nodes = len(allocated.hosts)
-    command = [
-        "srun",
-        f"--jobid={allocated.job}",
-        f"--nodes={num_nodes}",
-        f"--ntasks={num_nodes}",
-        "--ntasks-per-node=1",
-        f"--nodelist={','.join(host.hostname for host in allocated.hosts)}",
-        "--quiet",
-        "--overlap",  # the batch script's own resources, and all of them
-        "--cpu-bind=none",
-        "--kill-on-bad-exit=0",  # the controller decides what a lost node means
-        "--job-name=hora",
-        *module_command(sys.executable, "hora.launch.agent.node"),
-    ]
-    env = {name: value for name, value in environ.items() if name not in _NOT_FOR_THE_STEP}
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
-    assert process.stdin is not None
+    env = {name: value for name, value in environ.items() if _OF_A_COMPONENT.sub("", name) not in _NOT_FOR_THE_STEP}
     order = {
         "host": agents.address,
         "port": agents.port,
@@ -132,21 +168,55 @@ def start_agents(
         "secret": secret.hex(),
         "limit_s": limit_s,
     }
-    agents.watch_starter(lambda: _how_it_ended(process))
+    processes: list[subprocess.Popen[bytes]] = []
+    agents.watch_starter(lambda: _how_one_ended(processes))
     try:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
+        for number, component in enumerate(allocated.components):
+            of_it = f"--het-group={number}" if len(allocated.components) > 1 else f"--jobid={allocated.job}"
+            command = _command(of_it, component)
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True))
+            _say(processes[-1], json.dumps(order).encode() + b"\n")
         yield
     finally:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        if process.poll() is None:
-            _wait_or_terminate(process)
+        for process in processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        for process in processes:
+            if process.poll() is None:
+                _wait_or_terminate(process)
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    code = process.poll()
+def _command(of_it: str, component: Component) -> list[str]:
+    """A step with one task on each of these nodes, which has all that the job has there."""
+    num_nodes = len(component.nodes)
+    return [
+        "srun",
+        of_it,
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(component.nodes)}",
+        *([f"--gpus={component.gpus}"] if component.gpus else []),
+        "--quiet",
+        "--overlap",  # the batch script's own resources, and all of them
+        "--mem=0",
+        "--cpu-bind=none",
+        "--kill-on-bad-exit=0",  # the controller decides what a lost node means
+        "--job-name=hora",
+        *module_command(sys.executable, "hora.launch.agent.node"),
+    ]
+
+
+def _say(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line)
+        process.stdin.flush()
+
+
+def _how_one_ended(processes: Sequence[subprocess.Popen[bytes]]) -> str:
+    code = next((code for process in processes if (code := process.poll()) is not None), None)
     return "" if code is None else f"srun, which starts the agents of the nodes, ended with status {code}"
 
 
@@ -156,4 +226,4 @@ def _wait_or_terminate(process: subprocess.Popen[bytes]) -> None:
         process.wait(_END_LIMIT_S)
     except subprocess.TimeoutExpired:
         process.terminate()
-        wait_or_kill(process, _END_LIMIT_S)
+        wait_or_kill(process, _KILL_LIMIT_S)

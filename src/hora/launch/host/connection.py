@@ -28,6 +28,7 @@ _TAIL_BYTES = 4096
 _PIPE_BYTES = 1024 * 1024
 _READ_BYTES = 256 * 1024
 _MAX_FRAME_BYTES = 4 * 1024 * 1024
+_BEATS = 6  # in the time after which a silent host is given up
 # After SIGKILL everything is a matter of milliseconds, even on a busy machine.
 _CLOSE_SLACK_S = 15.0
 
@@ -74,8 +75,8 @@ class SupervisorProcess(Child, Protocol):
 class HostConnection:
     """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
 
-    `heartbeat_s`: how often to send a sign of life, which a supervisor beyond a network waits for.
-    `process`: a supervisor that runs already; `command` is not used then.
+    `silence_limit_s`: for one beyond a network, which gets signs of life and answers them: it is given up when it has not
+    for so long. `process`: a supervisor that runs already; `command` is not used then.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class HostConnection:
         *,
         inherit_env: bool = False,
         env: Mapping[str, str] | None = None,
-        heartbeat_s: float | None = None,
+        silence_limit_s: float | None = None,
         process: SupervisorProcess | None = None,
     ) -> None:
         self.name = name
-        self._events, self._inherit_env, self._heartbeat_s = events, inherit_env, heartbeat_s
+        self._events, self._inherit_env, self._silence_limit_s = events, inherit_env, silence_limit_s
         # Its own session: Ctrl-C in a terminal reaches the launcher only, which ends the workers in order.
         self._process: SupervisorProcess = process or subprocess.Popen(
             list(command),
@@ -108,13 +109,20 @@ class HostConnection:
         self._over_now = threading.Event()
         self._ended: str | None = None  # why nothing can be started here any more
         self._complaints = Tail(_TAIL_BYTES)
+        self._marked = False  # the supervisor runs
+        self._listening, self._num_heard = False, 0  # the reader waits for news; how often there have been some
+        self._given_up = False
         with contextlib.suppress(OSError):  # a small pipe works too, with more turns
             fcntl.fcntl(self._stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._reader = threading.Thread(target=self._read, name=f"hora-host {name}", daemon=True)
         self._reader.start()
         # Its own thread: the reader may be held up by a slow console, which is no reason to take us for dead.
-        self._heart = threading.Thread(target=self._beat, name=f"hora-heartbeat {name}", daemon=True)
-        if heartbeat_s is not None:
+        self._heart: threading.Thread | None = None
+        if silence_limit_s is not None:
+            beat_s = silence_limit_s / _BEATS
+            self._heart = threading.Thread(
+                target=self._beat, args=(beat_s,), name=f"hora-heartbeat {name}", daemon=True
+            )
             self._heart.start()
 
     @property
@@ -181,15 +189,25 @@ class HostConnection:
         """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with it."""
         wait_or_kill(self._process, timeout_s)
         self._reader.join(_CLOSE_SLACK_S)
-        if self._heartbeat_s is not None:
+        if self._heart is not None:
             self._heart.join(_CLOSE_SLACK_S)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # unsent orders for a dead supervisor
                     pipe.close()
 
-    def _beat(self) -> None:
-        while not self._over_now.wait(self._heartbeat_s):
+    def _beat(self, beat_s: float) -> None:
+        """Send signs of life, and count those to which nothing has come back while the reader waited for it. Beats, not
+        seconds: time in which this process did not run is nobody's silence."""
+        unanswered = num_heard = 0
+        while not self._over_now.wait(beat_s):
+            before, num_heard = num_heard, self._num_heard
+            answered = num_heard != before or not self._listening
+            unanswered = 0 if answered or not self._marked else unanswered + 1
+            if unanswered > _BEATS:
+                self._given_up = True
+                self._process.kill()
+                return
             self._command(op="alive")
 
     def _command(self, **order: object) -> None:
@@ -207,12 +225,15 @@ class HostConnection:
 
     def _read(self) -> None:
         assert self._process.stderr is not None
-        buffer, marked = bytearray(), False
+        buffer = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
             selector.register(self._process.stderr.fileno(), selectors.EVENT_READ)
             while self._stdout in selector.get_map():
-                for key, _ in selector.select():
+                self._listening = True
+                ready = selector.select()
+                self._listening, self._num_heard = False, self._num_heard + 1
+                for key, _ in ready:
                     data = os.read(key.fd, _READ_BYTES)
                     if not data:
                         selector.unregister(key.fd)
@@ -220,14 +241,14 @@ class HostConnection:
                         self._complaints.add(data)
                     else:
                         buffer += data
-                        marked = marked or _skip_mark(buffer)
-                        if marked and not self._take_frames_or_hang_up(buffer):
+                        self._marked = self._marked or _skip_mark(buffer)
+                        if self._marked and not self._take_frames_or_hang_up(buffer):
                             selector.unregister(key.fd)
             for key in list(selector.get_map().values()):
                 os.set_blocking(key.fd, False)
                 with contextlib.suppress(BlockingIOError):
                     self._complaints.add(os.read(key.fd, _TAIL_BYTES))
-        self._over(marked)
+        self._over()
 
     def _take_frames_or_hang_up(self, buffer: bytearray) -> bool:
         """A host that has been taken over may send anything: it must not hold up the launcher, nor fill its memory."""
@@ -245,7 +266,7 @@ class HostConnection:
             kind, worker, length = supervisor.FRAME.unpack_from(buffer)
             if not 0 <= length <= _MAX_FRAME_BYTES:
                 raise ValueError(f"a frame of {length} bytes")
-            if worker not in self._own:
+            if worker not in self._own and kind != supervisor.ALIVE:
                 raise ValueError(f"a frame of worker {worker}, which is not there")
             if len(buffer) < size + length:
                 return
@@ -255,7 +276,7 @@ class HostConnection:
                 self._events.started(worker)
             elif kind == supervisor.EXITED:
                 self._report(WorkerExit(worker=worker, **json.loads(body)))
-            else:
+            elif kind != supervisor.ALIVE:
                 self._events.output(worker, "stdout" if kind == supervisor.STDOUT else "stderr", body)
 
     def _report(self, ended: WorkerExit) -> None:
@@ -263,12 +284,17 @@ class HostConnection:
             self._running.discard(ended.worker)
         self._events.exited(ended)
 
-    def _over(self, marked: bool) -> None:
+    def _over(self) -> None:
         self._over_now.set()
         code = self._process.wait()
         complaints = bytes(self._complaints).decode(errors="replace").strip()
-        happened = "ended unexpectedly" if marked else "did not start"
+        happened = "ended unexpectedly" if self._marked else "did not start"
         why = f"the supervisor on host {self.name} {happened} (exit status {code})"
+        if self._given_up:
+            why = (
+                f"host {self.name} has not answered for {self._silence_limit_s:g} s and was given up; raise --silence-timeout "
+                "(HORA_SILENCE_TIMEOUT) if it may be so busy"
+            )
         why += f": {complaints}" if complaints else ""
         with self._lock:
             self._ended = why

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["HostLauncher"]
 
 _CLOSE_SLACK_S = 15.0
-# A launcher that says nothing for so long is gone, or cut off: its remote workers end. Longer than it takes a
-# user who suspended it by accident to notice.
-_HEARTBEAT_S, _HEARTBEAT_LIMIT_S = 10.0, 60.0
 # What another machine must not get: functions of our shell, our directories and devices, a foreign job's secret.
 _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY")
 
@@ -38,7 +35,8 @@ _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECR
 class HostLauncher:
     """Starts workers on this machine, or on any hosts that `ssh` or `agents` reach, this one included.
 
-    `listen`: our address that all of them reach. `supervisor`: one for this machine that runs already, to use first.
+    `listen`: our address that all of them reach. `silence_limit_s`: a host that says nothing for so long is given up, and it
+    gives us up. `supervisor`: one for this machine that runs already, to use first.
     """
 
     def __init__(
@@ -47,11 +45,12 @@ class HostLauncher:
         ssh: Ssh | None = None,
         agents: Agents | None = None,
         listen: str = "127.0.0.1",
+        silence_limit_s: float | None = None,
         verbose: bool = False,
         supervisor: SupervisorProcess | None = None,
     ) -> None:
         self._ssh, self._listen, self._verbose, self._supervisor = ssh, listen, verbose, supervisor
-        self._agents = agents
+        self._agents, self._silence_limit_s = agents, silence_limit_s
         self._hosts: dict[str, HostConnection] = {}
         self._former: list[HostConnection] = []  # their supervisors have ended, or are about to
         self._grace_s = 0.0
@@ -103,14 +102,15 @@ class HostLauncher:
 
     def _reach(self, name: str, events: LaunchEvents) -> HostConnection:
         """Another machine, by ssh or its agent."""
+        limit_s = self._silence_limit_s
         if self._agents is not None:
             process = self._agents.supervisor(name)
-            return HostConnection(name, (), events, inherit_env=True, heartbeat_s=_HEARTBEAT_S, process=process)
+            return HostConnection(name, (), events, inherit_env=True, silence_limit_s=limit_s, process=process)
         assert self._ssh is not None
-        command = self._ssh.supervisor(name, str(_HEARTBEAT_LIMIT_S))
+        command = self._ssh.supervisor(name, *(() if limit_s is None else (str(limit_s),)))
         if self._verbose:
             print(shlex.join(command), file=sys.stderr, flush=True)
-        return HostConnection(name, command, events, inherit_env=True, heartbeat_s=_HEARTBEAT_S)
+        return HostConnection(name, command, events, inherit_env=True, silence_limit_s=limit_s)
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         chosen = list(workers)
@@ -134,8 +134,8 @@ class HostLauncher:
         env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}
         if self._agents is None:
             return replace(spec, env=env)
-        # An agent's connection is authenticated, not encrypted: it carries no secret, and of our environment only what the
-        # job adds to it. The agent has its platform's own, is in the job's folder, and knows the secret.
+        # An agent's connection is authenticated, not always encrypted: it carries no secret, and of our environment only what
+        # the job adds to it. The agent has its platform's own, is in the job's folder, and knows the secret.
         inherited = variables()
         own = {name: value for name, value in env.items() if inherited.get(name) != value}
         return replace(spec, env=own, cwd=None, private_files=dict.fromkeys(spec.private_files, b""))

@@ -11,8 +11,8 @@ Both are subreapers, so double-forked grandchildren stay in sight; workers die w
 (PDEATHSIG); the supervisor takes the guardian's death for an order to end. It also holds the workers' private files (the
 job's secret above all) in memfds, which they read through /proc. It must start fast and imports accordingly.
 
-Where a network lies between, the launcher sends {"op": "alive"} now and then, and the supervisor's only
-argument says after how many seconds of silence it takes the launcher for gone.
+Where a network lies between, the launcher sends {"op": "alive"} now and then, which the supervisor answers, and the
+supervisor's only argument says after how many seconds of silence it takes the launcher for gone.
 
 Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "private_files", "preload"}, {"op": "terminate",
 "workers", "grace_s"}, {"op": "finish", "grace_s"}. Frames: kind, worker, length, body; kinds are the
@@ -48,7 +48,8 @@ from hora.launch.host.zygote import ZygoteClient
 
 MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
 FRAME = struct.Struct(">cii")
-STARTED, STDOUT, STDERR, EXITED = b"s", b"o", b"e", b"x"
+STARTED, STDOUT, STDERR, EXITED, ALIVE = b"s", b"o", b"e", b"x", b"a"
+NO_WORKER = -1
 
 _READ_BYTES = 64 * 1024
 _BACKLOG_BYTES = 1024 * 1024  # of unsent output, above which workers' pipes are left unread
@@ -77,7 +78,8 @@ class _Supervisor:
         self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = guardian_pid, execute
-        self._silence_limit_s, self._heard = silence_limit_s, time.monotonic()
+        self._silence_limit_s = silence_limit_s
+        self._heard = float("inf")  # counts from the first order on: a node may wait long for its job to begin
         self._watch(launcher_pid)
 
     def _watch(self, launcher_pid: int) -> None:
@@ -160,6 +162,8 @@ class _Supervisor:
                 self._terminate(command["workers"], command["grace_s"])
             elif command["op"] == "finish":
                 self._end(command["grace_s"])
+            elif command["op"] == "alive" and not self._output:  # what waits to be sent tells as much
+                self._send(ALIVE, NO_WORKER, b"")
 
     def _private_file(self, data: str) -> str:
         """The path under which workers read this, which is nowhere on a disk."""
