@@ -27,6 +27,7 @@ from hora.watch.address import find_pages
 from hora.watch.model import Entry
 from hora.watch.recording import Recorder, read_run
 from hora.watch.replay import open_recording
+from hora.watch.simulation import Simulation, Slowness
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -262,8 +263,6 @@ def _pid_of_rank(rank: int) -> int:
 
 def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
     """Everything the page has, from a run in which everything happened: a rank was lost, one is slow, a gradient was NaN."""
-    from hora.watch.simulation import Simulation, Slowness
-
     simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)], lost_at=(100.0, 7), total_steps=9000)
     nan = json.dumps({"kind": "nan", "text": "the gradient of 3.bias on rank 2 has 1 NaN"}).encode()
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
@@ -296,6 +295,24 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
         red, green, _, _ = tab.evaluate(HEAT, 5)
         assert red > 180 > 120 > green  # rank 5 is late
         assert not tab.locator("#actions").is_visible()
+    finally:
+        server.close()
+
+
+def test_steps_longer_than_a_bin_leave_no_holes_in_the_curves(tab, tmp_path):
+    simulation = Simulation(num_ranks=2, work_s=3.0)
+    recorder = Recorder(tmp_path / "run.hora", simulation.facts)
+    for entry in simulation.entries(60.0):
+        recorder.take(entry)
+    recorder.close()
+    server, page = open_recording(tmp_path / "run.hora")
+    try:
+        assert None in _run(page.full_url)["columns"]["step"][0][5:]
+        tab.goto(page.full_url)
+        tab.locator("#c-step canvas").wait_for(timeout=20_000)
+        curve = tab.evaluate("charts.step.data[1]")
+        assert len(curve) > 50
+        assert None not in curve[:-5]  # the step that has not ended
     finally:
         server.close()
 

@@ -152,7 +152,7 @@ class Heat {
     const i = Math.min(Math.max(Math.floor((t - xs[0]) / columns.bin_s), 0), xs.length - 1), r = Math.floor(((event.clientY - box.top) / box.height) * columns.ranks.length);
     const late = columns.late[r] && columns.late[r][i];
     if (late === null || late === undefined) { this.tip.hidden = true; return; }
-    this.tip.textContent = `${clock(xs[i])}  rank ${columns.ranks[r]}\nlate by ${late} % of a step\nown time ${pretty(columns.step[r][i])} ms`;
+    this.tip.textContent = `${clock(xs[i])}  rank ${columns.ranks[r]}\nlate by ${pretty(late)} % of a step\nown time ${pretty(columns.step[r][i])} ms`;
     place(this.tip, this.canvas.parentElement, event.clientX - box.left + this.canvas.offsetLeft, event.clientY - box.top + 8);
   }
 }

@@ -158,17 +158,27 @@ function drawWorlds() {
   ctx.stroke();
 }
 
-// The time before the first step would be an empty half of every chart.
-function sinceFirstStep(c) {
+// What charts show of the bins: from the first step on, or half of each would be empty, and without the holes that steps
+// longer than a bin leave; a hole of more than two steps is one.
+function forCharts(c) {
   const rows = [...c.step, ...Object.values(c.metrics)], n = c.parts[0].length;
   let first = 0;
   while (first < n && rows.every((row) => row[first] === null)) first++;
-  if (first === 0 || first === n) return first === n ? null : c;
-  const cut = (row) => row.slice(first);
+  if (first === n) return null;
+  const most = Math.ceil((2.5 * (run.head.step_ms || 0)) / 1000 / c.bin_s) + 1, shown = (row) => bridged(row.slice(first), most);
   return {
-    ...c, began: c.began + first * c.bin_s, step: c.step.map(cut), late: c.late.map(cut), parts: c.parts.map(cut), rate: cut(c.rate),
-    metrics: Object.fromEntries(Object.entries(c.metrics).map(([name, row]) => [name, cut(row)])),
+    ...c, began: c.began + first * c.bin_s, step: c.step.map(shown), late: c.late.map(shown), parts: c.parts.map(shown),
+    metrics: Object.fromEntries(Object.entries(c.metrics).map(([name, row]) => [name, row.slice(first)])),
   };
+}
+function bridged(row, most) {
+  let last = -1;
+  row.forEach((value, i) => {
+    if (value === null) return;
+    if (last >= 0 && i - last > 1 && i - last <= most + 1) for (let k = last + 1; k < i; k++) row[k] = row[last] + ((value - row[last]) * (k - last)) / (i - last);
+    last = i;
+  });
+  return row;
 }
 const times = () => { const c = run.shown, n = c.parts[0].length; return Array.from({ length: n }, (_, i) => c.began + i * c.bin_s); };
 const median = (values) => { const v = values.filter((x) => x !== null).sort((a, b) => a - b), n = v.length; return n ? (v[(n - 1) >> 1] + v[n >> 1]) / 2 : null; };
@@ -177,7 +187,7 @@ const MARKS = { world: "--accent", lost: "--bad", failed: "--bad", nan: "--bad",
 const marks = (kinds) => () => run.events.filter((e) => kinds.includes(e[2])).map((e) => ({ at: e[1], color: css(MARKS[e[2]]) }));
 
 function showCharts() {
-  const c = (run.shown = run.columns && sinceFirstStep(run.columns));
+  const c = (run.shown = run.columns && forCharts(run.columns));
   if (!c) return;
   const xs = times(), late = lateRanks();
   const medians = xs.map((_, i) => median(c.step.map((row) => row[i])));
