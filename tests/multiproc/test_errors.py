@@ -365,24 +365,24 @@ def test_timeline_must_be_armed():
 def test_after_four_billion_unnamed_operations_their_number_begins_anew():
     queue = engine.current_runtime().process_sets.queue(0)
     hvd.allreduce(torch.ones(1))
-    queue._unnamed["allreduce"] = queue._planner.unnamed["allreduce"] = 2**32 - 2
+    queue.submission.numbers["allreduce"] = queue.planner.unnamed["allreduce"] = 2**32 - 2
     for _ in range(4):
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
-    assert queue._unnamed["allreduce"] == 2
+    assert queue.submission.numbers["allreduce"] == 2
 
 
 @pytest.mark.ranks(2)
 @session
 def test_an_operation_that_could_not_be_announced_is_not_in_flight():
-    queue = engine.current_runtime().process_sets.queue(0)
-    right, queue.agreement = queue.agreement, Broken()
+    submission = engine.current_runtime().process_sets.queue(0).submission
+    right, submission._agreement = submission._agreement, Broken()
     try:
         for name in ("unheard", None):
             with raises(OverflowError, "as planned"):
                 hvd.allreduce_async(torch.ones(1), name=name)
     finally:
-        queue.agreement = right
-    assert not queue._in_flight
+        submission._agreement = right
+    assert not submission.in_flight
     assert hvd.allreduce(torch.ones(1), name="unheard", op=hvd.Sum).item() == hvd.size()
     assert_runtime_works()
 

@@ -32,15 +32,19 @@ class Counts:
 @contextlib.contextmanager
 def running(**options):
     """A session whose lone allreduces are counted."""
-    counts, inner = Counts(), LonePath._run
+    counts = Counts()
 
-    def run(path, *arguments):
-        done = inner(path, *arguments)
-        counts.taken, counts.void = counts.taken + done, counts.void + (not done)
-        return done
+    def counted(inner):
+        def run(path, *arguments):
+            done = inner(path, *arguments)
+            counts.taken, counts.void = counts.taken + done, counts.void + (not done)
+            return done
+
+        return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LonePath, "_run", run)
+        for name in ("_natively", "_in_python"):
+            patch.setattr(LonePath, name, counted(getattr(LonePath, name)))
         hvd.init(**options)
         try:
             yield counts
@@ -202,3 +206,45 @@ def test_process_sets_have_short_ways_of_their_own():
                 if each.included():
                     assert hvd.allreduce(ones(), name="x", op=hvd.Sum, process_set=each)[0] == 2, step
             assert hvd.allreduce(ones(), name="x", op=hvd.Sum)[0] == 3
+
+
+@pytest.mark.parametrize("size", [5, 300_000])  # staged or not
+@pytest.mark.parametrize("same", [True, False], ids=["the same", "something else first"])
+@pytest.mark.ranks(2)
+def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
+    """As on the ordinary way, the request stays in flight: the other rank, which comes later, is not left alone."""
+    hvd.init()
+    queue = engine.current_runtime().process_sets.queue(0)
+    queue.inspect = lambda: None  # while the hub's thread looks at the queue no request is lone
+    agreement = queue.agreement
+    for _ in range(3):
+        hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
+    if hvd.rank() == 0:
+        tensor = ones(size)
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+        def interrupt():
+            wait_until("this rank waits alone", lambda: _waiting(agreement) == 1)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                hvd.allreduce_(tensor, name="lone", op=hvd.Sum)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        thread.join()
+        place.store.set("interrupted", "")
+        if not same:
+            assert hvd.allreduce(ones(), name="first", op=hvd.Sum)[0] == 2
+        wait_until("the request is done", lambda: tensor[0] == 2)
+    else:
+        place.store.wait(["interrupted"])
+        if not same:
+            assert hvd.allreduce(ones(), name="first", op=hvd.Sum)[0] == 2
+        assert set(hvd.allreduce(ones(size), name="lone", op=hvd.Sum).tolist()) == {2}
+    for _ in range(3):
+        assert hvd.allreduce(ones(size), name="lone", op=hvd.Sum)[-1] == 2
+    hvd.barrier()
+    hvd.shutdown()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -161,6 +163,23 @@ def test_sparse_adam():
             (sum(tables[1](r).square().sum() for r in rows) / hvd.size()).backward()
             plain.step()
         assert_close([tables[0].weight.detach()], [tables[1].weight.detach()])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
+@pytest.mark.ranks(2)
+@session
+def test_a_model_compiled_by_inductor():
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        for sharded in (False, True):
+            model, single = mlp(), mlp()
+            make = lambda net: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)  # noqa: E731
+            optimizer = hvd.DistributedOptimizer(make(model), sharded=sharded)
+            train(torch.compile(model), optimizer, STEPS, mine((5,)))
+            train(single, make(single), STEPS, of_all_ranks((5,)))
+            assert_close(weights(model), weights(single), 1e-5)
+            assert_same_everywhere(weights(model))
 
 
 @pytest.mark.ranks(2)

@@ -220,7 +220,7 @@ def test_the_short_way_gives_what_the_long_way_gives(signature):
     for instance in (0, 1):
         for member in range(3):
             long.feed(member, signature, instance)
-        (expected,), (found,) = long.close_round(), short.plan_one(signature, instance)
+        (expected,), (found,) = long.close_round(), short.plan_alike([signature], [instance])
         assert shape_of([found]) == shape_of([expected])
         assert found.signature is expected.signature
         assert list(found.parts[0].signatures) == list(expected.parts[0].signatures)
@@ -228,6 +228,27 @@ def test_the_short_way_gives_what_the_long_way_gives(signature):
     assert (short.idle, long.idle) == (True, True)
     short.feed(0, signature, 5)
     assert not short.idle
+
+
+def test_the_short_way_fuses_several_requests_as_the_long_way_does():
+    kinds = [
+        allreduce("x"),
+        allreduce(None),
+        allreduce("y", dtype="float64"),
+        allreduce("z", extra=(3, 0)),
+        allreduce("w"),
+    ]
+    kinds += [allreduce("large", shape=(100,)), allreduce("v"), allreduce("max", op=ReduceOp.MAX)]
+    long, short = planner(3, threshold=400), planner(3, threshold=400)
+    for first in (0, 5):
+        instances = [first + number if kind.name is None else 0 for number, kind in enumerate(kinds)]
+        for member in range(3):
+            for kind, instance in zip(kinds, instances, strict=True):
+                long.feed(member, kind, instance)
+        expected, found = long.close_round(), short.plan_alike(kinds, instances)
+        assert shape_of(found) == shape_of(expected)
+        assert [batch.num_bytes for batch in found] == [batch.num_bytes for batch in expected]
+    assert short.unnamed == long.unnamed
 
 
 def on_two_gpus(threshold=1 << 20):

@@ -16,6 +16,7 @@ from hora.engine.plan import Batch, Part
 from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.transport.arithmetic import arithmetic_of, identity
 from hora.engine.transport.base import CompressingTransport, Transport
+from hora.errors import HorovodInternalError
 
 __all__ = ["deliver", "execute", "execute_on_device", "flat", "write_back"]
 
@@ -78,14 +79,20 @@ def deliver(request: Request) -> None:
             tensor.record_stream(stream)
 
 
-def write_back(request: Request) -> None:
-    """Bring the results of a request on the CPU to where the caller wanted them."""
-    for target, result in request.copy_back:
-        with torch.inference_mode(target.is_inference()):
-            target.detach().copy_(result)
-    for tensor in request.results or ():
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)  # bytes were moved behind autograd's back
+def write_back(requests: Sequence[Request]) -> None:
+    """Bring the results of requests on the CPU to where the caller wanted them. What cannot be done is that request's error."""
+    touched: list[torch.Tensor] = []
+    for request in requests:
+        try:
+            for target, result in request.copy_back:
+                with torch.inference_mode(target.is_inference()):
+                    target.detach().copy_(result)
+        except RuntimeError as problem:  # must not keep the request from being done
+            request.error = HorovodInternalError(f"the result could not be written back: {problem}")
+        if request.results:
+            touched += [tensor for tensor in request.results if not tensor.is_inference()]
+    if touched:
+        torch.autograd.graph.increment_version(touched)  # bytes were moved behind autograd's back
 
 
 @cache

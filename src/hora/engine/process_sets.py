@@ -13,12 +13,13 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from hora.config import EngineConfig
 from hora.engine.agree.agreement import Agreement, LocalAgreement
 from hora.engine.agree.hub import HubAgreement
 from hora.engine.agree.shared_memory import SharedMemoryAgreement
-from hora.engine.lone import LonePath
+from hora.engine.lone import LonePath, LonePlan
 from hora.engine.peers import Peers
 from hora.engine.plan import Batch, Planner
 from hora.engine.queue import OperationQueue
@@ -50,6 +51,9 @@ class ProcessSets:
         self._sets: dict[int, tuple[int, ...]] = {}
         self._queues: dict[int, OperationQueue] = {}
         self._lone: dict[int, LonePath] = {}  # of the queues whose members share a host
+        # Of allreduces that are repeated, by what fronts know of a call: the short way, or what is submitted.
+        self.lone_plans: dict[object, LonePlan] = {}
+        self.known_allreduces: dict[object, tuple[OperationQueue, Signature, Any]] = {}
         self._serials: dict[int, int] = {}
         self._num_registered = 0
         self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
@@ -79,9 +83,10 @@ class ProcessSets:
             )
         return queue
 
-    def lone_path(self, number: int) -> LonePath | None:
-        """The short way of a set whose members share a host; None for any other."""
-        return self._lone.get(number)
+    def lone_plan(self, queue: OperationQueue, signature: Signature) -> LonePlan | None:
+        """The plan of the short way for an allreduce of one tensor; None where the members of the set share no host."""
+        path = self._lone.get(queue.process_set_id)
+        return None if path is None else path.plan(signature)
 
     def wake(self) -> None:
         """Wake the threads that wait for other members, so that they look at the world's status again."""
@@ -97,7 +102,7 @@ class ProcessSets:
         number = next((number for number, known in self._sets.items() if known == wanted), None)
         if number is not None:
             raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
-        answer = self._request(0, Kind.ADD_PROCESS_SET, *wanted)
+        answer = self._request(0, Kind.ADD_PROCESS_SET, *wanted).answer
         assert isinstance(answer, int), answer
         return answer
 
@@ -109,14 +114,16 @@ class ProcessSets:
         self._request(0, Kind.REMOVE_PROCESS_SET, number)
         return True
 
-    def share_segment(self, number: int, num_bytes: int) -> Segment | None:
-        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
+    def share_segment(self, number: int, num_bytes: int) -> tuple[int, Segment] | None:
+        """The same zeroed memory for all members (collective), and the number by which they all know it; None where they
+        share no host, or it is too little."""
         queue, peers = self.queue(number), self.peers
         if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
             return None
-        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, False)
-        assert not isinstance(answer, int), answer
-        return answer
+        request = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, False)
+        label = request.key[1]  # the running number of a request without a name, which all members count alike
+        assert isinstance(label, int), label
+        return None if request.answer is None else (label, _segment(request.answer))
 
     def share_in_hosts(self, number: int, num_bytes: int) -> tuple[Segment | None, list[int]]:
         """Memory that the members of each host have in common, so many bytes for each of them, and which members those of
@@ -125,9 +132,8 @@ class ProcessSets:
         near = [] if peers is None else [queue.ranks.index(rank) for rank in peers.near(queue.ranks)]
         if peers is None or not peers.spans_hosts(queue.ranks):
             return None, near
-        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, True)
-        assert not isinstance(answer, int), answer
-        return answer, near
+        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, True).answer
+        return (None if answer is None else _segment(answer)), near
 
     def _check_dynamic(self, what: str) -> None:
         if not self._own_config.dynamic_process_sets:
@@ -137,12 +143,12 @@ class ProcessSets:
             )
         self._status.check_open()
 
-    def _request(self, number: int, kind: Kind, *values: int) -> int | Segment | None:
+    def _request(self, number: int, kind: Kind, *values: int) -> Request:
         queue = self.queue(number)
         request = Request(Signature(int(kind), kind.name.lower(), None, extra=values))
         queue.submit(request, background=False)
         queue.result(request)
-        return request.answer
+        return request
 
     def _execute(self, batch: Batch) -> int | Segment | None:
         """Do what `_request` asked when all have agreed to it, on the thread that drives the queue."""
@@ -169,6 +175,8 @@ class ProcessSets:
             del self._sets[number], self._serials[number]
             self._queues.pop(number, None)
             self._lone.pop(number, None)
+            self.lone_plans.clear()
+            self.known_allreduces.clear()
 
     def register(self, ranks: tuple[int, ...]) -> int:
         """Add a set under the lowest free number (collective)."""
@@ -232,6 +240,8 @@ class ProcessSets:
             queue.close()
         self._queues.clear()
         self._lone.clear()
+        self.lone_plans.clear()
+        self.known_allreduces.clear()
 
     # Making a queue.
 
@@ -302,3 +312,8 @@ class ProcessSets:
                 f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
             )
         return cores[local_rank]
+
+
+def _segment(answer: int | Segment) -> Segment:
+    assert isinstance(answer, Segment), answer
+    return answer

@@ -21,6 +21,7 @@ from hora.engine.peers import Peers
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
 from hora.engine.recorder import Recorder
+from hora.engine.registered import Registry
 from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.segment import SharedMemory
@@ -146,31 +147,14 @@ class Runtime:
             request.residuals = residuals
             if request.signature.device != "cpu":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()
+        return self.put_in_flight(queue, request, background=background)
+
+    def put_in_flight(self, queue: OperationQueue, request: Request, *, background: bool = True) -> int:
+        """`submit` for what is known to be right."""
         queue.submit(request, background=background)
         handle = next(self._next_handle)
         self._handles[handle] = (queue, request)
         return handle
-
-    def allreduce_alone(
-        self,
-        tensor: torch.Tensor,
-        *,
-        in_place: bool,
-        name: str | None,
-        op: int,
-        prescale: float,
-        postscale: float,
-        process_set_id: int,
-    ) -> torch.Tensor | None:
-        """A blocking allreduce by the short way (`lone`); None where `submit` and `synchronize` have to do it."""
-        path = self.process_sets.lone_path(process_set_id)
-        if path is None or type(tensor) is not torch.Tensor or not tensor.is_cpu:
-            return None
-        if tensor.requires_grad or not tensor.is_contiguous():
-            return None
-        if tensor.is_inference() or torch.is_inference_mode_enabled():
-            return None
-        return path.allreduce(tensor, None if in_place else torch.empty_like(tensor), name, op, prescale, postscale)
 
     def poll(self, handle: int) -> bool:
         """Whether the operation is done. ValueError for an unknown handle."""
@@ -237,8 +221,14 @@ class Runtime:
 
     def shared_memory(self, process_set_id: int, num_bytes: int) -> SharedMemory | None:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
-        segment = self.process_sets.share_segment(process_set_id, num_bytes)
-        return None if segment is None else SharedMemory(segment)
+        shared = self.process_sets.share_segment(process_set_id, num_bytes)
+        return None if shared is None else SharedMemory(shared[1])
+
+    def registered_memory(self, process_set_id: int, num_bytes: int) -> torch.Tensor | None:
+        """Bytes of this rank's that all members map (collective); None where there is no such memory."""
+        queue = self.process_sets.queue(process_set_id)
+        shared = self.process_sets.share_segment(process_set_id, Registry.segment_bytes(num_bytes, len(queue.ranks)))
+        return None if shared is None else queue.registry.add(*shared, num_bytes)
 
     def host_memory(self, process_set_id: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
         """Zeroed memory of the members of each host of a set that spans hosts, so many bytes for each member, and which

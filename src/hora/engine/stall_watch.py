@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from hora.engine.agree.agreement import Agreement
 from hora.engine.plan import Pending, Planner
+from hora.engine.request import Key
 from hora.engine.stall import StallInspector
 from hora.engine.status import WorldStatus
 from hora.telemetry.meters import meter
@@ -32,6 +34,7 @@ class StallWatch:
         self._status = status
         self._since = 0.0
         self._what = ""
+        self._lone_seen: dict[Key, float] = {}  # since when members wait for lone requests
         self._num_warnings = 0  # about the batch that runs now
 
     def begin(self, what: str) -> None:
@@ -42,18 +45,32 @@ class StallWatch:
         lasted_s, self._since = time.monotonic() - self._since, 0.0
         return lasted_s
 
-    def check_pending(self, planner: Planner, lone: Callable[[], Sequence[Pending]] = tuple) -> None:
-        """Look at what some members have announced and others have not, in rounds or alone. The driver calls it."""
+    def check_pending(self, planner: Planner, agreement: Agreement | None = None) -> None:
+        """Look at what some members have announced and others have not, and with an agreement at what members wait for
+        alone. The driver calls it."""
         inspector = self._inspector
         if inspector is None or not inspector.due(planner.now):
             return
-        report = inspector.inspect([*planner.pending(), *lone()], planner.joined, planner.now)
+        lone = [] if agreement is None else self._lone_requests(agreement, planner.now)
+        report = inspector.inspect([*planner.pending(), *lone], planner.joined, planner.now)
         if report is None:
             return
         log.log(logging.ERROR if report.shutdown else logging.WARNING, "%s", report.text)
         meter.stalled(report.ranks)
         if report.shutdown:
             self._status.stalled(report.ranks, f"stalled for more than {inspector.shutdown_s:g} s")
+
+    def _lone_requests(self, agreement: Agreement, now: float) -> list[Pending]:
+        """What members wait for without having announced it."""
+        found = []
+        seen, self._lone_seen = self._lone_seen, {}
+        for (signature, instance), signatures in agreement.lone_requests().items():
+            key = signature.key(instance)
+            entry = Pending(key, len(self._ranks), seen.get(key, now))
+            entry.signatures = signatures
+            self._lone_seen[key] = entry.first_seen
+            found.append(entry)
+        return found
 
     def check_execution(self) -> None:
         """Look at a batch that has begun and does not end: a member has been stopped inside it. Any thread."""

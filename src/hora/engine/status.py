@@ -28,13 +28,10 @@ class WorldStatus:
         self._tell = tell
         self._wake = wake
         self._lock = threading.RLock()  # a signal's handler may shut down in the middle of it
+        self.is_open = True  # neither broken nor closing
         self._fault = ""
         self._closing = ""
         self._closing_since = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return not self._fault and not self._closing
 
     @property
     def closing(self) -> bool:
@@ -55,6 +52,7 @@ class WorldStatus:
                 return
             self._closing_since = time.monotonic()
             self._closing = text
+            self.is_open = False
         self._wake()
 
     def fault(self, text: str, *, tell: bool = False) -> None:
@@ -62,6 +60,7 @@ class WorldStatus:
         with self._lock:
             if not self._fault and not self._closing:
                 self._fault = text
+                self.is_open = False
         if tell:
             self._tell(text)
         self._wake()

@@ -6,7 +6,7 @@ the ranks can show is found by `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index, is_
 
 import torch
@@ -28,14 +28,17 @@ _OPERATIONS = {kind: kind.name.lower() for kind in Kind}
 
 
 class Validator:
-    """Checks the arguments of collectives for one set with these global ranks.
+    """Checks the arguments of collectives for one set with these global ranks. `locate` gives a tensor's place in registered
+    memory.
 
     What depends on nothing but a tensor's kind is checked once: training repeats itself.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], locate: Callable[[torch.Tensor], tuple[int, ...]] = lambda _: ()) -> None:
         self._ranks = tuple(ranks)
+        self._locate = locate
         self._known: dict[object, Signature] = {}
+        self._placed: dict[tuple[Signature, tuple[int, ...]], Signature] = {}
         self._gpus: list[torch.device] = []  # that this rank uses here, in the order of their first use
 
     @property
@@ -86,13 +89,25 @@ class Validator:
                     self._known.clear()
                 self._known[key] = found
             signature = found
+            if kind is Kind.ALLREDUCE and op != ReduceOp.ADASUM and _in_place(tensors, outputs) and tensor.is_cpu:
+                place = self._locate(tensor)
+                signature = self._at(found, place) if place else found
         return _with_contiguous_tensors(signature, kind, tensors, outputs)
+
+    def _at(self, signature: Signature, place: tuple[int, ...]) -> Signature:
+        """The same for a tensor at this place."""
+        placed = self._placed.get((signature, place))
+        if placed is None:
+            if len(self._placed) >= _KEPT_SIGNATURES:
+                self._placed.clear()
+            placed = self._placed[signature, place] = signature._replace(extra=place)
+        return placed
 
     def known_allreduce(
         self, tensor: torch.Tensor, name: str | None, op: int, prescale: float, postscale: float
     ) -> Signature | None:
         """The signature of an allreduce of one tensor, if there has been one like it."""
-        arguments = (_ALLREDUCE, name, op, prescale, postscale, -1, False)
+        arguments = (_ALLREDUCE, name, op, prescale, postscale, -1, False, "")
         return self._known.get((arguments, tensor.dtype, tensor.shape, tensor.device, tensor.layout))
 
     def _check(
@@ -151,6 +166,10 @@ def _check_op(kind: Kind, op: int) -> None:
         raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
 
 
+def _in_place(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None) -> bool:
+    return outputs is not None and (outputs is tensors or all(map(is_, outputs, tensors)))
+
+
 def _with_contiguous_tensors(
     signature: Signature, kind: Kind, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
 ) -> Request:
@@ -179,7 +198,7 @@ def _request(
         if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
             return Request(signature, inputs, [torch.empty_like(tensor) for tensor in inputs])
         return Request(signature, inputs)
-    if outputs is tensors or all(map(is_, outputs, tensors)):
+    if _in_place(tensors, outputs):
         results = inputs
     else:
         results = [

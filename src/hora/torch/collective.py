@@ -12,14 +12,31 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, empty_like, is_inference_mode_enabled
+from torch.autograd.graph import increment_version
 
 from hora import engine
-from hora.engine.request import Kind, ReduceOp
+from hora.engine.lone import LonePlan
+from hora.engine.process_sets import ProcessSets
+from hora.engine.queue import OperationQueue
+from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 
-__all__ = ["Collective", "Tensors", "forget_handles", "poll", "run", "submit", "synchronize"]
+__all__ = [
+    "Collective",
+    "Tensors",
+    "carry_out",
+    "forget_handles",
+    "poll",
+    "repeated_allreduce",
+    "run",
+    "submit",
+    "submit_repeated_allreduce_",
+    "synchronize",
+]
+
+_KEPT_PLANS = 4096
 
 Tensors = tuple[Tensor, ...]
 
@@ -50,17 +67,154 @@ def submit(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool 
     return handle
 
 
+def submit_repeated_allreduce_(
+    tensor: Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> int | None:
+    """Start an allreduce in place like one before; None for any other. Flat, because programs start thousands."""
+    runtime = engine.current_runtime()
+    try:
+        key = (
+            tensor.shape,
+            tensor.dtype,
+            tensor.layout,
+            name,
+            op,
+            type(op),
+            prescale,
+            postscale,
+            process_set.process_set_id,
+        )
+        known = runtime.process_sets.known_allreduces.get(key)
+    except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
+        return None
+    if not _is_plain(tensor):
+        return None
+    if known is None:
+        found = _known(runtime.process_sets, key, tensor, process_set)
+        if found is None:
+            return None
+        queue, signature = found
+        collective = Collective(
+            Kind.ALLREDUCE, name, process_set, signature.op, signature.prescale, signature.postscale
+        )
+        kept = runtime.process_sets.known_allreduces
+        if len(kept) >= _KEPT_PLANS:
+            kept.clear()
+        known = kept[key] = (queue, signature, collective)
+    queue, signature, collective = known
+    if queue.registry:  # the place of the tensor has to be looked up
+        return None
+    request = Request(signature, (tensor,), (tensor,))
+    request.results = [tensor]
+    handle = runtime.put_in_flight(queue, request)
+    _in_flight[handle] = collective
+    return handle
+
+
 def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
-    """Carry out a collective: the calling thread drives it, which saves a change of threads."""
-    if collective.kind is Kind.ALLREDUCE and not collective.grouped and len(tensors) == 1:
-        result = _allreduce_alone(collective, tensors[0], in_place)
+    """Carry out a collective: by the short way if it is open, else the calling thread drives it."""
+    if collective.kind is Kind.ALLREDUCE and not collective.grouped and not collective.code and len(tensors) == 1:
+        _, name, process_set, op, prescale, postscale, *_ = collective
+        result = repeated_allreduce(tensors[0], in_place, name, op, prescale, postscale, process_set)
         if result is not None:
             return (result,)
+    return carry_out(collective, tensors, in_place=in_place)
+
+
+def carry_out(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
+    """Carry out a collective the ordinary way: the calling thread drives it, which saves a change of threads."""
     handle = _hand_over(collective, tensors, in_place, background=False)
     outputs = engine.current_runtime().synchronize(handle)
     if not outputs:
         raise HorovodInternalError("Horovod has been shut down by another thread of this process")
     return _results(collective, outputs)
+
+
+def repeated_allreduce(
+    tensor: Tensor,
+    in_place: bool,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> Tensor | None:
+    """An allreduce like one before, by the short way (`hora.engine.lone`); None if it has to go the ordinary one.
+
+    Flat, because this is done for every operation: what the arguments mean is found out once.
+    """
+    sets = engine.current_runtime().process_sets
+    try:
+        key = (
+            tensor.shape,
+            tensor.dtype,
+            tensor.layout,
+            name,
+            op,
+            type(op),
+            prescale,
+            postscale,
+            process_set.process_set_id,
+        )
+        plan = sets.lone_plans.get(key)
+    except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
+        return None
+    if not _is_plain(tensor):
+        return None
+    if plan is None:
+        plan = _learnt(sets, key, tensor, process_set)
+        if plan is None:
+            return None
+    if not in_place:
+        out = empty_like(tensor)
+        return out if plan.path.allreduce(plan, tensor, out) else None
+    if not plan.path.allreduce(plan, tensor, tensor):
+        return None
+    increment_version(tensor)  # bytes were moved behind autograd's back
+    return tensor
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether bytes may be moved to and from it as it is."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_inference()
+        and not is_inference_mode_enabled()
+    )
+
+
+def _learnt(sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet) -> LonePlan | None:
+    """The plan for calls like this one, kept; None while the engine has not seen one, or cannot do it the short way."""
+    found = _known(sets, key, tensor, process_set)
+    plan = None if found is None else sets.lone_plan(*found)
+    if plan is not None:
+        if len(sets.lone_plans) >= _KEPT_PLANS:
+            sets.lone_plans.clear()
+        sets.lone_plans[key] = plan
+    return plan
+
+
+def _known(
+    sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet
+) -> tuple[OperationQueue, Signature] | None:
+    """The queue and the signature of calls like this one, if there has been one; bad arguments never have."""
+    _, _, _, name, op, _, prescale, postscale, _ = key
+    if not isinstance(name, (str, NoneType)):
+        return None
+    wanted = int(ReduceOp.AVERAGE) if op is None else _whole_number(op, "op")
+    if wanted == ReduceOp.ADASUM:
+        return None
+    queue = sets.queue(registered_id(process_set))
+    signature = queue.validator.known_allreduce(tensor, name, wanted, float(prescale), float(postscale))
+    return None if signature is None else (queue, signature)
 
 
 def synchronize(handle: int) -> Any:
@@ -85,22 +239,6 @@ def poll(handle: int) -> bool:
 def forget_handles() -> None:
     """Forget all handles: a new runtime numbers them anew."""
     _in_flight.clear()
-
-
-def _allreduce_alone(collective: Collective, tensor: Tensor, in_place: bool) -> Tensor | None:
-    """The short way, for what the engine has seen before; None if it has to go the ordinary one."""
-    _, name, process_set, op, prescale, postscale, *_ = collective
-    if type(tensor) is not Tensor or not isinstance(name, (str, NoneType)):
-        return None
-    return engine.current_runtime().allreduce_alone(
-        tensor,
-        in_place=in_place,
-        name=name,
-        op=_whole_number(op, "op"),
-        prescale=float(prescale),
-        postscale=float(postscale),
-        process_set_id=registered_id(process_set),
-    )
 
 
 def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool, *, background: bool) -> int:

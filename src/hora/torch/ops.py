@@ -14,7 +14,15 @@ from torch import Tensor
 from hora import engine
 from hora.engine.request import Kind
 from hora.torch.autograd import differentiable
-from hora.torch.collective import Collective, Tensors, run, submit
+from hora.torch.collective import (
+    Collective,
+    Tensors,
+    carry_out,
+    repeated_allreduce,
+    run,
+    submit,
+    submit_repeated_allreduce_,
+)
 from hora.torch.compression import Compression, Compressor, NoneCompressor, code_for
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Average, handle_average_backwards_compatibility
@@ -72,6 +80,10 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce a tensor over all ranks into a new one. Differentiable."""
+    if average is None and compression is Compression.none:
+        result = repeated_allreduce(tensor, False, name, op, prescale_factor, postscale_factor, process_set)
+        if result is not None:
+            return result
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
     return _run_compressed(collective, [tensor], compression)[0]
@@ -87,6 +99,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start reducing a tensor in place; returns a handle."""
+    if average is None:
+        handle = submit_repeated_allreduce_(tensor, name, op, prescale_factor, postscale_factor, process_set)
+        if handle is not None:
+            return handle
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
     return submit(collective, [tensor], in_place=True)
@@ -102,9 +118,13 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce a tensor in place."""
+    if average is None:
+        result = repeated_allreduce(tensor, True, name, op, prescale_factor, postscale_factor, process_set)
+        if result is not None:
+            return result
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
-    return run(collective, [tensor], in_place=True)[0]
+    return carry_out(collective, [tensor], in_place=True)[0]
 
 
 def grouped_allreduce_async(

@@ -7,6 +7,7 @@ that sends them; when it has too many it forgets them all and begins anew. Used 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 from hora.engine.request import Signature
 
@@ -25,6 +26,11 @@ class Announcer:
         self._capacity = capacity
         self._numbers: dict[Signature, int] = {}
         self._by_id: dict[int, tuple[Signature, int]] = {}  # the same, without hashing; holds the signatures
+
+    def number(self, signature: Signature) -> int:
+        """The number of a signature that was sent before and is not looked up for the first time; -1 for any other."""
+        known = self._by_id.get(id(signature))
+        return -1 if known is None else known[1]
 
     def encode(self, signature: Signature, instance: int) -> bytes:
         known = self._by_id.get(id(signature))
@@ -57,6 +63,13 @@ class Reader:
     def known(self, number: int) -> Signature | None:
         """The signature with this number; None when it is no number but the beginning of something else."""
         return self._known[number] if number < len(self._known) and not self._partial else None
+
+    def known_all(self, numbers: Sequence[int]) -> list[Signature] | None:
+        """The signatures with these numbers; None when there is anything else among them."""
+        known = self._known
+        if self._partial or max(numbers) >= len(known):
+            return None
+        return [known[number] for number in numbers]
 
     def decode(self, data: bytes) -> list[tuple[Signature, int]]:
         if self._partial:

@@ -49,7 +49,6 @@ class LoneRecords:
         self._peers = [(tickets[peer], self._records[peer]) for peer in order]
         self._asleep = [asleep[peer] for peer in order]
         self._tickets: Sequence[Counter] = tickets
-        self.first = self._peers[0][0]  # the ticket of the member that is looked at first
         self.address = tickets[0].address
 
     @staticmethod
@@ -63,6 +62,10 @@ class LoneRecords:
         _RECORD.pack_into(self._memory, self._own_record + ticket % _NUM_KEPT * _RECORD.size, *record)
         self._own.store(ticket)
         self.nudge()
+
+    def has_published(self, ticket: int) -> bool:
+        """Whether this member has got as far as that."""
+        return self._own.value >= ticket
 
     def nudge(self) -> None:
         """Wake members that sleep until this one does something."""
@@ -78,10 +81,6 @@ class LoneRecords:
             if counter.value < ticket:
                 return counter
         return None
-
-    def counter(self, member: int) -> Counter:
-        """The ticket of a member."""
-        return self._tickets[member]
 
     def agree(self, record: Record) -> bool:
         """Whether all members have published this very record."""
@@ -112,4 +111,4 @@ class LoneRecords:
         """Let go of the memory."""
         self._memory.release()
         self._tickets, self._peers, self._asleep = [], [], []
-        del self._own, self._own_sleep, self.first
+        del self._own, self._own_sleep

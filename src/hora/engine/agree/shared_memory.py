@@ -7,13 +7,13 @@ reaches. No member polls on a timer: one with news rings the coordinator's bell,
 A round, as the coordinator sees it. `fed` is how far the news has been given to the planner; while the planner is idle,
 
     quiet     no member has news
-    hoping    some members have announced one known request each: the others may be about to announce the same
-    alike     all members have announced the same known simple request, and nothing else
+    hoping    some members have announced nothing yet: they may be about to announce what the others have
+    alike     all members have announced the same known simple requests, some perhaps more besides
     planning  anything else: the news is fed to the planner, and the planner knows what is ready
 
     quiet --news--> hoping, alike or planning
     hoping --the others' news--> alike, or planning when it is not the same, or when _PATIENCE_S have passed
-    alike --> round of one request, planned by `Planner.plan_one`: blocking collectives come like this
+    alike --> round of what all have announced, planned by `Planner.plan_alike`: most rounds are like this
     planning --something is ready, or the rings fill up--> round, planned by `Planner.close_round`
 
 The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator publishes
@@ -25,18 +25,21 @@ One request of every member, and nothing else, needs no round at all: `lone`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from operator import eq, sub
 
 from hora.engine.agree.agreement import LoneRequests
 from hora.engine.agree.announcement import RECORD, Announcer, Reader
 from hora.engine.agree.lone import TICKETS_PER_ROUND, LoneRecords
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Kind, Signature
-from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm import native
+from hora.engine.shm.futex import LINE_BYTES, Counter, fence
 from hora.engine.shm.segment import Segment, aligned
 
 __all__ = ["SharedMemoryAgreement"]
@@ -62,10 +65,13 @@ class SharedMemoryAgreement:
         self._heads = [Counter.at(memory, (3 * m) * line) for m in range(num_members)]
         self._rounds_done = [Counter.at(memory, (3 * m + 1) * line) for m in range(num_members)]
         self._bells = [Counter.at(memory, (3 * m + 2) * line) for m in range(num_members)]
+        self._asleep = Counter.at(
+            memory, 2 * line + 8
+        )  # whether the coordinator waits for its bell, beside which it lies
         self._round = Counter.at(memory, 3 * num_members * line)
         self.lone = LoneRecords(memory, (3 * num_members + 1) * line, member, num_members)
-        self._num_lone = 0  # settled since the last round
-        self._void = 0  # a ticket that was published and not settled: never again
+        self.ticket = 1  # the next one: see `lone`
+        self.void = 0  # a ticket that was published and not settled: never again
         self._cuts_at = (3 * num_members + 1) * line + LoneRecords.num_bytes(num_members)
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)
@@ -73,8 +79,9 @@ class SharedMemoryAgreement:
         self._interned: dict[Signature, Signature] = {}
         self._readers = [Reader(self._interned) for _ in range(num_members)]
         self._fed = [0] * num_members  # how far each ring has been fed to the planner
+        self._fed_by_round = (ctypes.c_int64 * num_members)()  # the same as of the last round, for the native part
         self._published = [0] * num_members  # the last cut
-        self._rounds = 0
+        self.rounds = 0  # that this member has seen
         self._head = 0
         self._free_from = 0  # everything of the own ring before this position has been read by all
         # (round, own position) not yet known to be read by all. Old ones may be dropped: later ones imply them.
@@ -94,13 +101,17 @@ class SharedMemoryAgreement:
 
     def wait(self) -> None:
         if self._member == 0:
+            self._asleep.store(1)
+            fence()  # either the bell that another member rings is seen here, or that this one sleeps is seen there
             self._bells[0].wait_beyond(self._bell_seen)
+            self._asleep.store(0)
         else:
-            self._round.wait_beyond(self._rounds)
+            self._round.wait_beyond(self.rounds)
 
     def wake(self) -> None:
         if self._member == 0:
-            with contextlib.suppress(IndexError):  # closed meanwhile: the hub's thread wakes queues until it ends
+            # Closed meanwhile: the hub's thread wakes queues until it ends.
+            with contextlib.suppress(IndexError, AttributeError):
                 self._ring()
 
     def close(self) -> None:
@@ -108,33 +119,33 @@ class SharedMemoryAgreement:
         self._memory.release()
         self.lone.close()
         self._heads, self._rounds_done, self._bells = [], [], []
-        del self._round
+        del self._round, self._asleep
 
-    # Without a round. The driver calls these, and nothing is announced between `take_ticket` and `settle`.
+    # Without a round. The driver calls these, and nothing is announced between `ticket` and `settle`.
 
     @property
     def quiet(self) -> bool:
         """Whether all that any member has announced was agreed on in a round that this one has seen."""
-        if self._round.value != self._rounds or self._overflow:
+        if self._round.value != self.rounds or self._overflow:
             return False
         return [head.value for head in self._heads] == self._fed
-
-    def take_ticket(self) -> int:
-        """The next ticket; 0 where the way without a round is not open."""
-        ticket = self._rounds * TICKETS_PER_ROUND + self._num_lone + 1
-        return ticket if ticket != self._void and self.quiet else 0
 
     def settle(self, ticket: int, agreed: bool) -> None:
         """All members have published the ticket, with equal records or not, or some will not."""
         if agreed:
-            self._num_lone += 1
+            self.ticket = ticket + 1
         else:
-            self._void = ticket
+            self.void = ticket
+
+    def describe_to(self, job: native.Lone) -> None:
+        """Tell the native part where lone records are, and where it sees whether all is quiet."""
+        job.members, job.heads, job.round = self.lone.address, self._heads[0].address, self._round.address
+        job.patience = native.new_patience(self._num_members)
+        job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 3 * LINE_BYTES
 
     def lone_requests(self) -> LoneRequests:
-        ticket = self._rounds * TICKETS_PER_ROUND + self._num_lone + 1
         found: LoneRequests = {}
-        for member, record in enumerate(self.lone.waiting(ticket)):
+        for member, record in enumerate(self.lone.waiting(self.ticket)):
             signature = None if record is None else self._by_digest(record[1])
             if record is not None and signature is not None:
                 row = found.setdefault((signature, record[2]), [None] * self._num_members)
@@ -155,11 +166,12 @@ class SharedMemoryAgreement:
         self._bell_seen = self._bells[0].value
         heads = [head.value for head in self._heads]
         if planner.idle and self._cut_is_free():
-            alike = self._alike(heads)
+            num_bytes = min(map(sub, heads, self._fed))
+            alike = self._alike(num_bytes)
             if alike is not None:
-                self._fed = heads
+                self._fed = [fed + num_bytes for fed in self._fed]
                 self._publish()
-                return self._end_round(planner.plan_one(*alike))
+                return self._end_round(planner.plan_alike(*alike))
             if self._hopes(heads):
                 return None
         self._hoping_since = 0.0
@@ -173,43 +185,41 @@ class SharedMemoryAgreement:
 
     def _follow(self, planner: Planner) -> list[Batch] | None:
         """Another member: take the next round that the coordinator has cut."""
-        if self._round.value == self._rounds:
+        if self._round.value == self.rounds:
             return None
-        self._rounds += 1
+        self.rounds += 1
         cut = self._cut.unpack_from(self._memory, self._cut_offset())
-        alike = self._alike(cut) if planner.idle else None
+        sizes = set(map(sub, cut, self._fed))
+        alike = self._alike(sizes.pop()) if planner.idle and len(sizes) == 1 else None
         if alike is not None:
             self._fed = list(cut)
-            return self._end_round(planner.plan_one(*alike))
+            return self._end_round(planner.plan_alike(*alike))
         self._feed(planner, cut)
         return self._end_round(planner.close_round())
 
-    def _alike(self, upto: Sequence[int]) -> tuple[Signature, int] | None:
-        """The request, if the news up to there is that every member announces the same known simple one."""
-        ring_at, readers = self._rings_at, self._readers
-        same: Signature | None = None
-        same_instance = 0
+    def _alike(self, num_bytes: int) -> tuple[list[Signature], Sequence[int]] | None:
+        """The requests and their running numbers, if the next so many bytes of every member's news announce the same known
+        simple ones, in the same order."""
+        if num_bytes < _RECORD_BYTES:
+            return None
+        same: list[Signature] | None = None
+        instances: Sequence[int] = ()
         for member, fed in enumerate(self._fed):
-            if upto[member] - fed != _RECORD_BYTES:
-                return None
-            number, instance = RECORD.unpack_from(self._memory, ring_at + fed % _RING_BYTES)
-            signature = readers[member].known(number)
+            words = struct.unpack(f"<{num_bytes // 4}I", self._read(member, fed, fed + num_bytes))
+            found = self._readers[member].known_all(words[::2])
             if member == 0:
-                same, same_instance = signature, instance
-            if signature is None or signature is not same or instance != same_instance:
+                same, instances = found, words[1::2]
+            if found is None or found != same or words[1::2] != instances:
                 return None
-            ring_at += _RING_BYTES
-        return (same, same_instance) if same is not None and _is_simple(same) else None
+        assert same is not None
+        simple = _is_simple(same[0]) if len(same) == 1 else all(map(_is_fusible, same))
+        return (same, instances) if simple else None
 
     def _hopes(self, heads: Sequence[int]) -> bool:
-        """Whether to leave the news of some members for a moment, because the others' may make it a round of one request."""
-        num_missing = 0
-        for head, fed in zip(heads, self._fed, strict=True):
-            if head == fed:
-                num_missing += 1
-            elif head - fed != _RECORD_BYTES:
-                return False
-        if num_missing in (0, self._num_members):
+        """Whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs may be
+        the same."""
+        num_missing = sum(map(eq, heads, self._fed))
+        if num_missing in (0, self._num_members) or sum(heads) - sum(self._fed) > _RING_BYTES // 4:
             return False
         now = time.monotonic()
         if not self._hoping_since:
@@ -231,24 +241,25 @@ class SharedMemoryAgreement:
         return sum(self._fed) - sum(self._published) > _RING_BYTES // 4
 
     def _publish(self) -> None:
-        self._rounds += 1
+        self.rounds += 1
         self._hoping_since = 0.0
         self._published = list(self._fed)
         self._cut.pack_into(self._memory, self._cut_offset(), *self._fed)
-        self._round.set(self._rounds)
+        self._round.set(self.rounds)
 
     def _end_round(self, batches: list[Batch]) -> list[Batch]:
-        self._num_lone = 0
+        self.ticket = self.rounds * TICKETS_PER_ROUND + 1
+        self._fed_by_round[:] = list(self._fed)
         with self._cuts_lock:
-            self._own_cuts.append((self._rounds, self._fed[self._member]))
-        self._rounds_done[self._member].store(self._rounds)
+            self._own_cuts.append((self.rounds, self._fed[self._member]))
+        self._rounds_done[self._member].store(self.rounds)
         return batches
 
     def _cut_offset(self) -> int:
-        return self._cuts_at + (self._rounds % _NUM_CUTS) * self._cut.size
+        return self._cuts_at + (self.rounds % _NUM_CUTS) * self._cut.size
 
     def _cut_is_free(self) -> bool:
-        return min(done.value for done in self._rounds_done) > self._rounds + 1 - _NUM_CUTS
+        return min(done.value for done in self._rounds_done) > self.rounds + 1 - _NUM_CUTS
 
     # Announcements.
 
@@ -257,6 +268,14 @@ class SharedMemoryAgreement:
         return bool(self._overflow)
 
     def announce(self, signature: Signature, instance: int) -> None:
+        number = self._announcer.number(signature)
+        if number >= 0 and not self._overflow and self._head + _RECORD_BYTES - self._free_from <= _RING_BYTES:
+            at = (
+                self._rings_at + self._member * _RING_BYTES + self._head % _RING_BYTES
+            )  # records never straddle the end
+            RECORD.pack_into(self._memory, at, number, instance)
+            self._announced(_RECORD_BYTES)
+            return
         data = self._announcer.encode(signature, instance)
         if self._overflow:
             self._overflow += data
@@ -287,13 +306,17 @@ class SharedMemoryAgreement:
             self._overflow += data[room:]
             data = data[:room]
         at = self._rings_at + self._member * size
-        first_news = self._head == self._fed[self._member]
         low = self._head % size
         first = min(len(data), size - low)
         self._memory[at + low : at + low + first] = data[:first]
         if first < len(data):
             self._memory[at : at + len(data) - first] = data[first:]
-        self._head += len(data)
+        self._announced(len(data))
+
+    def _announced(self, num_bytes: int) -> None:
+        """So many bytes more are in the own ring: tell the others."""
+        first_news = self._head == self._fed[self._member]
+        self._head += num_bytes
         self._heads[self._member].store(self._head)
         if first_news:
             self.lone.nudge()  # what they hope for will not come
@@ -309,7 +332,15 @@ class SharedMemoryAgreement:
     def _ring(self) -> None:
         # Every member writes this word: values never repeat, so that a sleeper sees each change.
         self._num_bells += 1
-        self._bells[0].set((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
+        self._bells[0].store((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
+        fence()
+        if self._asleep.value:
+            self._bells[0].wake()
+
+
+def _is_fusible(signature: Signature) -> bool:
+    """Whether it is the allreduce of one tensor on the CPU."""
+    return signature.operation == "allreduce" and signature.device == "cpu" and not signature.bound
 
 
 def _is_simple(signature: Signature) -> bool:

@@ -28,9 +28,10 @@ from hora.engine.plan import Batch, Part
 from hora.engine.queue import OperationQueue
 from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name
 from hora.engine.shm.barrier import SharedMemoryBarrier
-from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, reduce_slice
+from hora.engine.shm.reduction import Cut, cut_slice, reduce_slice
 from hora.engine.transport.arithmetic import arithmetic_of, single_threaded
 from hora.engine.transport.base import CompressingTransport, Transport
+from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
@@ -144,8 +145,9 @@ class BoundReduction:
             elif self._scratch is not None:
                 self._reduce_directly(views)
             else:
-                reduce_everywhere(self._own_cuts(), self._arithmetic)
-        if self._ends_together:
+                assert isinstance(transport, ShmTransport), transport
+                transport.allreduce_in_place(views, self._signature.reduce, self._own_cuts())
+        if self._ends_together and self.out is not None:
             transport.barrier()
 
     def _wait_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:

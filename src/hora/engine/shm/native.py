@@ -8,6 +8,8 @@ Python does the same work, with the same bits. `absence` says why, for `hora doc
 from __future__ import annotations
 
 import ctypes
+import os
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,12 +19,27 @@ import torch
 
 from hora.config import EngineConfig
 
-__all__ = ["DTYPE_NUMBERS", "Allreduce", "Library", "Lone", "Ring", "Sum", "absence", "library"]
+__all__ = [
+    "CALL",
+    "CALL_AT",
+    "DTYPE_NUMBERS",
+    "SHORT_BYTES",
+    "Allreduce",
+    "InPlace",
+    "Library",
+    "Lone",
+    "Ring",
+    "Sum",
+    "What",
+    "absence",
+    "library",
+    "new_patience",
+]
 
-_VERSION = 3  # VERSION of native.c
+_VERSION = 4  # VERSION of native.c
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
-_SHORT_BYTES = 32768
+SHORT_BYTES = 32768
 
 DTYPE_NUMBERS = {
     torch.float32: 0,
@@ -38,9 +55,26 @@ DTYPE_NUMBERS = {
 
 
 class _Patience(ctypes.Structure):
-    """How long to look before sleeping."""
+    """How long to look before sleeping: `struct patience`."""
 
-    _fields_ = (("looks", ctypes.c_int32), ("patience", ctypes.c_int32), ("tally", ctypes.c_int32))
+    _fields_ = (
+        ("looks", ctypes.c_int32),
+        ("patience", ctypes.c_int32),
+        ("tally", ctypes.c_int32),
+        ("many", ctypes.c_int32),
+    )
+
+
+# Looks of about 50 ns each before a thread sleeps, where that has been worth while: to be woken takes about as long. With a
+# core to spare for every member, looking takes no time from anyone.
+_MANY_LOOKS = 600
+_MANY_LOOKS_TO_SPARE = 4000
+
+
+def new_patience(num_members: int) -> _Patience:
+    """Of one member of so many on this host."""
+    spare = len(os.sched_getaffinity(0)) >= 2 * num_members
+    return _Patience(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
 
 
 class Ring(ctypes.Structure):
@@ -86,27 +120,64 @@ class Allreduce(ctypes.Structure):
     )
 
 
-class Lone(ctypes.Structure):
-    """An allreduce of one tensor that fits a slot, agreed on by lone records: `struct lone`."""
+class InPlace(ctypes.Structure):
+    """An allreduce of data that lies in memory which all members map: `struct in_place`."""
 
     _fields_ = (
         ("ring", ctypes.POINTER(Ring)),
-        ("members", ctypes.c_void_p),
-        ("ticket", ctypes.c_int64),
-        ("digest", ctypes.c_uint8 * 16),
-        ("instance", ctypes.c_int64),
-        ("source", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("step", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
         ("finish", ctypes.c_int32),
-        ("published", ctypes.c_int32),
-        ("looks", ctypes.c_int32),
+        ("reduced", ctypes.c_int32),
         ("late", ctypes.c_int32),
         ("prescale", ctypes.c_double),
         ("factor", ctypes.c_double),
     )
+
+
+class What(ctypes.Structure):
+    """What all lone allreduces with one signature have in common: `struct what`."""
+
+    _fields_ = (
+        ("ring", ctypes.POINTER(Ring)),
+        ("count", ctypes.c_int64),
+        ("digest", ctypes.c_uint8 * 16),
+        ("dtype", ctypes.c_int32),
+        ("finish", ctypes.c_int32),
+        ("prescale", ctypes.c_double),
+        ("factor", ctypes.c_double),
+    )
+
+
+class Lone(ctypes.Structure):
+    """Lone allreduces of one tensor that fits a slot, one after the other: `struct lone`."""
+
+    _fields_ = (
+        ("members", ctypes.c_void_p),
+        ("heads", ctypes.c_void_p),
+        ("round", ctypes.c_void_p),
+        ("fed", ctypes.c_void_p),
+        ("head_bytes", ctypes.c_int64),
+        ("patience", _Patience),
+        ("late", ctypes.c_int32),
+        ("what", ctypes.c_void_p),  # from here on: of one call, written by CALL
+        ("source", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rounds", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("ticket", ctypes.c_int64),
+        ("digest", ctypes.c_uint8 * 16),
+        ("instance", ctypes.c_int64),
+        ("published", ctypes.c_int32),
+        ("state", ctypes.c_int32),
+    )
+
+
+# What, source, out, rounds, step, ticket, instance: one call of `struct.pack_into` instead of a store for each.
+CALL = struct.Struct("<QQQqqq16xqii")
+CALL_AT = Lone.what.offset
 
 
 class Sum(NamedTuple):
@@ -143,8 +214,12 @@ class Library:
         self._encode_int8.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_size_t)
         self._decode_int8.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_size_t)
         self._encode_int8.restype = self._decode_int8.restype = None
-        self.lone = long.hora_lone  # 1: done, 0: a member has not come yet, -1: the members want different things
-        self.lone.argtypes = (ctypes.POINTER(Lone),)
+        self._in_place = long.hora_in_place
+        self._in_place.argtypes = (ctypes.POINTER(InPlace), ctypes.c_long)
+        # 1: done, 0: a member has not come yet, -1: the members want different things. The short one keeps the GIL.
+        self.lone, self.short_lone = long.hora_lone, short.hora_lone
+        for lone in (self.lone, self.short_lone):
+            lone.argtypes = (ctypes.c_void_p, ctypes.c_long)
 
     def sums(self, dtype: torch.dtype) -> bool:
         """Whether it can sum this dtype, on this processor."""
@@ -154,7 +229,7 @@ class Library:
         """Sum flat tensors in order into `out`, which may be one of them."""
         num_operands = len(operands)
         pointers = (ctypes.c_void_p * num_operands)(*[operand.data_ptr() for operand in operands])
-        call = self._short_reduce if out.nbytes <= _SHORT_BYTES else self._long_reduce
+        call = self._short_reduce if out.nbytes <= SHORT_BYTES else self._long_reduce
         number, prescale, how, factor = what
         call(number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
 
@@ -171,6 +246,10 @@ class Library:
     def allreduce(self, job: Allreduce, slice_s: float) -> bool:
         """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""
         return bool(self._allreduce(job, int(slice_s * 1e9)))
+
+    def in_place(self, job: InPlace, slice_s: float) -> bool:
+        """The same for data in memory that all members map."""
+        return bool(self._in_place(job, int(slice_s * 1e9)))
 
 
 @lru_cache(maxsize=1)

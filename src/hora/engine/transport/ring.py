@@ -18,6 +18,7 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +37,9 @@ _MEMBER_BYTES = 2 * LINE_BYTES
 
 # Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a training.
 _KEPT_VIEWS = 4096
+
+
+_Job = TypeVar("_Job", native.Allreduce, native.InPlace)
 
 
 class Ring:
@@ -59,7 +63,7 @@ class Ring:
         self._num_members = num_members
         self._guard = guard
         self._limit_s = limit_s
-        self._step = 0
+        self.step = 0  # the last one that was taken
         self._slots_at = aligned(num_members * _MEMBER_BYTES)
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
         counters = [Counter.at(segment.memory, peer * _MEMBER_BYTES) for peer in range(num_members)]
@@ -120,8 +124,8 @@ class Ring:
 
     def steps(self, num_steps: int, fill: Callable[[int, int], None], drain: Callable[[int, int], None]) -> None:
         """Call `fill(index, step)` for the own slot and `drain(index, step)` for all, `num_steps` times."""
-        first = self._step + 1
-        self._step += num_steps
+        first = self.step + 1
+        self.step += num_steps
         filled = 0
         for index in range(num_steps):
             while filled < num_steps and filled <= index + AHEAD:
@@ -131,21 +135,16 @@ class Ring:
             self.wait(first + index)
             drain(index, first + index)
 
-    @property
-    def next_step(self) -> int:
-        """The number of the next step, whose slots are free to be filled."""
-        return self._step + 1
-
     def pass_step(self) -> int:
         """Take the next step without waiting: by other ways than the counters all members know that all slots are filled."""
-        self._step += 1
-        self._own.store(self._step)
-        return self._step
+        self.step += 1
+        self._own.store(self.step)
+        return self.step
 
     def begin(self) -> int:
         """The number of the next step, for an operation that has only one."""
-        self._step += 1
-        return self._step
+        self.step += 1
+        return self.step
 
     def publish(self, step: int) -> None:
         """Say that the own slot of `step` is filled."""
@@ -159,10 +158,19 @@ class Ring:
 
     def allreduce(self, library: native.Library, job: native.Allreduce, num_steps: int) -> None:
         """Have the native part do an allreduce, of which the job says everything but where the ring is."""
-        job.ring, job.first_step = ctypes.pointer(self.description), self._step + 1
-        self._step += num_steps
+        job.ring, job.first_step = ctypes.pointer(self.description), self.step + 1
+        self.step += num_steps
+        self._do(library.allreduce, job)
+
+    def reduce_in_place(self, library: native.Library, job: native.InPlace) -> None:
+        """The same where the data lies in memory that all members map: one step."""
+        job.ring, job.step = ctypes.pointer(self.description), self.step + 1
+        self.step += 1
+        self._do(library.in_place, job)
+
+    def _do(self, call: Callable[[_Job, float], bool], job: _Job) -> None:
         begin = 0.0
-        while not library.allreduce(job, SLICE_S):
+        while not call(job, SLICE_S):
             self._guard()
             now = time.monotonic()
             begin = begin or now
@@ -183,6 +191,7 @@ class Ring:
             num_members=self._num_members,
             depth=DEPTH,
             ahead=AHEAD,
+            patience=native.new_patience(self._num_members),
         )
 
     def meet(self) -> None:

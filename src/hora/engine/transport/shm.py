@@ -12,7 +12,6 @@ Called by the engine, from one thread at a time. After an exception the transpor
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from operator import is_
 
@@ -21,10 +20,11 @@ import torch
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm import native
 from hora.engine.shm.futex import LINE_BYTES
-from hora.engine.shm.reduction import shared_slice
+from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, shared_slice
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum_pair, arithmetic_of, single_threaded
 from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.native_jobs import LAG, allreduce_natively, reduce_in_place_natively
 from hora.engine.transport.packing import Piece, copy, cut, put, take, total
 from hora.engine.transport.ring import AHEAD, Ring
 
@@ -36,8 +36,6 @@ SMALL_SLOT_BYTES = 65536
 LARGE_SLOT_BYTES = 524288
 # Up to this many bytes of all members together each member reduces everything; beyond, each reduces its slice.
 DIRECT_BYTES = 393216
-# A member that has published step s + LAG has reduced its slice of step s.
-LAG = AHEAD + 1
 
 
 def _in_place(inputs: Tensors, outputs: Tensors) -> bool:
@@ -96,7 +94,7 @@ class ShmTransport:
         ring = self._ring_for(num_bytes)
         direct = num_members <= 2 or num_bytes * num_members <= DIRECT_BYTES
         if self._library is not None and arithmetic.sum is not None and not arithmetic.prescales and count:
-            self._allreduce_natively(self._library, ring, inputs, outputs, count, arithmetic.sum, direct)
+            allreduce_natively(self._library, ring, inputs, outputs, count, arithmetic.sum, direct)
         elif direct and num_bytes <= ring.slot_bytes and count <= SERIAL_ELEMENTS:
             self._allreduce_at_once(ring, inputs, outputs, count, arithmetic)
         elif direct:
@@ -104,7 +102,12 @@ class ShmTransport:
         else:
             self._allreduce_sliced(ring, inputs, outputs, arithmetic)
 
-    # In two halves, for what is agreed on while the data lies in the slots already (`lone`).
+    # For what is agreed on while the data lies in the slots, or in memory that all members map, already (`lone`).
+
+    @property
+    def ring(self) -> Ring:
+        """The slots that are in use now."""
+        return self._ring
 
     def stages(self, num_bytes: int) -> bool:
         """Whether an allreduce of this size can be done in two halves, which all members see alike."""
@@ -114,33 +117,9 @@ class ShmTransport:
     def stage(self, source: torch.Tensor, arithmetic: Arithmetic) -> None:
         """Put the data where the others find it. It may be put there again, if nothing comes of it."""
         ring = self._ring
-        slot = ring.slot(self._member, ring.next_step, source.numel(), arithmetic.dtype)
+        slot = ring.slot(self._member, ring.step + 1, source.numel(), arithmetic.dtype)
         copy(source, slot)
         arithmetic.prepare_(slot)
-
-    def lone_job(self, count: int, arithmetic: Arithmetic, digest: bytes) -> native.Lone | None:
-        """What the native part needs to do all this itself; None where it cannot."""
-        what = arithmetic.sum
-        if self._library is None or what is None or arithmetic.prescales:
-            return None
-        return native.Lone(
-            ring=ctypes.pointer(self._ring.description),
-            digest=(ctypes.c_uint8 * 16)(*digest),
-            count=count,
-            dtype=what.dtype_number,
-            finish=what.how,
-            prescale=what.prescale,
-            factor=what.factor,
-        )
-
-    @property
-    def next_step(self) -> int:
-        """The step whose slots take what is staged."""
-        return self._ring.next_step
-
-    def pass_staged(self) -> None:
-        """The native part has reduced what all members have staged."""
-        self._ring.pass_step()
 
     def reduce_staged(self, source: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic) -> None:
         """All members have staged theirs: reduce it."""
@@ -148,38 +127,6 @@ class ShmTransport:
         step = ring.pass_step()
         with single_threaded():
             self._reduce_slots(ring, step, Piece((source,), count), Piece((out,), count), arithmetic)
-
-    def _allreduce_natively(
-        self,
-        library: native.Library,
-        ring: Ring,
-        inputs: Tensors,
-        outputs: Tensors,
-        count: int,
-        what: native.Sum,
-        direct: bool,
-    ) -> None:
-        """The same as below, in the same steps: another member may go the other way."""
-        num_tensors = len(inputs)
-        pointers = ctypes.c_void_p * num_tensors
-        sources = pointers(*[tensor.data_ptr() for tensor in inputs])
-        results = sources if outputs is inputs else pointers(*[tensor.data_ptr() for tensor in outputs])
-        counts = (ctypes.c_int64 * num_tensors)(*[tensor.numel() for tensor in inputs])
-        num_pieces = -(-count * inputs[0].itemsize // ring.slot_bytes)
-        lag = 0 if direct else LAG if num_pieces > AHEAD else num_pieces
-        job = native.Allreduce(
-            inputs=ctypes.addressof(sources),
-            outputs=ctypes.addressof(results),
-            counts=ctypes.addressof(counts),
-            total=count,
-            lag=lag,
-            dtype=what.dtype_number,
-            finish=what.how,
-            direct=direct,
-            prescale=what.prescale,
-            factor=what.factor,
-        )
-        ring.allreduce(library, job, num_pieces + lag)
 
     def _allreduce_at_once(
         self, ring: Ring, inputs: Tensors, outputs: Tensors, count: int, arithmetic: Arithmetic
@@ -259,6 +206,18 @@ class ShmTransport:
             else:
                 ring.steps(len(sources), fill, reduce)
                 ring.steps(1, lambda _index, _step: None, receive_all)
+
+    def allreduce_in_place(self, views: Tensors, reduce: Reduce, cuts: Sequence[Cut] | None = None) -> None:
+        """Reduce data that lies in memory which all members map, where it is; `views` are all members' flat tensors. `cuts`:
+        the own slice of them in pieces, where that is known."""
+        first = views[0]
+        arithmetic = arithmetic_of(reduce, first.dtype, self._num_members)
+        if self._library is not None and arithmetic.sum is not None and not arithmetic.prescales:
+            reduce_in_place_natively(self._library, self._ring, views, arithmetic.sum)
+            return
+        with single_threaded():
+            reduce_everywhere(cut_slice(views, self._member) if cuts is None else cuts, arithmetic)
+        self.barrier()
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         if self._num_members & (self._num_members - 1):

@@ -1,0 +1,178 @@
+/* Sums of members' numbers, the part of `native.c` that knows dtypes and processors. Members are added in the order 0, 1, 2,
+ * ..., half precision in float, rounded once: the bits are those of `arithmetic.py`. Included by native.c alone.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#define CPU_RELAX() _mm_pause()
+#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default"))) /* the loader takes what the processor has */
+#else
+#define CPU_RELAX() __asm__ volatile("yield")
+#define WIDEST /* NEON is part of every 64-bit ARM */
+#endif
+
+#define BLOCK 2048 /* elements that are summed at a time: they stay in the first-level cache */
+
+enum dtype { F32, F64, F16, BF16, I8, I16, I32, I64 }; /* the numbers are native.py's */
+enum finish { NOTHING, MULTIPLY, DIVIDE };
+
+static const size_t item_bytes[] = {4, 8, 2, 2, 1, 2, 4, 8};
+
+/* Whether 16-bit floats can be converted here as torch converts them. */
+int hora_has_f16(void) {
+#if defined(__x86_64__)
+    unsigned a, b, c = 0, d;
+    return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+#else
+    return 1;
+#endif
+}
+
+/* Sums. `out` may be one of the operands: element i is read before it is written, hence ivdep. */
+
+#define SUMMED(type, name)                                                                                             \
+    WIDEST static void name(int k, const void *const *operands, void *to, size_t from, size_t count, enum finish how, \
+                            double factor) {                                                                          \
+        const type *first = (const type *)operands[0] + from;                                                          \
+        type *out = (type *)to + from, by = (type)factor, sums[BLOCK];                                                 \
+        for (size_t at = 0; at < count; at += BLOCK) {                                                                 \
+            size_t n = count - at < BLOCK ? count - at : BLOCK;                                                        \
+            memcpy(sums, first + at, n * sizeof(type));                                                                \
+            for (int m = 1; m < k; m++) {                                                                              \
+                const type *next = (const type *)operands[m] + from + at;                                              \
+                for (size_t i = 0; i < n; i++) sums[i] += next[i];                                                     \
+            }                                                                                                          \
+            if (how == MULTIPLY)                                                                                       \
+                for (size_t i = 0; i < n; i++) sums[i] *= by;                                                          \
+            else if (how == DIVIDE)                                                                                    \
+                for (size_t i = 0; i < n; i++) sums[i] /= by;                                                          \
+            memcpy(out + at, sums, n * sizeof(type));                                                                  \
+        }                                                                                                              \
+    }
+
+SUMMED(float, sum_f32)
+SUMMED(double, sum_f64)
+SUMMED(uint8_t, sum_i8)
+SUMMED(uint16_t, sum_i16)
+SUMMED(uint32_t, sum_i32)
+SUMMED(uint64_t, sum_i64)
+
+/* Two members are the usual case, and need no room in between. */
+#define PAIRED(type, name)                                                                                             \
+    WIDEST static void name(const type *a, const type *b, type *out, size_t count, enum finish how, double factor) {  \
+        type by = (type)factor;                                                                                        \
+        if (how == MULTIPLY) {                                                                                         \
+            _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = (a[i] + b[i]) * by;                       \
+        } else if (how == DIVIDE) {                                                                                    \
+            _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = (a[i] + b[i]) / by;                       \
+        } else {                                                                                                       \
+            _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = a[i] + b[i];                              \
+        }                                                                                                              \
+    }
+
+PAIRED(float, pair_f32)
+PAIRED(double, pair_f64)
+
+/* Half precision: each operand becomes float, and is multiplied by the prescale; the sum is rounded at the end. */
+
+WIDEST static void widen_bf16(const uint16_t *in, float *out, size_t count) {
+    uint32_t *bits = (uint32_t *)(void *)out;
+    for (size_t i = 0; i < count; i++) bits[i] = (uint32_t)in[i] << 16;
+}
+
+WIDEST static void round_bf16(const float *in, uint16_t *out, size_t count) {
+    const uint32_t *bits = (const uint32_t *)(const void *)in;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t rounded = (bits[i] + (((bits[i] >> 16) & 1) + 0x7fff)) >> 16;
+        out[i] = (bits[i] & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (uint16_t)rounded;
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx,f16c"))) static void widen_f16(const uint16_t *in, float *out, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(in + i))));
+    for (; i < count; i++) out[i] = _cvtsh_ss(in[i]);
+}
+
+__attribute__((target("avx,f16c"))) static void round_f16(const float *in, uint16_t *out, size_t count) {
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i *)(void *)(out + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    for (; i < count; i++) out[i] = _cvtss_sh(in[i], _MM_FROUND_TO_NEAREST_INT);
+}
+#else
+static void widen_f16(const uint16_t *in, float *out, size_t count) {
+    const __fp16 *half = (const __fp16 *)(const void *)in;
+    for (size_t i = 0; i < count; i++) out[i] = half[i];
+}
+
+static void round_f16(const float *in, uint16_t *out, size_t count) {
+    __fp16 *half = (__fp16 *)(void *)out;
+    for (size_t i = 0; i < count; i++) half[i] = (__fp16)in[i];
+}
+#endif
+
+WIDEST static void scale(float *numbers, size_t count, float by) {
+    for (size_t i = 0; i < count; i++) numbers[i] *= by;
+}
+
+WIDEST static void add(float *sums, const float *next, size_t count) {
+    for (size_t i = 0; i < count; i++) sums[i] += next[i];
+}
+
+WIDEST static void divide(float *numbers, size_t count, float by) {
+    for (size_t i = 0; i < count; i++) numbers[i] /= by;
+}
+
+static void sum_halves(enum dtype dtype, int k, const void *const *operands, void *to, size_t from, size_t count,
+                       double prescale, enum finish how, double factor) {
+    void (*widen)(const uint16_t *, float *, size_t) = dtype == F16 ? widen_f16 : widen_bf16;
+    void (*to_half)(const float *, uint16_t *, size_t) = dtype == F16 ? round_f16 : round_bf16;
+    float sums[BLOCK], next[BLOCK];
+    for (size_t at = from; at < from + count; at += BLOCK) {
+        size_t n = from + count - at < BLOCK ? from + count - at : BLOCK;
+        for (int m = 0; m < k; m++) {
+            float *wide = m ? next : sums;
+            widen((const uint16_t *)operands[m] + at, wide, n);
+            if (prescale != 1.0) scale(wide, n, (float)prescale);
+            if (m) add(sums, next, n);
+        }
+        if (how == MULTIPLY) scale(sums, n, (float)factor);
+        if (how == DIVIDE) divide(sums, n, (float)factor);
+        to_half(sums, (uint16_t *)to + at, n);
+    }
+}
+
+/* Sum elements [from, from + count) of k operands. Integers have no factors. */
+static void sum(enum dtype dtype, int k, const void *const *operands, void *out, size_t from, size_t count,
+               double prescale, enum finish how, double factor) {
+    switch (dtype) {
+    case F32:
+        if (k == 2)
+            pair_f32((const float *)operands[0] + from, (const float *)operands[1] + from, (float *)out + from, count,
+                     how, factor);
+        else
+            sum_f32(k, operands, out, from, count, how, factor);
+        return;
+    case F64:
+        if (k == 2)
+            pair_f64((const double *)operands[0] + from, (const double *)operands[1] + from, (double *)out + from,
+                     count, how, factor);
+        else
+            sum_f64(k, operands, out, from, count, how, factor);
+        return;
+    case F16:
+    case BF16: sum_halves(dtype, k, operands, out, from, count, prescale, how, factor); return;
+    case I8: sum_i8(k, operands, out, from, count, NOTHING, 1); return;
+    case I16: sum_i16(k, operands, out, from, count, NOTHING, 1); return;
+    case I32: sum_i32(k, operands, out, from, count, NOTHING, 1); return;
+    case I64: sum_i64(k, operands, out, from, count, NOTHING, 1); return;
+    }
+}
