@@ -25,10 +25,10 @@ from spark_cluster import ConnectServer, StandaloneCluster, connect_python
 
 from waiting import wait_until
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SCENARIOS = ("slots_too_few", "two_jobs_at_once", "large_model", "executor_killed", "executor_silent", "interrupted")
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 
 
 @pytest.fixture(scope="module", params=["classic", "connect"])

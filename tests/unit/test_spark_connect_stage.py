@@ -95,3 +95,8 @@ def test_a_failed_query_is_a_failed_job():
 def test_a_client_that_cannot_interrupt_is_told_what_it_needs():
     with pytest.raises(ValueError, match=r"Spark 3\.5 or newer"):
         query(object())
+
+
+def test_a_client_from_before_spark_3_5_is_refused_in_words():
+    with pytest.raises(ValueError, match=r"need Spark 3\.5 or newer.*classic mode"):
+        query(object())
