@@ -163,7 +163,7 @@ def test_an_allocation_that_is_taken_away_leaves_nothing(slurm, tmp_path):
     slurm.wait_until_free()
 
 
-@pytest.mark.parametrize("victim", ["worker", "agent", "node", "launcher"])
+@pytest.mark.parametrize("victim", ["worker", "agent", pytest.param("node", marks=pytest.mark.slow), "launcher"])
 def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path, victim):
     rank = ["sh", "-c", "echo pid $$ on $HOROVOD_HOSTNAME; sleep 600"]
     job = allocated(slurm, tmp_path, "hora", "run", "-np", "2", "--silence-timeout", "12", *rank)
