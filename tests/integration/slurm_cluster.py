@@ -76,7 +76,7 @@ class SlurmCluster:
             "SlurmctldHost": f"{name}(127.0.0.1)",
             "SlurmctldPort": _free_port(),
             "AuthType": "auth/munge",
-            "AuthInfo": f"socket={here}/munge.socket",
+            "AuthInfo": f"socket={here}/munge.socket,cred_expire=30",  # also how long a requeued job has to wait
             "SlurmUser": "root",
             "StateSaveLocation": here / "state",
             "SlurmdSpoolDir": f"{here}/spool-%n",

@@ -222,7 +222,7 @@ def test_a_job_that_meets_its_time_limit_is_submitted_again_and_goes_on(slurm, t
         f"#!/bin/sh\n{line} &\ntrap 'kill -TERM $!' TERM\nwait $!; wait $!\nstatus=$?\necho ended with $status\n"
         "test $status = 75 && scontrol requeue $SLURM_JOB_ID\nexit $status\n"
     )
-    options = ["--requeue", "--open-mode=append", "--time=1", "--signal=B:TERM@50", "-N2", "-n2", "-o", str(out)]
+    options = ["--requeue", "--open-mode=append", "--time=2", "--signal=B:TERM@45", "-N2", "-n2", "-o", str(out)]
     slurm.command("sbatch", *options, str(script))
     wait_until("Slurm has sent its signal", lambda: out.exists() and "ended with 75" in out.read_text(), 180)
     first = out.read_text()
