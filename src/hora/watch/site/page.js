@@ -101,7 +101,7 @@ const charts = {};
 function render() {
   if (!run.head || !dirty.size) return;
   const now = dirty; dirty = new Set();
-  if (now.has("facts")) showFacts();
+  if (now.has("facts")) { for (const part of document.querySelectorAll(".later")) part.hidden = false; showFacts(); }  // what the first paint does without
   if (now.has("head")) showHead();
   if (now.has("head") || now.has("stacks")) { showAlerts(); showPending(); }
   if (now.has("head")) { showBars(); showHosts(); }
