@@ -271,13 +271,15 @@ function frameRows(frames, limit = 7, blame = true) {
 }
 function mainFrames(rank) { const s = run.stacks.stacks[rank]; return s && s.threads.length ? s.threads[0][1] : null; }
 
-// Where a slow rank is found more often than an ordinary one at the same time.
+// Where a slow rank is found more often than an ordinary one at the same time. Not where it waits for others: no line of it
+// is slow there.
 function difference(rank, slow) {
   const mine = run.stacks.profiles[rank];
   if (!mine || !mine.stacks.length) return null;
   const shares = (profile) => {
     const by = new Map();
     for (const [count, frames] of profile.stacks) {
+      if (frames.some((f) => /\/hora\/engine\//.test(f[0]))) continue;
       const key = ownKey(frames), old = by.get(key) || { share: 0, frames };
       by.set(key, { share: old.share + count / profile.num_samples, frames: old.frames });
     }
@@ -286,6 +288,7 @@ function difference(rank, slow) {
   const other = Object.entries(run.stacks.profiles).find(([r, p]) => !slow.has(Number(r)) && Math.abs(p.at - mine.at) < 10);
   const theirs = other ? shares(other[1]) : new Map();
   const ranked = [...shares(mine)].map(([key, one]) => ({ ...one, usual: theirs.has(key) ? theirs.get(key).share : 0 })).sort((a, b) => b.share - b.usual - (a.share - a.usual));
+  if (!ranked.length) return null;
   const best = ranked[0], percent = (x) => `${Math.round(100 * x)}\u00a0%`;
   return { frames: best.frames, words: `rank ${rank} is here in ${percent(best.share)} of its time` + (other ? `, rank ${other[0]} in ${percent(best.usual)}` : "") };
 }
