@@ -88,11 +88,12 @@ class Helper:
 
     def __init__(self, do: Callable[..., None], *arguments: Any) -> None:
         context = _context()
-        self._here, there = context.Pipe()
-        self._process = context.Process(target=do, args=(*arguments, there))
+        self._here, self._there = context.Pipe()
+        self._process = context.Process(target=do, args=(*arguments, self._there))
 
     def __enter__(self) -> Helper:
         self._process.start()
+        self._there.close()
         assert answer_of("a helper", self._here) == "running"
         return self
 
@@ -102,5 +103,5 @@ class Helper:
         return answer_of("a helper", self._here)
 
     def __exit__(self, *_: object) -> None:
+        self._process.kill()  # it has answered, or will not
         self._process.join(10)
-        self._process.kill()

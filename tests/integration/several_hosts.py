@@ -83,6 +83,9 @@ def test_every_collective_gives_what_it_gives_on_one_host(secret, on_one_host, a
         for name, value in expected.items():
             if name.startswith("weights"):
                 assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (rank, name)
+            elif name.startswith("compressed"):
+                assert found[name] == seen[0][name], (rank, name)
+                assert found[name] == pytest.approx(value, abs=0.05), (rank, name)  # five steps of 0.01
             elif name not in ("hosts", "place", "transport", "memory"):
                 assert found[name] == value, (rank, name)
 
@@ -99,8 +102,7 @@ def test_strangers_from_another_host_and_another_user_change_nothing(secret, enc
     """They are there before the ranks, hold another job's secret, repeat what was said, stop in the middle, name lengths
     beyond all measure, come two thousand at a time, say nothing, do not read."""
     with network(*V4) as hosts, contextlib.ExitStack() as stack:
-        victims = [(address, host.pid) for address, host in zip(V4[:2], hosts[:2], strict=True)]
-        crowd = stack.enter_context(Helper(strangers.crowd, hosts[2].namespace, victims))
+        crowd = stack.enter_context(Helper(strangers.crowd, hosts[2].namespace, [host.pid for host in hosts[:2]]))
         recorder = stack.enter_context(Helper(strangers.record, hosts[1].namespace))
         speaker = stack.enter_context(Helper(strangers.say, hosts[2].namespace))
         other = stack.enter_context(Helper(strangers.another_user, hosts[0].namespace))
@@ -171,7 +173,10 @@ def test_a_bad_network_is_slow_and_right(secret):
     """20 ms of delay each way, and a packet in a thousand is lost."""
     with network(*V4[:2]) as hosts:
         for host in hosts:
-            host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "delay", "20ms", "loss", "0.1%")
+            try:
+                host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "delay", "20ms", "loss", "0.1%")
+            except subprocess.CalledProcessError:
+                pytest.skip("this kernel has no netem, which delays and loses packets")
         seen = run_ranks(hosts, secret, "operations", address=V4[0])
     for found in seen:
         assert found["large"] == [10.0, 2_999_990.0]

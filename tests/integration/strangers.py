@@ -11,6 +11,7 @@ import resource
 import socket
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from two_hosts_rank import enter
@@ -28,14 +29,15 @@ _MOST = 2**17  # of an answer to a stranger: more would be a leak
 Place = tuple[str, int]
 
 
-def ports(host_pid: int) -> set[int]:
-    """Where the processes of a host listen."""
+def listening(host_pid: int) -> set[Place]:
+    """Where the processes of a host listen, as one of them sees it."""
     found = set()
     with open(f"/proc/{host_pid}/net/tcp") as file:
         for line in file.readlines()[1:]:
             _, local, _, state, *_ = line.split()
+            address, port = local.split(":")
             if state == _LISTEN:
-                found.add(int(local.split(":")[1], 16))
+                found.add((socket.inet_ntoa(struct.pack("<I", int(address, 16))), int(port, 16)))
     return found
 
 
@@ -57,6 +59,12 @@ def answer_to(where: Place, data: bytes, limit_s: float = 30.0) -> bytes | None:
         return b""
 
 
+def answers(what: Sequence[tuple[Place, bytes]]) -> list[bytes | None]:
+    """Say all of it at the same time: who says half a sentence is listened to for ten seconds."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        return list(pool.map(lambda one: answer_to(*one), what))
+
+
 def sayings() -> list[bytes]:
     """Half a hello, hellos without the secret, lengths beyond all measure, noise."""
     hello = ClientHandshake(Credentials(new_secret(), "job")).hello
@@ -65,9 +73,9 @@ def sayings() -> list[bytes]:
     return [hello[:5], hello + b"\xff" * 32, *lengths, *(hello + length * 100 for length in lengths), *noise]
 
 
-def crowd(namespace: str, hosts: Sequence[tuple[str, int]], answer: Any) -> None:
-    """Connect to every port of the hosts (an address, and a process there) as soon as it opens, before the ranks can; try
-    another job's secret; and stay there in silence, so many that no process could hold all of them."""
+def crowd(namespace: str, host_pids: Sequence[int], answer: Any) -> None:
+    """Connect to every port of the hosts (of each a process) as soon as it opens, before the ranks can; try another job's
+    secret; and stay there in silence, so many that no process could hold all of them."""
     enter(namespace)
     resource.setrlimit(resource.RLIMIT_NOFILE, (8192, 8192))
     answer.send("running")
@@ -75,7 +83,7 @@ def crowd(namespace: str, hosts: Sequence[tuple[str, int]], answer: Any) -> None
     let_in = 0
     with contextlib.ExitStack() as stack:
         while not answer.poll():
-            places = {(address, port) for address, pid in hosts for port in ports(pid)}
+            places = {place for pid in host_pids for place in listening(pid)}
             for place in places - first:
                 _stand_at(place, 20, stack)
                 let_in += _try_secret(place)
@@ -158,20 +166,22 @@ def say(namespace: str, answer: Any) -> None:
     enter(namespace)
     answer.send("running")
     while (what := answer.recv()) is not None:
-        answer.send([answer_to(place, data) for place, data in what])
+        answer.send(answers(what))
     answer.send("gone")
 
 
 def another_user(namespace: str, answer: Any) -> None:
     """As nobody, on the ranks' own host: speak to every local socket and port of the job there."""
     enter(namespace)
-    os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
     answer.send("running")
     answer.recv()
     with open("/proc/self/net/unix") as file:
         names = {line.split()[-1][1:] for line in file if " @" in line}
+    places = listening(os.getpid())
+    "x".encode("idna")  # for which Python reads a module, which nobody may not do where it is installed
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
     said = {}
     for name in names:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -182,6 +192,6 @@ def another_user(namespace: str, answer: Any) -> None:
                 said[name] = sock.recv(4096)
             except OSError:
                 said[name] = b""
-    for port in ports(os.getpid()):
-        said[str(port)] = b"".join(answer_to(("127.0.0.1", port), data) or b"" for data in sayings())
+    for place in places:
+        said[str(place)] = b"".join(text or b"" for text in answers([(place, data) for data in sayings()]))
     answer.send(said)

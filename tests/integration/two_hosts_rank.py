@@ -144,7 +144,9 @@ def everything() -> dict[str, object]:
     found["large alltoall"] = fingerprint(hvd.alltoall(whole[:2_000_000]))
     found["objects"] = hvd.allgather_object({"rank": rank})
     for sharded in (False, True):
-        found[f"weights, sharded={sharded}"] = trained(sharded)
+        found[f"weights, sharded={sharded}"] = trained(sharded=sharded)
+    for name in ("bf16", "int8"):
+        found[f"compressed weights, {name}"] = trained(compression=getattr(hvd.Compression, name))
     hvd.barrier()
     return found
 
@@ -153,11 +155,11 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
-def trained(sharded: bool) -> list[float]:
+def trained(**options: Any) -> list[float]:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3))
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01), named_parameters=model.named_parameters(), sharded=sharded
+        torch.optim.Adam(model.parameters(), lr=0.01), named_parameters=model.named_parameters(), **options
     )
     inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(hvd.rank()))
     for _ in range(5):

@@ -3,8 +3,8 @@ out of the host's memory again, all at the same time.
 
 Every piece is cut into slices, one for each carrier. A member puts those slices that it does not combine itself into its
 place in the memory; carrier c combines slice c of all members there (`ours`), sends it from there, and has what comes from
-the other hosts (`theirs`) next to it; all members read the slices of all carriers. Of two hosts `theirs` is what the other
-one has, and each member computes the result from the two on its way out. Of more it is the result.
+the other hosts (`theirs`) next to it, which it makes the result; all members read the slices of all carriers. Where a host
+has one member only, that one computes the result on its way out.
 
 Used by `HierarchicalTransport`. The memory and its rules are in `relay_memory`, the way between hosts in `exchange`.
 """
@@ -42,6 +42,7 @@ class _UnderWay(NamedTuple):
     number: int
     turn: int
     pending: Pending
+    ours: torch.Tensor | None  # to be added to theirs
     theirs: torch.Tensor
     residual: torch.Tensor | None
 
@@ -117,7 +118,8 @@ class Relay:
         turn = piece % (WINDOW + 1)
         residual = self._residual(number, turn)
         pending = self._exchange.start(turn, ours, theirs, residual)
-        self._under_way[piece] = _UnderWay(number, turn, pending, theirs, residual)
+        adds = self._place.num_hosts == 2 and not self._sends_directly(source)
+        self._under_way[piece] = _UnderWay(number, turn, pending, ours if adds else None, theirs, residual)
 
     def _receive(self, index: int, piece: int) -> None:
         """Have what the other hosts sent for this piece."""
@@ -126,7 +128,9 @@ class Relay:
             return
         assert self._exchange is not None
         self._exchange.finish(work.turn, work.pending, work.theirs, work.residual)
-        if self._place.num_hosts > 2:
+        if work.ours is not None:
+            self._sum_up(work.ours, work.theirs, work.theirs)
+        elif self._place.num_hosts > 2:
             self._steps.finish_(work.theirs)
         if work.residual is not None:
             kept = self._residuals[work.number]
@@ -147,20 +151,19 @@ class Relay:
     def _read_out(self, index: int, piece: int) -> None:
         first, memory, dtype = index * self._place.num_carriers, self._memory, self._dtype
         for carrier, result in enumerate(self._results[first : first + self._place.num_carriers]):
-            count = result.count
-            theirs = memory.theirs(piece, carrier, count, dtype)
-            if self._place.num_hosts > 2:
-                take(theirs, result)
-                continue
-            source = self._sources[first + carrier]
-            ours = source.parts[0] if self._sends_directly(source) else memory.ours(piece, carrier, count, dtype)
-            operands = [ours, theirs]
-            scratch = self._scratch(count)
-            out = result.parts[0] if len(result.parts) == 1 else scratch
-            self._steps.between.reduce(operands if self._place.host == 0 else operands[::-1], out, scratch)
-            self._steps.finish_(out)
-            if out is scratch:
-                take(scratch, result)
+            theirs, source = memory.theirs(piece, carrier, result.count, dtype), self._sources[first + carrier]
+            if self._sends_directly(source):
+                out = result.parts[0] if len(result.parts) == 1 else theirs
+                self._sum_up(source.parts[0], theirs, out)
+                if out is not theirs:
+                    continue
+            take(theirs, result)
+
+    def _sum_up(self, ours: torch.Tensor, theirs: torch.Tensor, out: torch.Tensor) -> None:
+        """What two hosts have together, to the end."""
+        operands = [ours, theirs] if self._place.host == 0 else [theirs, ours]
+        self._steps.between.reduce(operands, out, self._scratch(out.numel()))
+        self._steps.finish_(out)
 
     def _scratch(self, count: int) -> torch.Tensor:
         return self._buffers.take("scratch", count, self._dtype)
