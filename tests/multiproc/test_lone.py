@@ -238,7 +238,8 @@ def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
         place.store.set("interrupted", "")
         if not same:
             assert hvd.allreduce(ones(), name="first", op=hvd.Sum)[0] == 2
-        wait_until("the request is done", lambda: tensor[0] == 2)
+        wait_until("the request is done", lambda: not queue.submission.in_flight)
+        assert tensor[0] == 2
     else:
         place.store.wait(["interrupted"])
         if not same:

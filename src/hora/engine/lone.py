@@ -28,8 +28,10 @@ from hora.engine.registered import IN_PLACE_BYTES
 from hora.engine.request import DTYPES, ITEM_BYTES, Request, Signature
 from hora.engine.shm.futex import SLICE_S, Counter
 from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, Lone, What, library
-from hora.engine.transport.arithmetic import arithmetic_of
+from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, arithmetic_of, single_threaded
 from hora.engine.transport.native_jobs import lone_what
+from hora.engine.transport.packing import copy
+from hora.engine.transport.ring import DEPTH
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
@@ -47,6 +49,8 @@ class LonePlan:
     """What all requests with one signature have in common."""
 
     __slots__ = (
+        "_operands",
+        "_scratch",
         "_what",
         "address",
         "arithmetic",
@@ -80,10 +84,34 @@ class LonePlan:
         self.staged = self.transport.stages(self.num_bytes) and not self.signature.extra
         self._what: What | None = None
         self.address = 0  # of what the native part is told; 0 if it cannot do it
+        self._operands: list[list[torch.Tensor]] = []  # in Python: all members' slots, for each turn of the ring
         what = self.arithmetic.sum
         if library() is not None and self.staged and what is not None and not self.arithmetic.prescales:
             self._what = lone_what(self.transport.ring, self.count, self.digest, what)
             self.address = ctypes.addressof(self._what)
+        elif self.staged:
+            ring, dtype, members = self.transport.ring, self.arithmetic.dtype, range(self.arithmetic.num_members)
+            self._scratch = ring.scratch(self.count, dtype)
+            for turn in range(DEPTH):
+                self._operands.append([ring.slot(member, turn, self.count, dtype) for member in members])
+
+    def stage(self, source: torch.Tensor, member: int) -> None:
+        """Put the data where the others find it. It may be put there again, if nothing comes of it."""
+        slot = self._operands[(self.transport.ring.step + 1) % DEPTH][member]
+        copy(source, slot)
+        if self.arithmetic.prescales:
+            self.arithmetic.prepare_(slot)
+
+    def reduce_staged(self, source: torch.Tensor, out: torch.Tensor, member: int) -> None:
+        """All members have staged theirs: reduce it."""
+        operands = self._operands[self.transport.ring.pass_step() % DEPTH]
+        if not self.arithmetic.prescales:  # the own data has to come into the cache anyway, to be overwritten
+            operands = [*operands[:member], source, *operands[member + 1 :]]
+        if self.count <= SERIAL_ELEMENTS:
+            self.arithmetic.reduce(operands, out, self._scratch)
+        else:
+            with single_threaded():
+                self.arithmetic.reduce(operands, out, self._scratch)
 
 
 class LonePath:
@@ -236,7 +264,7 @@ class LonePath:
 
     def _in_python(self, plan: LonePlan, tensor: torch.Tensor, out: torch.Tensor, ticket: int, instance: int) -> bool:
         if plan.staged:
-            plan.transport.stage(flat(tensor), plan.arithmetic)
+            plan.stage(flat(tensor), self._queue.member)
         self._records.publish((ticket, plan.digest, instance))
         return self._finish_in_python(plan, tensor, out, ticket, instance)
 
@@ -251,7 +279,13 @@ class LonePath:
         meter.wait_s += met - began
         if not agreed:
             return False
-        self._queue.unless_broken(lambda: self._reduce(plan, tensor, out, instance))
+        if plan.unnamed:
+            self._queue.planner.note_lone(plan.signature, instance)
+        if plan.staged:
+            source = flat(tensor)
+            plan.reduce_staged(source, source if out is tensor else flat(out), self._queue.member)
+        else:
+            self._queue.unless_broken(lambda: self._reduce(plan, tensor, out))
         self._settling = False
         lasted_s = _clock() - met
         meter.reduce_s += lasted_s
@@ -259,17 +293,12 @@ class LonePath:
         meter.num_bytes += plan.num_bytes
         return True
 
-    def _reduce(self, plan: LonePlan, tensor: torch.Tensor, out: torch.Tensor, instance: int) -> bool:
-        """All members have agreed: do it."""
-        if plan.unnamed:
-            self._queue.planner.note_lone(plan.signature, instance)
-        source, result = flat(tensor), flat(out)
+    def _reduce(self, plan: LonePlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
+        """All members have agreed on what is not staged: do it."""
         if plan.signature.extra:
             plan.transport.allreduce_in_place(self._queue.registry.views(plan.signature), plan.signature.reduce)
-        elif plan.staged:
-            plan.transport.reduce_staged(source, result, plan.arithmetic)
         else:
-            plan.transport.allreduce([source], [result], plan.signature.reduce)
+            plan.transport.allreduce([flat(tensor)], [flat(out)], plan.signature.reduce)
         return True
 
     def _wait(self, signature: Signature, record: Record) -> bool:

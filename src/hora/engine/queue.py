@@ -17,7 +17,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from threading import get_ident
 
 import torch
@@ -37,8 +36,8 @@ from hora.engine.stall_watch import StallWatch
 from hora.engine.status import WorldStatus
 from hora.engine.submission import Submission
 from hora.engine.transport.base import Transport
-from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.shm import ShmTransport
+from hora.engine.transports import Transports
 from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
@@ -49,7 +48,6 @@ log = logging.getLogger("hora")
 
 _DRAIN_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 5.0
-_SETTLE_LIMIT_S = 600.0  # of work that is queued on a GPU
 
 # Executes a bound reduction that all members have agreed on; the request is None if this rank has joined.
 ExecuteBound = Callable[[Part, Request | None, Transport], None]
@@ -91,10 +89,9 @@ class OperationQueue:
         self.barriers: weakref.WeakSet[SharedMemoryBarrier] = weakref.WeakSet()  # of bound reductions and their owners
         self.planner = planner
         self._stalls = StallWatch(stall, ranks, member, status)
-        self._make_transport = make_transport
         self._change_sets = change_sets
         self._on_idle = on_idle
-        self._transports: dict[str, Transport] = {}
+        self._transports = Transports(make_transport, status)
         self.submission = Submission(agreement)
         self._in_flight = self.submission.in_flight
         self.driving = Driving(
@@ -158,7 +155,7 @@ class OperationQueue:
 
     def made_transport(self) -> Transport | None:
         """The transport for tensors on the CPU, if there is one already."""
-        return self._transports.get("cpu")
+        return self._transports.made("cpu")
 
     def wait(self, request: Request) -> None:
         """Return when the request is done; drive the queue unless another thread does."""
@@ -173,10 +170,7 @@ class OperationQueue:
 
     def transport(self, devices: str = "cpu") -> Transport:
         """The transport for these devices (see `Batch`), made when first needed."""
-        found = self._transports.get(devices)
-        if found is None:
-            found = self._transports[devices] = self._make_transport(devices)
-        return found
+        return self._transports.get(devices)
 
     def inspect(self) -> None:
         """Look for stalls; called once a second, on the hub's thread. Nothing is executed here: other ranks may need
@@ -216,26 +210,14 @@ class OperationQueue:
                 self.driving.lock.release()
 
     def settle(self) -> None:
-        """Wait until the GPU has done what this rank has its part in: other members may need that part."""
-        until = time.monotonic() + _SETTLE_LIMIT_S
-
-        def guard() -> None:
-            if self.status.broken or time.monotonic() > until:
-                raise self.status.error()
-
-        for transport in self._cuda_transports():
-            with suppress(HorovodInternalError):
-                transport.settle(guard)
+        """Wait until the GPU has done what this rank has its part in."""
+        self._transports.settle()
 
     def wake(self) -> None:
         """The world's status has changed: look at it again. Any thread."""
         self.agreement.wake()
         if self.status.broken:
-            for transport in self._cuda_transports():
-                transport.give_up()
-
-    def _cuda_transports(self) -> list[CudaTransport]:
-        return [transport for transport in [*self._transports.values()] if isinstance(transport, CudaTransport)]
+            self._transports.give_up()
 
     def retire(self, why: str) -> None:
         """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""
@@ -259,9 +241,7 @@ class OperationQueue:
 
     def _put_away(self) -> None:
         """The last driver lets go of what the queue holds."""
-        for transport in self._transports.values():
-            transport.close()
-        self._transports.clear()
+        self._transports.close()
         self.bound.clear()
         self.registry.clear()
         self.agreement.close()

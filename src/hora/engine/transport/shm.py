@@ -114,20 +114,6 @@ class ShmTransport:
         direct = self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
         return direct and 0 < num_bytes <= self._ring.slot_bytes
 
-    def stage(self, source: torch.Tensor, arithmetic: Arithmetic) -> None:
-        """Put the data where the others find it. It may be put there again, if nothing comes of it."""
-        ring = self._ring
-        slot = ring.slot(self._member, ring.step + 1, source.numel(), arithmetic.dtype)
-        copy(source, slot)
-        arithmetic.prepare_(slot)
-
-    def reduce_staged(self, source: torch.Tensor, out: torch.Tensor, arithmetic: Arithmetic) -> None:
-        """All members have staged theirs: reduce it."""
-        count, ring = source.numel(), self._ring
-        step = ring.pass_step()
-        with single_threaded():
-            self._reduce_slots(ring, step, Piece((source,), count), Piece((out,), count), arithmetic)
-
     def _allreduce_at_once(
         self, ring: Ring, inputs: Tensors, outputs: Tensors, count: int, arithmetic: Arithmetic
     ) -> None:
