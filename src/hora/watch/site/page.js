@@ -318,7 +318,7 @@ function alertCard(kind, title, note, shares, stack) {
   if (shares) {
     const bar = h("div", { className: "share" });
     for (const p of PARTS) if (shares[p]) { const i = h("i", { className: `p-${p}`, title: `${PART_NAMES[p]} ${Math.round(100 * shares[p])} %` }); i.style.width = `${100 * shares[p]}%`; bar.append(i); }
-    left.append(bar, h("small", {}, "the additional time: " + PARTS.filter((p) => shares[p]).map((p) => `${PART_NAMES[p]} ${Math.round(100 * shares[p])} %`).join(", ")));
+    left.append(bar, h("small", {}, "the additional time: " + PARTS.filter((p) => shares[p]).map((p) => `${PART_NAMES[p]} ${Math.round(100 * shares[p])}\u00a0%`).join(", ")));
   }
   return h("div", { className: `card alert ${kind}` }, left, stack ? h("div", {}, h("small", {}, stack[0]), frameRows(stack[1])) : null);
 }
