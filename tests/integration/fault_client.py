@@ -14,7 +14,11 @@ import threading
 import time
 
 # An executor that says nothing is given up after so long, not after Spark's two minutes.
-IMPATIENT = {"spark.network.timeout": "30s", "spark.executor.heartbeatInterval": "3s"}
+IMPATIENT = {
+    "spark.network.timeout": "30s",
+    "spark.network.timeoutInterval": "5s",
+    "spark.executor.heartbeatInterval": "3s",
+}
 
 
 def slots_too_few(folder):

@@ -6,6 +6,7 @@ The nodes have one address in common, so they also go by resources of their own,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ class RayCluster:
             self.add_node()
         self.address = self._cluster.address
         for name in self._by_value:
-            ray.cloudpickle.register_pickle_by_value(sys.modules[name])
+            ray.cloudpickle.register_pickle_by_value(importlib.import_module(name))
         ray.init(address=self.address, log_to_driver=False, logging_level="warning")
         return self
 
