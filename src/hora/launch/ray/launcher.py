@@ -15,18 +15,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.ray.actor import RayWorker
-from hora.launch.ray.place import Place, kill_actor
+from hora.launch.ray.place import Place
 from hora.launch.ray.reservations import Reservation, Reservations
 from hora.launch.slots import visible_gpus
 
 __all__ = ["RayLauncher"]
 
 _KILLED = 137
-_PATIENCE_S = 5.0  # a process that Ray has been asked to end so long ago does not hear it
 _CLOSE_LIMIT_S = 20.0
 
 
@@ -98,9 +97,6 @@ class RayLauncher:
         for member in chosen:
             if not member.ended:
                 ray.kill(member.actor)
-                later = threading.Timer(_PATIENCE_S, self._happened.put, [functools.partial(self._insist, member)])
-                later.daemon = True
-                later.start()
 
     def close(self) -> None:
         with self._changed:
@@ -167,13 +163,6 @@ class RayLauncher:
         member.status = status
         # The interpreter ends as always, with its exit handlers; `terminate` ends one that does not.
         self._when_done(member.actor.__ray_terminate__.remote(), lambda *_: self._over(member, status, ""))
-
-    def _insist(self, member: _Member) -> None:
-        """Kill the process of an actor that Ray cannot end, because it has been stopped: by a task on its node."""
-        if not member.ended and member.place is not None and ray.is_initialized():
-            where = NodeAffinitySchedulingStrategy(member.place.node, soft=False)
-            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": where}
-            ray.remote(kill_actor).options(**options).remote(member.place.pid)
 
     def _over(self, member: _Member, code: int, reason: str) -> None:
         with self._changed:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["Place", "find_place", "kill_actor", "node_id"]
+__all__ = ["Place", "find_place", "node_id"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +28,6 @@ def find_place() -> Place:
 
     gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
     return Place(node=node_id(), hostname=socket.gethostname(), pid=os.getpid(), gpus=gpus)
-
-
-def kill_actor(pid: int) -> None:
-    """End an actor's process on this node, unless that number has become another one's."""
-    with contextlib.suppress(OSError):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
-            os.kill(pid, signal.SIGKILL)
 
 
 def node_id() -> str:
