@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = _train(data, spark, options.np, options.epochs, folder)
     _show(data, runs, folder)
     print(f"\nThe lab took {time.perf_counter() - began:.0f} s.")
+    hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which no shell knows
+    print(f"\nTo see a training live, in the browser: HORA_DASHBOARD=1 {hora} demo images")
     return 0
 
 
@@ -156,8 +158,6 @@ def _show(data: Penguins, runs: Mapping[str, PenguinRun], folder: Path) -> None:
         ("report", "report.html"),
     ):
         print(f"{what:<8} {(folder / file).resolve()}")
-    hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which no shell knows
-    print(f"\nTo see a training live, in the browser: HORA_DASHBOARD=1 {hora} demo images")
 
 
 def _weights_text(model: ModelFile) -> str:
