@@ -25,7 +25,7 @@ from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.base import Guard, Tensors
 from hora.engine.transport.cuda_ipc import DriverError, Mapped, Shared
 from hora.engine.transport.host_memory import HostMemoryTransport
-from hora.engine.transport.packing import Buffers, portions, unpack
+from hora.engine.transport.packing import Buffers, pack, portions, unpack
 
 __all__ = ["DeviceMemoryTransport"]
 
@@ -87,7 +87,7 @@ class DeviceMemoryTransport:
                 for source, part in zip(sources, own.split(sizes), strict=True):
                     arithmetic.prepare(source, part)
             else:
-                _pack(sources, own)
+                pack(sources, own)
             self._publish("allreduce")
             out = results[0] if len(results) == 1 else self._buffers.take("out", sum(sizes), dtype)
             arithmetic.reduce(slots, out, self._scratch(sum(sizes), dtype))
@@ -127,7 +127,7 @@ class DeviceMemoryTransport:
         for group, _ in portions(tensors, tensors, self._room(count * dtype.itemsize) // dtype.itemsize):
             own, slots = self._turn(sum(tensor.numel() for tensor in group), dtype)
             if self._member == root:
-                _pack(group, own)
+                pack(group, own)
             self._publish("broadcast")
             if self._member != root:
                 unpack(slots[root], group)
@@ -273,10 +273,3 @@ class _Slots:
         if self._own is not None:
             self._own.close()
             self._own = None
-
-
-def _pack(sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    if len(sources) == 1:
-        out.copy_(sources[0])
-    else:
-        torch.cat(list(sources), out=out)

@@ -18,7 +18,7 @@ from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum
 from hora.engine.transport.base import Tensors
 from hora.engine.transport.group import Group, Pending
 from hora.engine.transport.nccl import NcclGroup
-from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, portions, runs, spread, unpack
+from hora.engine.transport.packing import Buffers, InTwoHalves, as_bytes, overlap, pack, portions, runs, spread, unpack
 
 __all__ = ["DistributedTransport"]
 
@@ -311,7 +311,8 @@ class DistributedTransport:
 
     def _pack(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         packed = self._buffers.take(purpose, sum(t.numel() for t in tensors), tensors[0].dtype)
-        return torch.cat(list(tensors), out=packed)
+        pack(tensors, packed)
+        return packed
 
     def _take(self, purpose: str, count: int, portion: _Portion) -> torch.Tensor:
         """A buffer that the portion under way beside this one does not use."""

@@ -22,6 +22,7 @@ __all__ = [
     "copy",
     "cut",
     "overlap",
+    "pack",
     "portions",
     "put",
     "runs",
@@ -167,6 +168,14 @@ def spread(total: int, num_parts: int) -> list[int]:
     """Cut `total` elements into parts of equal size, of which only the last ones may be shorter."""
     each = -(-total // num_parts)
     return [max(min(each, total - part * each), 0) for part in range(num_parts)]
+
+
+def pack(tensors: Tensors, out: torch.Tensor) -> None:
+    """Copy the tensors one after another to `out`, which has their size."""
+    if len(tensors) == 1:
+        out.copy_(tensors[0])
+    else:
+        torch.cat(list(tensors), out=out)
 
 
 def unpack(packed: torch.Tensor, outputs: Tensors) -> None:
