@@ -72,7 +72,7 @@ def wait_for_both_ranks(job: JobProcess) -> None:
 def test_it_runs_as_it_is_and_a_second_terminal_stops_the_workers(project):
     job = start(project)
     wait_for_both_ranks(job)
-    second = subprocess.run([*COMPAT, "stopper.py"], cwd=project, capture_output=True, text=True, timeout=120)
+    second = subprocess.run([*COMPAT, "stopper.py"], cwd=project, capture_output=True, text=True, timeout=280)
     assert second.stdout == "['running', 'running']\n[204, 204]\n", second.stderr
     (project / "go on").touch()
     assert job.wait() == 0
@@ -121,7 +121,7 @@ def test_a_script_without_workers_has_none_in_another_folder(project, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "list.py").write_text("import cdsw\nprint(cdsw.list_workers(), cdsw.stop_workers())")
-    done = subprocess.run([*COMPAT, "list.py"], cwd=elsewhere, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COMPAT, "list.py"], cwd=elsewhere, capture_output=True, text=True, timeout=280)
     assert done.stdout == "[] None\n", done.stderr
 
 
@@ -137,7 +137,7 @@ def test_installed_commands_start_ranks(tmp_path):
         [folder / "mpiexec", *line, "-wdir", str(tmp_path), "sh", "-c", show],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     places = [f"[1,{rank}]<stdout>:{rank} {local} of 3 hello in {tmp_path}" for rank, local in ((0, 0), (1, 0), (2, 1))]
     assert sorted(done.stdout.splitlines()) == places, done.stderr

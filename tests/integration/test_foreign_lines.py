@@ -141,6 +141,6 @@ def test_ranks_of_a_real_open_mpi_find_one_another(tmp_path):
         str(script),
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=150, env=env)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280, env=env)
     assert sorted(done.stdout.splitlines()) == ["rank 0 sum 2.0", "rank 1 sum 2.0"], done.stderr
     assert "without a secret" in done.stderr  # what is not protected is said

@@ -30,7 +30,7 @@ def num_bytes_kept(**variables: str) -> int:
     unset = ("MALLOC_", "GLIBC_TUNABLES")
     env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env | variables, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", SCRIPT], env=env | variables, capture_output=True, text=True, timeout=280, check=True
     )
     return int(done.stdout)
 

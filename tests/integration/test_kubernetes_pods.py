@@ -85,7 +85,7 @@ class User:
 
     def _run(self, line: str, given: str | None = None) -> str:
         done = subprocess.run(
-            ["sh", "-c", line], input=given, capture_output=True, text=True, env=self._env, timeout=120
+            ["sh", "-c", line], input=given, capture_output=True, text=True, env=self._env, timeout=280
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

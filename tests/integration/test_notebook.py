@@ -109,7 +109,7 @@ def interrupt(client):
 
 def run(tmp_path, *cells, reactions):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells])
-    client = LiveClient(notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}})
+    client = LiveClient(notebook, timeout=280, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}})
     client.reactions = reactions
     client.execute()
     return notebook.cells

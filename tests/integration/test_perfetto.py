@@ -50,7 +50,7 @@ def perfetto() -> Iterator[str]:
 def test_perfetto_shows_every_tensor_of_a_timeline_and_which_rank_came_when(browser, perfetto, tmp_path: Path):  # noqa: F811
     timeline = tmp_path / "timeline.json"
     command = [sys.executable, "-m", "hora", "run", "-np", "2", "--timeline-filename", str(timeline)]
-    subprocess.run([*command, sys.executable, "-c", TRAINING], check=True, timeout=150)
+    subprocess.run([*command, sys.executable, "-c", TRAINING], check=True, timeout=280)
     tab = browser.new_page()
     tab.goto(perfetto)
     tab.locator("input.trace_file").set_input_files(timeline, timeout=60_000)

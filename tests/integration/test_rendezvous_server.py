@@ -50,7 +50,7 @@ class Worker:
         return [float(word) for word in self._process.stdout.readline().split()]
 
     def end(self) -> tuple[int, str]:
-        _, errors = self._process.communicate(timeout=120)
+        _, errors = self._process.communicate(timeout=280)
         return self._process.returncode, errors
 
     def kill(self) -> None:

@@ -59,7 +59,7 @@ def test_a_worker_of_a_command_runs_nothing_in_the_launcher(tmp_path: Path, comm
     trap = tmp_path / "executed"
     done = subprocess.run(
         [*command, "-np", "2", sys.executable, "liar.py", str(trap)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert not trap.exists()
     assert done.returncode != 0
@@ -79,7 +79,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 def started_there(shared: Path, *argv: str) -> str:
-    done = subprocess.run(argv, cwd=shared, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(argv, cwd=shared, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     executed = shared.parent / "executed"
     assert not executed.exists(), f"imported from the current folder: {executed.read_text()}"
@@ -109,7 +109,7 @@ def test_modules_beside_the_users_own_script_are_found(tmp_path: Path):
     (tmp_path / "planted_by_its_owner.py").write_text("VALUE = 42\n")
     (tmp_path / "driver.py").write_text(FROM_THERE)
     done = subprocess.run(
-        [sys.executable, "driver.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, "driver.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.stdout == "[42, 42]\n", done.stderr
 
@@ -119,6 +119,6 @@ def test_modules_of_the_current_folder_are_found_where_the_caller_finds_them(tmp
     (tmp_path / "planted_by_its_owner.py").write_text("VALUE = 42\n")
     code = "import horovod, planted_by_its_owner as p\nprint(horovod.run(lambda: p.VALUE, num_proc=2))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.stdout == "[42, 42]\n", done.stderr

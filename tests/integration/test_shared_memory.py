@@ -40,7 +40,7 @@ def run(tmp_path: Path, *arguments: str, before: str = "") -> subprocess.Complet
     command = [sys.executable, "-m", "hora", "run", "-np", "2", sys.executable, str(script), *arguments]
     if before:
         command = ["unshare", "--mount", "sh", "-c", f'{before} && exec "$@"', "sh", *command]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 def mine() -> set[str]:

@@ -15,7 +15,7 @@ import textwrap
 import pytest
 from spark_cluster import StandaloneCluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def drive(tmp_path, cluster, settings, body):
         + textwrap.indent(textwrap.dedent(body), "    ")
         + '\nprint("RESULT", json.dumps(result))\n'
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, cwd=tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
     return json.loads(line.removeprefix("RESULT"))

@@ -61,7 +61,7 @@ def test_spark_local_processes_and_horovodrun_compute_the_same_bits(spark, tmp_p
         [sys.executable, "-m", "horovod.runner.launch", "-np", "2", sys.executable, "train.py", "result.pt"],
         cwd=tmp_path,
         check=True,
-        timeout=120,
+        timeout=280,
     )
     under_horovodrun = torch.load(tmp_path / "result.pt")
     assert on_spark[1] == local[1] == under_horovodrun[1]

@@ -389,7 +389,7 @@ def test_a_job_that_fails_leaves_a_record_and_no_token_where_others_can_read(tmp
     record = str(tmp_path / "run.hora")
     command = [sys.executable, "-m", "hora", "run", "-np", "2", "--record", record, sys.executable, "-c", NOT_A_NUMBER]
     env = {**os.environ, "HORA_DASHBOARD": "1", "HORA_NAN_CHECK": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1
     assert "see it live: http://127.0.0.1:" in done.stderr
     assert "token=" not in done.stderr + done.stdout

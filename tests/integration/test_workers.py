@@ -299,7 +299,7 @@ def test_an_old_script_runs_unchanged(tmp_path):
     Path("old.py").write_text(COMPAT)
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [sys.executable, "-m", "hora.compat", "old.py"], capture_output=True, text=True, timeout=150, env=env
+        [sys.executable, "-m", "hora.compat", "old.py"], capture_output=True, text=True, timeout=280, env=env
     )
     assert done.returncode == 0, done.stderr
     assert "[0]<stdout>:2.0 2" in done.stdout, done.stdout

@@ -18,7 +18,7 @@ ALLREDUCE = (
 
 def run(folder, *command):
     return subprocess.run(
-        [sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
     )
 
 

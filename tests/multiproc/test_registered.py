@@ -178,29 +178,38 @@ def test_in_the_next_world_it_is_an_ordinary_tensor():
     hvd.shutdown()
 
 
-def segments() -> int:
-    """How many pieces of memory that has no name in a file system this process has mapped."""
+def memory_of(tensor) -> str:
+    """The number of the file without a name in which a tensor lies."""
+    for begin, end, number in mapped():
+        if begin <= tensor.data_ptr() < end:
+            return number
+    raise AssertionError("the tensor lies in no shared memory")
+
+
+def mapped():
     with open("/proc/self/maps") as file:
-        return sum("memfd:" in line for line in file)
+        for line in file:
+            if "memfd:" in line:
+                addresses, _, _, _, number, *_ = line.split()
+                begin, end = addresses.split("-")
+                yield int(begin, 16), int(end, 16), number
 
 
 @pytest.mark.ranks(2)
 @session
 def test_memory_goes_with_its_last_tensor():
-    hvd.allreduce_(torch.zeros(COUNT))  # the transport's own memory
-    before = segments()
     tensor = hvd.shared_empty(COUNT)
-    assert segments() == before + 1
+    memory = memory_of(tensor)
     hvd.allreduce_(tensor, op=hvd.Sum)
     part = tensor[5:7]
     del tensor
     gc.collect()
     assert registry()
-    assert part.shape == (2,)
+    assert memory_of(part) == memory
     del part
     gc.collect()
     assert not registry()
-    wait_until("the memory is gone", lambda: segments() == before)
+    wait_until("the memory is gone", lambda: memory not in [number for _, _, number in mapped()])
 
 
 @pytest.mark.ranks(2)
