@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 def wait_until(what: str, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:

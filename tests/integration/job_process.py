@@ -19,7 +19,7 @@ import psutil
 
 from waiting import wait_until
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 BIN = Path(sys.executable).parent
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pyspark
 
-_START_LIMIT_S = 90.0
+_START_LIMIT_S = 240.0
 # Java that starts fast instead of running fast: these processes live for minutes and compute nothing.
 _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 

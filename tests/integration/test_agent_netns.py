@@ -14,7 +14,6 @@ from waiting import wait_until
 
 pytestmark = [
     pytest.mark.netns,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip (iproute2)"),
 ]
 NODES = {f"hora-a{os.getpid()}": "10.79.0.1", f"hora-b{os.getpid()}": "10.79.0.2"}

@@ -87,7 +87,6 @@ def test_the_synthetic_benchmark(tmp_path):
     assert re.search(r"ResNet-18, 16x16, batch 2, float32, 2 ranks, .*: \d+ images/s", out)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["penguins", pytest.param("images", marks=pytest.mark.slow)])
 def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
     notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)

@@ -21,7 +21,6 @@ from waiting import wait_until
 
 pytestmark = [
     pytest.mark.netns,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(
         os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None,
         reason="needs root, ip (iproute2) and unshare",

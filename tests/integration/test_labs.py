@@ -68,7 +68,6 @@ def _assert_penguin_lab(out: str, folder: Path) -> None:
 
 
 @pytest.mark.spark
-@pytest.mark.timeout(400)
 def test_the_penguin_lab_with_spark(tmp_path):
     lab_job = ("hora", "demo", "penguins", "--epochs", "20", "--out", str(tmp_path / "lab"))
     with CommandProcess(*lab_job, cwd=tmp_path) as lab:
@@ -107,7 +106,6 @@ def test_the_commands_own_words():
     assert "--epochs must be at least 1" in err
 
 
-@pytest.mark.timeout(400)
 def test_images_reach_97_percent_on_two_ranks(tmp_path):
     lab_job = ("hora", "demo", "images", "--epochs", "9", "--log-dir", str(tmp_path / "whole"))
     with CommandProcess(*lab_job, cwd=tmp_path) as lab:

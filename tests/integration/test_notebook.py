@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from hora.watch.address import find_pages
 from hora.watch.client import snapshots
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.spark
 
 MODEL = """
 import torch

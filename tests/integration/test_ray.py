@@ -30,7 +30,7 @@ from horovod.ray import ElasticRayExecutor, RayExecutor
 from horovod.ray.elastic_v2 import RayHostDiscovery
 from waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ray
 
 LIMIT_S = 180.0
 

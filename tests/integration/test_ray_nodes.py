@@ -20,7 +20,7 @@ from ray_training import INTERVAL, Misfortune, Stages, elastic_settings, train
 from horovod.ray import ElasticRayExecutor, RayExecutor
 from waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")

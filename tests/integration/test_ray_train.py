@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.ray
 
 LIMIT_S = 400.0
 

@@ -8,7 +8,7 @@ from pyspark.ml.linalg import Vectors
 from hora.data.converter import SparkDatasetConverter, make_spark_converter, register_delete_dir_handler
 from sparkdl import HorovodRunner
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.usefixtures("by_value")]
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("by_value")]
 
 
 def test_ranks_read_what_the_driver_wrote_once(spark, tmp_path, caplog):

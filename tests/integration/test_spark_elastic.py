@@ -13,7 +13,7 @@ import pytest
 import horovod.spark
 from sparkdl import HorovodRunner
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.spark
 
 
 def train(failures, directory):

@@ -14,7 +14,7 @@ from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.store import Store
 from horovod.spark.torch import TorchEstimator, TorchModel
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300), pytest.mark.usefixtures("by_value")]
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("by_value")]
 
 X = np.random.default_rng(0).normal(size=(40, 2)).astype("float32")
 Y = (X @ np.array([1.0, -2.0], dtype="float32") + 0.5).astype("float32")

@@ -16,7 +16,6 @@ from horovod.spark.common.store import Store
 pytest.importorskip("lightning")
 pytestmark = [
     pytest.mark.spark,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("by_value"),
 ]

@@ -15,7 +15,7 @@ import textwrap
 import pytest
 from spark_cluster import StandaloneCluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import horovod.spark
 from hora.errors import StartTimeoutError
 from horovod.spark import conf
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.spark
 
 
 def test_every_ranks_result_in_rank_order(spark):

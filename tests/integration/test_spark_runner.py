@@ -19,7 +19,7 @@ from hora.errors import JobFailedError
 from hora.launch.spark.cluster import count_slots
 from sparkdl import HorovodRunner
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from hora.net.connection import connect
 from hora.net.wire import ClientHandshake, Credentials, new_secret
 from sparkdl import HorovodRunner
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.spark
 
 
 class Exploit:

@@ -11,7 +11,7 @@ import torch
 
 from sparkdl import HorovodRunner
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.spark
 
 TRAINING = '''
 def train(epochs):

@@ -11,7 +11,7 @@ from secrets import token_hex
 
 import pytest
 
-LIMIT_S = 140
+LIMIT_S = 280
 
 
 def start_by_hand(script: str, size: int, secret: Path) -> list[subprocess.Popen]:

@@ -16,7 +16,7 @@ import horovod.torch as hvd
 from hora.engine import current_runtime
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
-LIMIT_S = 60
+LIMIT_S = 180
 
 
 @pytest.mark.ranks(1, 2)

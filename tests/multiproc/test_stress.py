@@ -11,7 +11,7 @@ import pytest
 from stress.generate import generate
 from stress.player import play_and_judge
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def _play(seed: int, folder: object, victim: int | None = None) -> None:
