@@ -4,7 +4,8 @@
 Each contender starts two processes that initialise, allreduce one tensor and return its value: on a
 standalone Spark cluster (a master and two workers with one core each), classic and through a Connect server,
 and as local processes. The session and the executors are warm: one round of everything runs before the clock
-does. Prints medians, the spread and the ratios.
+does. Prints medians, the spread and the ratios, and of the medians which part passed before rank 0 was in the function,
+in it (where it imports, initialises and reduces), and on the way home.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integ
 import pyspark
 from spark_cluster import ConnectServer, StandaloneCluster, spark_session
 
+Answer = tuple[float, float, float]  # the sum, when the function was entered, when it was left
 
-def hora_main() -> float:
+
+def hora_main() -> Answer:
+    entered = time.time()
     import torch
 
     import horovod.torch as hvd
 
     hvd.init()
-    return float(hvd.allreduce(torch.ones(1024), op=hvd.Sum)[0])
+    total = float(hvd.allreduce(torch.ones(1024), op=hvd.Sum)[0])
+    return total, entered, time.time()
 
 
-def torch_main() -> float:
+def torch_main() -> Answer:
+    entered = time.time()
     import torch
     import torch.distributed as dist
 
@@ -39,15 +45,15 @@ def torch_main() -> float:
     tensor = torch.ones(1024)
     dist.all_reduce(tensor)
     dist.destroy_process_group()
-    return float(tensor[0])
+    return float(tensor[0]), entered, time.time()
 
 
-def contenders(*, local: bool) -> dict[str, Callable[[], float]]:
+def contenders(*, local: bool) -> dict[str, Callable[[], Answer]]:
     from pyspark.ml.torch.distributor import TorchDistributor
 
     from sparkdl import HorovodRunner
 
-    def peer(local_mode: bool) -> float:
+    def peer(local_mode: bool) -> Answer:
         distributor = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
         return distributor.run(torch_main)
 
@@ -64,17 +70,21 @@ def contenders(*, local: bool) -> dict[str, Callable[[], float]]:
 
 def measure(rounds: int, *, local: bool) -> None:
     times: dict[str, list[float]] = {}
+    parts: dict[str, list[Answer]] = {}
     for number in range(rounds + 1):
         for name, call in contenders(local=local).items():
-            began = time.perf_counter()
-            value = call()
-            took = time.perf_counter() - began
+            began = time.time()
+            value, entered, left = call()
+            ended = time.time()
             assert value == 2.0, f"{name} returned {value}"
             if number:
-                times.setdefault(name, []).append(took)
+                times.setdefault(name, []).append(ended - began)
+                parts.setdefault(name, []).append((entered - began, left - entered, ended - left))
     for name, taken in times.items():
         spread = f"{min(taken):.2f} … {max(taken):.2f}"
         print(f"{name:40s} median {statistics.median(taken):6.2f} s   spread {spread}   n={len(taken)}")
+        before, within, after = (statistics.median(part) for part in zip(*parts[name], strict=True))
+        print(f"{'':40s} before {before:6.2f} s   in the function {within:.2f} s   home {after:.2f} s")
     medians = [statistics.median(taken) for taken in times.values()]
     ratios = [ours / peers for ours, peers in zip(medians[::2], medians[1::2], strict=True)]
     print("of the peer's time: " + ", ".join(f"{ratio:.3f}" for ratio in ratios), flush=True)

@@ -32,6 +32,33 @@ def runner(spark, folder):
     return HorovodRunner(np=2).run(main, base=10)
 
 
+def warm(spark, folder):
+    """What a UDF does to Spark's Python workers, and whether ranks, which are forked, see any of it."""
+    from sparkdl import HorovodRunner
+
+    def vandal(batches):
+        import torch
+
+        torch.set_default_dtype(torch.float64)
+        sys.modules["left_behind"] = torch
+        yield from batches
+
+    def witness():
+        import torch
+
+        import horovod.torch as hvd
+
+        hvd.init()
+        with open("/proc/self/cmdline") as file:
+            forked = "hora.launch.spark.standby" in file.read()
+        seen = forked, "left_behind" in sys.modules, str(torch.get_default_dtype())
+        return hvd.allgather_object((*seen, torch.initial_seed()))
+
+    spark.range(0, 8, 1, 2).mapInArrow(vandal, "id long").collect()
+    found = [told for _ in range(2) for told in HorovodRunner(np=2).run(witness)]
+    return [told[:3] for told in found], len({told[3] for told in found})
+
+
 def failure(spark, folder):
     from sparkdl import HorovodRunner
 

@@ -176,7 +176,16 @@ def _is_horas(process: psutil.Process) -> bool:
         forked = Path(f"/proc/{process.pid}/comm").read_text().startswith("hora-")
     except OSError:  # it ended meanwhile
         return False
-    return forked or "hora.launch" in _command(process).replace("/", ".")
+    return (forked or "hora.launch" in _command(process).replace("/", ".")) and not _stands_by(process)
+
+
+def _stands_by(process: psutil.Process) -> bool:
+    """Whether it waits beside a Python worker of Spark's that lives (`hora.launch.spark.standby`): it ends with that."""
+    try:
+        parent = process.parent()
+        return process.name() == "hora-standby" and parent is not None and "pyspark.daemon" in _command(parent)
+    except psutil.Error:  # it ended meanwhile
+        return False
 
 
 def _command(process: psutil.Process) -> str:

@@ -33,6 +33,7 @@ pytestmark = [
 
 SCENARIOS = (
     "runner",
+    "warm",
     "failure",
     "run",
     "large",
@@ -94,6 +95,12 @@ def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(
     assert "hello from rank 0\n" in seen.text
     assert "hello from rank 1\n" in seen.text
     assert "not shown" not in seen.text
+
+
+def test_ranks_are_forked_from_a_process_that_no_udf_has_touched(seen):
+    states, num_seeds = seen.found["warm"]
+    assert states == [[True, False, "torch.float32"]] * 4
+    assert num_seeds == 4  # random numbers of its own, on every rank and in every job
 
 
 def test_a_failing_rank_is_an_error_with_its_traceback_and_its_exception_as_the_cause(seen):

@@ -153,7 +153,7 @@ def _count_connect_slots(session: Any) -> int:
     from pyspark.sql import functions as sql
 
     numbers = session.range(0, 65536).select(sql.spark_partition_id().alias("number"))
-    found = numbers.agg(sql.max("number")).collect()[0][0]
+    found = numbers.tail(1)[0][0]  # one task, of the last partition
     return (int(found) + 1) // int(session.conf.get("spark.task.cpus", "1"))
 
 

@@ -136,7 +136,6 @@ class SparkLauncher:
     """Starts each worker in the Spark task that was placed for its rank. See `job.Launcher`.
 
     `bind_gpus`: make Spark's GPUs the visible ones. `executable`: the workers' Python, if it is not that of Spark's own.
-    `may_fork`: whether no user code has ever run in the tasks' Python processes.
     """
 
     def __init__(
@@ -146,11 +145,9 @@ class SparkLauncher:
         *,
         bind_gpus: bool,
         executable: str | None = None,
-        may_fork: bool = True,
     ) -> None:
         self.bind_address, self.advertised_address = driver.bind_address, driver.address
         self._driver, self._bind_gpus, self._executable = driver, bind_gpus, executable
-        self._may_fork = may_fork
         self._placements = {placement.slot.rank: placement for placement in placements}
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # task -> worker
@@ -191,7 +188,7 @@ class SparkLauncher:
             "executable": self._executable,
             "arguments": list(worker.argv[1:]),
             "grace_s": worker.grace_s,
-            "preload": worker.preload if self._may_fork else None,
+            "preload": worker.preload,
             "nonce": nonce.hex(),
         }
         files = {name: data.hex() for name, data in worker.private_files.items()}

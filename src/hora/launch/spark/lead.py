@@ -86,6 +86,7 @@ def _task(told: str, *, stream_output: bool) -> SparkTask:
         secret_file="",
         stream_output=stream_output,
         keep_output=True,
+        own_worker=False,
     )
 
 
@@ -115,9 +116,7 @@ class _Lead:
         wanted = self._wanted
         places = meet_all(self.tasks, wanted.num_proc, wanted.start_timeout_s)
         placements = place_tasks(places)
-        launcher = SparkLauncher(
-            self.tasks, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable, may_fork=False
-        )
+        launcher = SparkLauncher(self.tasks, placements, bind_gpus=wanted.bind_gpus, executable=wanted.executable)
         output = OutputOptions(
             prefix=wanted.prefix,
             timestamp=wanted.timestamp,

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from hora.launch.environment import variables
+from hora.launch.host.connection import SupervisorProcess
 from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
+from hora.launch.spark import standby
 from hora.launch.spark.warm import fork_supervisor, prepare
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
@@ -42,6 +44,7 @@ class SparkTask:
     `secret_file`: where to read the secret instead, if the driver is on this machine: Spark shows its closures around.
     `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
     failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
+    `own_worker`: nothing but tasks of ours runs in this Python process, ever.
     """
 
     address: str
@@ -51,6 +54,7 @@ class SparkTask:
     secret_file: str
     stream_output: bool
     keep_output: bool
+    own_worker: bool = True
 
     def __call__(self, task: int) -> None:
         secret = read_held_secret(self.secret_file) if self.secret_file else self.secret
@@ -99,10 +103,16 @@ class _TaskAgent:
 
     def _start(self, worker: WorkerSpec) -> None:
         if self._launcher is None:
-            may_fork = worker.preload is not None and worker.argv[0] == sys.executable
-            warm = may_fork and prepare(worker.preload or (), worker.env)
-            self._launcher = HostLauncher(supervisor=fork_supervisor() if warm else None)
+            self._launcher = HostLauncher(supervisor=self._warm_supervisor(worker))
         self._launcher.start([worker], self)
+
+    def _warm_supervisor(self, worker: WorkerSpec) -> SupervisorProcess | None:
+        """One whose workers are forks, where they can be."""
+        if worker.preload is None or worker.argv[0] != sys.executable:
+            return None
+        if not self._task.own_worker:
+            return standby.supervisor(worker.preload, worker.env)
+        return fork_supervisor() if prepare(worker.preload, worker.env) else None
 
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
         private = json.loads(mask(self._secret, bytes.fromhex(header["nonce"]), payload))

@@ -3,7 +3,7 @@
 Spark keeps its Python workers, and Hora's stages have workers of their own (`stage`), in which nothing but `task` ever
 runs. So torch can be imported there once, by the first job that needs it, and every rank is a fork of that clean
 process: user code runs in the fork only, and the fork is gone when its job is over. Called by `task`; where a fork would
-not be the same as a fresh process, `prepare` says so and nothing here is used.
+not be the same as a fresh process, `prepare` says so and nothing here is used. Through Connect `standby` is.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hora.launch.host.supervisor import supervise
 from hora.launch.host.zygote import differ_only_in, load, run_forked
 from hora.launch.worker import work
 
-__all__ = ["fork_supervisor", "prepare"]
+__all__ = ["LATE", "be_supervisor", "fork_supervisor", "prepare"]
 
 # What a rank's environment may have beside this process's.
-_LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "PYTHONPATH")
+LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "PYTHONPATH")
 
 
 def prepare(modules: Sequence[str], env: Mapping[str, str]) -> bool:
     """Load the modules here, and tell whether a rank with this environment can be forked from this process."""
-    if not differ_only_in(env, variables(), _LATE) or not load(modules):
+    if not differ_only_in(env, variables(), LATE) or not load(modules):
         return False
     # Only the forking thread lives on in a fork, and with it whatever the others held.
     return len(os.listdir("/proc/self/task")) == 1
@@ -58,7 +58,7 @@ class _ForkedSupervisor:
         ours_in, ours_out, ours_err = (os.pipe() for _ in range(3))
         self._pid = os.fork()
         if self._pid == 0:
-            _be_supervisor(ours_in[0], ours_out[1], ours_err[1])
+            be_supervisor(ours_in[0], ours_out[1], ours_err[1])
         for descriptor in (ours_in[0], ours_out[1], ours_err[1]):
             os.close(descriptor)
         self.stdin = os.fdopen(ours_in[1], "wb", buffering=0)
@@ -83,7 +83,8 @@ class _ForkedSupervisor:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
-def _be_supervisor(stdin: int, stdout: int, stderr: int) -> NoReturn:
+def be_supervisor(stdin: int, stdout: int, stderr: int) -> NoReturn:
+    """In a fork: be a supervisor with these streams, whose workers are forks as well."""
     status = 1
     try:
         os.setsid()
