@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 import horovod.torch as hvd
 from hora import engine
 from hora.engine.lone import LonePath
+from hora.engine.shm.native import library
 from hora.errors import HorovodInternalError
 from waiting import wait_until
 
@@ -191,9 +193,12 @@ def test_those_who_wait_alone_hear_of_a_death(size):
     if hvd.rank() == 1:
         agreement = engine.current_runtime().process_sets.queue(0).agreement
         wait_until("the others wait", lambda: _waiting(agreement) == 2)
+        wait_until("they sleep", lambda: all(asleep.value for asleep in agreement.lone._asleep))
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(HorovodInternalError, match="rank 1"):
+    with pytest.raises(HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
+    natively = library() is not None and size == 5
+    assert ("_sleep_natively" if natively else "_sleep") in {frame.name for frame in traceback.extract_tb(caught.tb)}
     hvd.shutdown()
 
 

@@ -8,8 +8,10 @@ import threading
 import pytest
 
 from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.shm.futex import Counter
 from hora.engine.shm.segment import Segment
 from hora.errors import HorovodInternalError
+from waiting import wait_until
 
 LIMIT_S = 20
 
@@ -47,6 +49,21 @@ def test_no_member_passes_before_all_have_come():
 
     together(*[lambda m=m: visit(m) for m in range(size)])
     assert seen == [True] * 150
+
+
+def test_only_a_member_that_sleeps_is_woken(monkeypatch):
+    woken, wake = [], Counter.wake
+    monkeypatch.setattr(Counter, "wake", lambda counter: (woken.append(counter), wake(counter)))
+    first, second = barriers(2)
+
+    def come_late():
+        wait_until("the first one sleeps", lambda: first._own_sleep.value)
+        second.wait()
+
+    for _ in range(3):  # the first one comes when no member sleeps
+        together(first.wait, come_late)
+        assert not first._own_sleep.value
+    assert woken == [second._came[1]] * 3
 
 
 def test_a_member_that_has_joined_is_absent_until_all_come_back():

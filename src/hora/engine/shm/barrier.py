@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm.futex import LINE_BYTES, Counter, fence
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard
 from hora.telemetry.meters import meter
@@ -52,7 +52,10 @@ class SharedMemoryBarrier:
         places = [offset + 2 * LINE_BYTES * peer for peer in range(len(ranks))]
         self._came = [Counter.at(segment.memory, place) for place in places]
         self._really_came = [Counter.at(segment.memory, place + LINE_BYTES) for place in places]
+        asleep = [Counter.at(segment.memory, place + LINE_BYTES + 8) for place in places]  # seldom written, as its line
+        self._own_sleep = asleep[member]
         self._peers = [(peer, self._came[peer]) for peer in range(len(ranks)) if peer != member]
+        self._asleep = [asleep[peer] for peer, _ in self._peers]
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
@@ -62,11 +65,17 @@ class SharedMemoryBarrier:
     def wait(self) -> list[int]:
         """Return when every member has come as often as this one; gives the members that are absent (joined)."""
         self.num_passed = number = self.num_passed + 1
-        self._came[self._member].set(number)
+        own = self._came[self._member]
+        own.store(number)
+        fence()  # either they see the number, or their being asleep is seen here
+        for asleep in self._asleep:
+            if asleep.value:
+                own.wake()
+                break
         absent: list[int] = []
         for peer, counter in self._peers:
-            if counter.value < number:
-                self._wait_for(counter, number)
+            if counter.value < number and not counter.look(number):
+                self._sleep_until(counter, number)
             if counter.value >= _OPEN and self._really_came[peer].value < number:
                 absent.append(peer)
         return absent
@@ -81,7 +90,7 @@ class SharedMemoryBarrier:
         self.num_passed = max(counter.value for counter in self._really_came)
         self._came[self._member].set(self.num_passed)
 
-    def _wait_for(self, counter: Counter, number: int) -> None:
+    def _sleep_until(self, counter: Counter, number: int) -> None:
         begin = warned = time.monotonic()
 
         def guard() -> None:
@@ -102,9 +111,14 @@ class SharedMemoryBarrier:
             if self._shutdown_s and now - begin > self._shutdown_s:
                 self._stalled(missing, f"stalled for more than {self._shutdown_s:g} s")
 
-        since, meter.blocked = begin, (self, begin, self._ranks)
+        meter.blocked = self, begin, self._ranks
+        self._own_sleep.store(1)
+        fence()
         try:
-            counter.wait_for(number, guard=guard, limit_s=_LIMIT_S, what=self.name)
+            counter.wait_for(number, guard=guard, limit_s=_LIMIT_S, what=self.name, looks=0)
         finally:
+            self._own_sleep.store(0)
             meter.blocked = None
-            meter.wait_s += time.monotonic() - since
+            lasted_s = time.monotonic() - begin
+            meter.wait_s += lasted_s
+        counter.learn(lasted_s)
