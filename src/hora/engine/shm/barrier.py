@@ -9,11 +9,15 @@ absent. When all have joined, all go on from the highest number.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
-from hora.engine.shm.futex import LINE_BYTES, Counter, fence
+from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
+from hora.engine.shm.native import Library, Meeting, library, new_patience
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard
 from hora.telemetry.meters import meter
@@ -23,6 +27,8 @@ __all__ = ["SharedMemoryBarrier"]
 log = logging.getLogger("hora")
 
 _OPEN = 2**63 - 1  # whose low half, which a sleeping member watches, is not that of any number it may have seen
+_MISSING, _MET = 0, 1  # what `meet` of the native part says
+_SLICE_NS = int(SLICE_S * 1e9)
 _LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead one the guard's
 
 
@@ -56,6 +62,9 @@ class SharedMemoryBarrier:
         self._own_sleep = asleep[member]
         self._peers = [(peer, self._came[peer]) for peer in range(len(ranks)) if peer != member]
         self._asleep = [asleep[peer] for peer, _ in self._peers]
+        self._library = library()
+        self._meeting = Meeting(self._came[0].address, member, len(ranks), new_patience(len(ranks)))
+        self._meeting_at = ctypes.addressof(self._meeting)
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
@@ -65,20 +74,13 @@ class SharedMemoryBarrier:
     def wait(self) -> list[int]:
         """Return when every member has come as often as this one; gives the members that are absent (joined)."""
         self.num_passed = number = self.num_passed + 1
-        own = self._came[self._member]
-        own.store(number)
-        fence()  # either they see the number, or their being asleep is seen here
-        for asleep in self._asleep:
-            if asleep.value:
-                own.wake()
-                break
-        absent: list[int] = []
-        for peer, counter in self._peers:
-            if counter.value < number and not counter.look(number):
-                self._sleep_until(counter, number)
-            if counter.value >= _OPEN and self._really_came[peer].value < number:
-                absent.append(peer)
-        return absent
+        if self._library is None:
+            self._meet_in_python(number)
+        elif self._meet_natively(self._library, number):
+            return []
+        return [
+            peer for peer, counter in self._peers if counter.value >= _OPEN and self._really_came[peer].value < number
+        ]
 
     def leave(self) -> None:
         """This member joins: the others need not wait for it."""
@@ -90,10 +92,50 @@ class SharedMemoryBarrier:
         self.num_passed = max(counter.value for counter in self._really_came)
         self._came[self._member].set(self.num_passed)
 
-    def _sleep_until(self, counter: Counter, number: int) -> None:
-        begin = warned = time.monotonic()
+    def _meet_natively(self, library: Library, number: int) -> bool:
+        """Wait for all members; False if one of them has joined."""
+        begin = time.monotonic()
+        met = library.meet(self._meeting_at, number, _SLICE_NS)
+        if met == _MISSING:
+            with self._blocked(begin) as look_around:
+                while met == _MISSING:
+                    look_around(number)
+                    met = library.meet(self._meeting_at, number, _SLICE_NS)
+        meter.wait_s += time.monotonic() - begin
+        return bool(met == _MET)
 
-        def guard() -> None:
+    def _meet_in_python(self, number: int) -> None:
+        own = self._came[self._member]
+        own.store(number)
+        fence()  # either they see the number, or their being asleep is seen here
+        for asleep in self._asleep:
+            if asleep.value:
+                own.wake()
+                break
+        for _, counter in self._peers:
+            if counter.value < number and not counter.look(number):
+                self._sleep_until(counter, number)
+
+    def _sleep_until(self, counter: Counter, number: int) -> None:
+        begin = time.monotonic()
+        with self._blocked(begin) as look_around:
+            self._own_sleep.store(1)
+            fence()
+            try:
+                guard = partial(look_around, number)
+                counter.wait_for(number, guard=guard, limit_s=_LIMIT_S, what=self.name, looks=0)
+            finally:
+                self._own_sleep.store(0)
+                lasted_s = time.monotonic() - begin
+                meter.wait_s += lasted_s
+        counter.learn(lasted_s)
+
+    @contextmanager
+    def _blocked(self, begin: float) -> Iterator[Callable[[int], None]]:
+        """While this member waits since `begin`. What it gives is to be called now and then."""
+        warned = begin
+
+        def look_around(number: int) -> None:
             nonlocal warned
             self.guard()
             now = time.monotonic()
@@ -112,13 +154,7 @@ class SharedMemoryBarrier:
                 self._stalled(missing, f"stalled for more than {self._shutdown_s:g} s")
 
         meter.blocked = self, begin, self._ranks
-        self._own_sleep.store(1)
-        fence()
         try:
-            counter.wait_for(number, guard=guard, limit_s=_LIMIT_S, what=self.name, looks=0)
+            yield look_around
         finally:
-            self._own_sleep.store(0)
             meter.blocked = None
-            lasted_s = time.monotonic() - begin
-            meter.wait_s += lasted_s
-        counter.learn(lasted_s)

@@ -20,7 +20,7 @@ on a rank that has joined and takes part in what it has not started.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ from hora.engine.plan import Batch, Part
 from hora.engine.queue import OperationQueue
 from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name
 from hora.engine.shm.barrier import SharedMemoryBarrier
-from hora.engine.shm.reduction import Cut, cut_slice, reduce_slice
+from hora.engine.shm.reduction import Cut, cut_slice, reduce_slice, shared_slice
 from hora.engine.transport.arithmetic import arithmetic_of, single_threaded
 from hora.engine.transport.base import CompressingTransport, Transport
 from hora.engine.transport.shm import ShmTransport
@@ -62,6 +62,7 @@ class BoundReduction:
         example = places[0][0]
         self._member = queue.member if member is None else member
         self.places = places
+        self._num_bytes = example.nbytes
         self.out = out
         self.barrier = barrier
         self._queue = queue
@@ -82,7 +83,10 @@ class BoundReduction:
         self._arithmetic = arithmetic_of(reduce, example.dtype, len(places[0]))
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
-        self._scratch = torch.empty_like(out) if out is not None and len(places) > 1 else None
+        self._direct: list[Callable[[], None]] = []  # the work of each turn, where all members reduce all data
+        if out is not None and len(places) > 1:
+            self._direct = [self._arithmetic.reduction(views, out) for views in places]
+        self._slice: Callable[[], None] | None = None  # the work of a member that reduces its slice
         self._turn = 0
         self._cuts: list[Cut] | None = None
         self._request: Request | None = None  # in flight
@@ -142,8 +146,8 @@ class BoundReduction:
         with single_threaded():
             if self._scatters:
                 self._reduce_own_slice()
-            elif self._scratch is not None:
-                self._reduce_directly(views)
+            elif self._direct:
+                self._direct[self.turn]()
             else:
                 assert isinstance(transport, ShmTransport), transport
                 transport.allreduce_in_place(views, self._signature.reduce, self._own_cuts())
@@ -162,39 +166,46 @@ class BoundReduction:
             return self._reduce_at(barrier)
 
     def _reduce_at(self, barrier: SharedMemoryBarrier) -> torch.Tensor:
-        views = self.places[self.turn]
+        turn = self.turn
         absent = barrier.wait()
         began = time.perf_counter()
-        try:
-            return self._reduce_now(views, absent)
-        finally:
-            lasted_s = time.perf_counter() - began
-            meter.reduce_s += lasted_s
-            meter.transport_s += lasted_s
-            meter.num_bytes += views[0].nbytes
-
-    def _reduce_now(self, views: Sequence[torch.Tensor], absent: Sequence[int]) -> torch.Tensor:
         with single_threaded():
-            if not self._scatters:
-                if absent:
-                    views = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(views)]
-                return self._reduce_directly(views)
-            if absent:
-                joined = ", ".join(str(self._queue.ranks[peer]) for peer in absent)
-                raise HorovodInternalError(
-                    f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
-                )
-            return self._reduce_own_slice()
+            result = self._reduce_without(absent, turn) if absent else self._reduce_now(turn)
+        lasted_s = time.perf_counter() - began
+        meter.reduce_s += lasted_s
+        meter.transport_s += lasted_s
+        meter.num_bytes += self._num_bytes
+        return result
 
-    def _reduce_directly(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _reduce_now(self, turn: int) -> torch.Tensor:
         assert self.out is not None, self._name
-        assert self._scratch is not None, self._name
-        self._arithmetic.reduce(operands, self.out, self._scratch)
+        if self._scatters:
+            return self._reduce_own_slice()
+        self._direct[turn]()
+        return self.out
+
+    def _reduce_without(self, absent: Sequence[int], turn: int) -> torch.Tensor:
+        """Some members have joined."""
+        assert self.out is not None, self._name
+        if self._scatters:
+            joined = ", ".join(str(self._queue.ranks[peer]) for peer in absent)
+            raise HorovodInternalError(
+                f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
+            )
+        views = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(self.places[turn])]
+        self._arithmetic.reduction(views, self.out)()
         return self.out
 
     def _reduce_own_slice(self) -> torch.Tensor:
         assert self.out is not None, self._name
-        reduce_slice(self._own_cuts(), self._arithmetic, self.out)
+        if self._arithmetic.sum is None or self._arithmetic.prescales:
+            reduce_slice(self._own_cuts(), self._arithmetic, self.out)
+            return self.out
+        if self._slice is None:  # the native part needs no pieces
+            begin, end = shared_slice(self.places[0][0].numel(), len(self.places[0]), self._member)
+            assert self.out.numel() == end - begin, self._name
+            self._slice = self._arithmetic.reduction([view[begin:end] for view in self.places[0]], self.out)
+        self._slice()
         return self.out
 
     def _own_cuts(self) -> list[Cut]:

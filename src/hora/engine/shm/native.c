@@ -14,7 +14,7 @@
 
 #include "codes.h"
 
-#define VERSION 4 /* native.py asks for the one that it was written for */
+#define VERSION 5 /* native.py asks for the one that it was written for */
 
 int hora_version(void) { return VERSION; }
 
@@ -75,17 +75,21 @@ static void learn(struct patience *it, int64_t slept_ns) {
     }
 }
 
-/* Whether the value is `target`; if not, a slice has passed. */
-static int patiently(const int64_t *word, int64_t target, struct patience *it, long slice_ns) {
+/* Whether the value is `target`; if not, a slice has passed. `sleeps` says meanwhile that its owner has to be woken; NULL: the
+ * others wake whoever may be there.
+ */
+static int patiently(const int64_t *word, int64_t target, struct patience *it, long slice_ns, int64_t *sleeps) {
     if (look(word, target, it->looks)) {
         if (it->looks == it->many) it->tally = 0;
         return 1;
     }
     int64_t seen, begin = now_ns(), end = begin;
+    if (sleeps) __atomic_store_n(sleeps, 1, __ATOMIC_SEQ_CST); /* either it sees the value, or is seen to sleep */
     while ((seen = value_of(word)) < target && end - begin < slice_ns) {
         sleep_on(word, seen, slice_ns);
         end = now_ns();
     }
+    if (sleeps) __atomic_store_n(sleeps, 0, __ATOMIC_SEQ_CST);
     learn(it, end - begin);
     return seen >= target;
 }
@@ -135,7 +139,7 @@ static int all_have(struct ring *ring, int64_t step, int32_t *late, long slice_n
         int peer = (ring->member + distance) % ring->num_members;
         const int64_t *word = counter_of(ring, peer);
         *late = peer;
-        if (value_of(word) < step && !patiently(word, step, &ring->patience, slice_ns)) return 0;
+        if (value_of(word) < step && !patiently(word, step, &ring->patience, slice_ns, NULL)) return 0;
     }
     return 1;
 }
@@ -256,6 +260,51 @@ int hora_in_place(struct in_place *job, long slice_ns) {
         job->reduced = 1;
     }
     return all_have(ring, job->step, &job->late, slice_ns);
+}
+
+/* A meeting at a barrier (barrier.py has the rules). Each member has two lines: how often it came; how often it really came,
+ * and whether it sleeps.
+ */
+struct meeting {
+    char *members; /* all members' lines */
+    int32_t member, num_members;
+    struct patience patience;
+};
+
+enum { MEETING_BYTES = 128, SLEEPS_AT = 72 };
+static const int64_t OPEN = INT64_MAX; /* how often a member came that has joined */
+
+static int64_t *came(const struct meeting *meeting, int member) {
+    return (int64_t *)(void *)(meeting->members + member * MEETING_BYTES);
+}
+
+static int64_t *sleeps(const struct meeting *meeting, int member) {
+    return (int64_t *)(void *)(meeting->members + member * MEETING_BYTES + SLEEPS_AT);
+}
+
+static void come(const struct meeting *meeting, int64_t number) {
+    int64_t *own = came(meeting, meeting->member);
+    if (value_of(own) == number) return; /* called again, to go on waiting */
+    __atomic_store_n(own, number, __ATOMIC_SEQ_CST);
+    for (int m = 0; m < meeting->num_members; m++)
+        if (m != meeting->member && value_of(sleeps(meeting, m))) {
+            wake(own);
+            return;
+        }
+}
+
+/* 1 when all members have come this often, 2 when one of them has joined; 0: a member has not come, and a slice has passed. */
+int hora_meet(struct meeting *meeting, int64_t number, long slice_ns) {
+    int64_t *own_sleep = sleeps(meeting, meeting->member);
+    int met = 1;
+    come(meeting, number);
+    begin_patience(&meeting->patience);
+    for (int distance = 1; distance < meeting->num_members; distance++) {
+        const int64_t *word = came(meeting, (meeting->member + distance) % meeting->num_members);
+        if (!patiently(word, number, &meeting->patience, slice_ns, own_sleep)) return 0;
+        if (value_of(word) == OPEN) met = 2;
+    }
+    return met;
 }
 
 /* A lone allreduce (agree/lone.py has the rules): stage, publish a record, wait for the others' equal ones, reduce.

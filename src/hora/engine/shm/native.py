@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ __all__ = [
     "InPlace",
     "Library",
     "Lone",
+    "Meeting",
     "Ring",
     "Sum",
     "What",
@@ -36,7 +37,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 4  # VERSION of native.c
+_VERSION = 5  # VERSION of native.c
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
 SHORT_BYTES = 32768
@@ -137,6 +138,17 @@ class InPlace(ctypes.Structure):
     )
 
 
+class Meeting(ctypes.Structure):
+    """Where the members of a barrier say how often they came: `struct meeting`."""
+
+    _fields_ = (
+        ("members", ctypes.c_void_p),
+        ("member", ctypes.c_int32),
+        ("num_members", ctypes.c_int32),
+        ("patience", _Patience),
+    )
+
+
 class What(ctypes.Structure):
     """What all lone allreduces with one signature have in common: `struct what`."""
 
@@ -216,6 +228,9 @@ class Library:
         self._encode_int8.restype = self._decode_int8.restype = None
         self._in_place = long.hora_in_place
         self._in_place.argtypes = (ctypes.POINTER(InPlace), ctypes.c_long)
+        # 1: all members have come, 2: and one has joined, 0: one has not come yet.
+        self.meet = long.hora_meet
+        self.meet.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_long)
         # 1: done, 0: a member has not come yet, -1: the members want different things. The short one keeps the GIL.
         self.lone, self.short_lone = long.hora_lone, short.hora_lone
         for lone in (self.lone, self.short_lone):
@@ -227,11 +242,15 @@ class Library:
 
     def reduce(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Sum flat tensors in order into `out`, which may be one of them."""
+        self.reduction(what, operands, out)()
+
+    def reduction(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
+        """The same, to be done as often as it is called. The caller keeps the tensors."""
         num_operands = len(operands)
         pointers = (ctypes.c_void_p * num_operands)(*[operand.data_ptr() for operand in operands])
         call = self._short_reduce if out.nbytes <= SHORT_BYTES else self._long_reduce
         number, prescale, how, factor = what
-        call(number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
+        return partial(call, number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
 
     def encode_int8(
         self, numbers: torch.Tensor, residual: torch.Tensor | None, scales: torch.Tensor, steps: torch.Tensor

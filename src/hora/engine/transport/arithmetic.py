@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -137,6 +137,12 @@ class Arithmetic:
                 so_far = scratch
             self._combine(so_far, operands[-1], out=out)
         self.finish_(out)
+
+    def reduction(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
+        """`reduce` of the same tensors, which the caller keeps, as often as it is called."""
+        if self.sum is not None and self._compiled is not None and out.is_cpu:
+            return self._compiled.reduction(self.sum, operands, out)
+        return partial(self.reduce, operands, out, torch.empty_like(out))
 
     def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """In float32, piece by piece: what is wide stays in the cache."""
