@@ -91,8 +91,8 @@ def test_ranks_see_the_gpus_of_their_host_by_local_rank(tmp_path, cluster):
 def test_executors_on_demand(tmp_path, cluster):
     settings = {
         "spark.dynamicAllocation.enabled": "true",
-        "spark.dynamicAllocation.maxExecutors": "2",
-        "spark.executor.cores": "1",
+        "spark.dynamicAllocation.maxExecutors": "1",
+        "spark.executor.cores": "2",
     }
     size, problem = drive(
         tmp_path,
@@ -112,4 +112,4 @@ def test_executors_on_demand(tmp_path, cluster):
     )
     assert size == "2"
     assert "np=3" in problem
-    assert "spark.dynamicAllocation.maxExecutors=2" in problem
+    assert "spark.dynamicAllocation.maxExecutors=1" in problem

@@ -131,6 +131,8 @@ def test_workers_are_forked_with_what_their_function_names():
     assert modules_to_preload(b"... import numpy ...") == ()
     assert modules_to_preload(b"... torch ...") == ("torch",)
     assert modules_to_preload(b"... torch ... horovod.torch ...") == ("torch", "horovod.torch")
+    estimator = "hora.spark.estimator.training"
+    assert modules_to_preload(f"... {estimator} ... torch ...".encode()) == ("torch", estimator)
 
 
 def test_workers_are_started_afresh_where_their_function_sets_what_torch_reads_while_it_is_loaded():

@@ -53,6 +53,13 @@ def test_executors_that_are_not_there_yet_are_waited_for_with_a_word(monkeypatch
     assert "waiting for Spark executors to register with spark://here:7077: 0 of 2 task slots" in caplog.text
 
 
+def test_after_the_first_executor_the_others_are_waited_for(monkeypatch):
+    found = iter([0, 1, 1, 1, 2])
+    monkeypatch.setattr(cluster, "count_slots", lambda context: next(found))
+    monkeypatch.setattr(cluster, "_most_seen", {})
+    assert cluster.require_slots(Context(), 2) == 2
+
+
 def test_a_cluster_without_executors_is_given_up_after_its_limit(monkeypatch):
     monkeypatch.setattr(cluster, "count_slots", lambda context: 0)
     with pytest.raises(ValueError, match="no Spark executor has registered"):

@@ -37,6 +37,9 @@ __all__ = [
 
 _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
 
+# Of what functions name, what takes a rank long to import: torch, and what imports much of Hora.
+_LOADED_IN_ADVANCE = ("torch", "horovod.torch", "hora.spark.estimator.training")
+
 # How long a process may take to end after the function has returned on every rank.
 LINGER_LIMIT_S = 30.0
 # How long to wait, after a rank complained that another one is lost, for news of the one that was lost.
@@ -239,4 +242,4 @@ def modules_to_preload(function: bytes) -> tuple[str, ...] | None:
     """
     if any(name in function for name in _READ_WHILE_LOADING):
         return None
-    return tuple(name for name in ("torch", "horovod.torch") if name.encode() in function)
+    return tuple(name for name in _LOADED_IN_ADVANCE if name.encode() in function)

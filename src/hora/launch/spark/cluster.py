@@ -42,6 +42,8 @@ _POLL_S = 0.1
 _REGISTRATION_LIMIT_S = 30.0
 # No executor at all: a cluster that is being started, or has given all its cores away.
 _FIRST_EXECUTOR_LIMIT_S = 60.0
+# After one that has just come: executors start together, and come one after another.
+_NEXT_EXECUTOR_LIMIT_S = 15.0
 _NOTICE_AFTER_S = 3.0
 _most_seen: dict[str, int] = {}  # application -> the most slots that it ever had
 
@@ -161,8 +163,8 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
     """The cluster's slots, at least `num_slots` (0: whatever there is); ValueError if it has fewer.
 
     Where Spark allocates executors on demand, those that it may still start count too. Executors of a young
-    application may still be registering, so that is waited for, and where there is none at all a minute from now on, but
-    never longer than `limit_s`; a cluster that has been up for a while answers at once.
+    application may still be registering, so that is waited for, where there is none at all a minute from now on, and where
+    one has just come for the others, but never longer than `limit_s`; a cluster that has been up for a while answers at once.
     """
     if is_connect(cluster):
         slots = count_slots(cluster)
@@ -182,8 +184,12 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
     if 0 < num_slots <= _most_seen.get(context.applicationId, 0):
         settled = max(settled, began + _REGISTRATION_LIMIT_S)  # an executor was lost: another one will come
     noticed = False
+    before = None
     while True:
         slots = count_slots(context)
+        if before is not None and slots > before:
+            settled = max(settled, time.time() + _NEXT_EXECUTOR_LIMIT_S)
+        before = slots
         _most_seen[context.applicationId] = max(slots, _most_seen.get(context.applicationId, 0))
         if slots >= wanted and (num_slots > 0 or time.time() >= settled or is_local(context)):
             return slots
