@@ -3,7 +3,7 @@
     python -m benchmarks.hosts                              as fast as the machine can
     python -m benchmarks.hosts --rate 1gbit                 a cable of this speed (tc tbf), and how much of it is used
     python -m benchmarks.hosts --encrypt never              in clear
-    python -m benchmarks.hosts --delay 20ms --loss 0.1%     a bad one (tc netem)
+    python -m benchmarks.hosts --delay 20ms --loss 0.1%     a bad one (`bad_cable`)
     python -m benchmarks.hosts --rate 1gbit --cases fp16,bf16,int8 --sizes 16M,64M      with compression
     python -m benchmarks.hosts --rate 1gbit --train         whole training steps against DDP (`hosts_training`)
 
@@ -27,7 +27,7 @@ from benchmarks.collectives import SIZES, line
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
 
-from namespaces import Host, joined
+from namespaces import Host, badly_joined, joined
 
 RANKS_PER_HOST = 2
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
@@ -35,13 +35,10 @@ ETHERNET = 1514 / 1448  # bytes of a full frame, and how many of them are ours
 
 
 def shape(host: Host, arguments: argparse.Namespace) -> None:
-    """Make this host's end of the cable as slow or as bad as asked."""
+    """Make this host's end of the cable as slow as asked."""
     if arguments.rate:
         how = ["tbf", "rate", arguments.rate, "burst", "256kb", "latency", "50ms"]
         host.run("tc", "qdisc", "add", "dev", "cable", "root", *how)
-    elif arguments.delay or arguments.loss:
-        how = ["delay", arguments.delay or "0ms", *(["loss", arguments.loss] if arguments.loss else [])]
-        host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "limit", "100000", *how)
 
 
 def run_ranks(hosts: list[Host], arguments: argparse.Namespace, folder: Path) -> list[dict]:
@@ -97,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default="sum", help="see benchmarks.collectives (default: sum)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each contender (default: 5)")
     parser.add_argument("--rate", default="", help="the cable's speed, such as 1gbit (default: not limited)")
-    parser.add_argument("--delay", default="", help="of the cable, such as 20ms")
-    parser.add_argument("--loss", default="", help="of the cable, such as 0.1%%")
+    parser.add_argument("--delay", default="0ms", help="of the cable, each way, such as 20ms")
+    parser.add_argument("--loss", default="0%", help="of the cable, such as 0.1%%")
     parser.add_argument("--encrypt", default="auto", choices=("auto", "always", "never"))
     parser.add_argument("--train", action="store_true", help="training steps instead of collectives")
     parser.add_argument("--models", default="MLP 4x2048,ResNet18", help="what is trained (default: both)")
@@ -112,7 +109,9 @@ def parser() -> argparse.ArgumentParser:
 
 def measured(arguments: argparse.Namespace) -> list[dict]:
     """What the ranks have measured on hosts that were made for it."""
-    with tempfile.TemporaryDirectory() as folder, joined(ADDRESSES) as hosts:
+    delay_s, loss = float(arguments.delay.removesuffix("ms")) / 1000, float(arguments.loss.removesuffix("%")) / 100
+    cable = badly_joined(ADDRESSES, delay_s=delay_s, loss=loss) if delay_s or loss else joined(ADDRESSES)
+    with tempfile.TemporaryDirectory() as folder, cable as hosts:
         for host in hosts:
             shape(host, arguments)
         results = run_ranks(hosts, arguments, Path(folder))

@@ -1,19 +1,23 @@
 """Everything that was promised of two hosts, in one table: `python -m benchmarks.hosts_bars`, as root, about half an hour.
 
-    python -m benchmarks.hosts_bars --rows plain,wire       some of it
-    python -m benchmarks.hosts_bars --rounds 1 --steps 0    whether it works
+    python -m benchmarks.hosts_bars --rows plain,wire --json bars.json      some of it; the file keeps what was run before
+    python -m benchmarks.hosts_bars --rounds 1 --steps 0                    whether it works
 
-Each row is a run of `benchmarks.hosts`; "bar" is what was promised, and a `!` marks what falls short of it.
+Each row is a run of `benchmarks.hosts`; "bar" is what was promised, and a `!` marks what falls short of it. In brackets: the
+smallest and the largest round. `load` is the machine's load average before the run, `stolen` the share of its processor time
+that its own host kept from it meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import psutil
 
 from benchmarks import hosts
 from benchmarks.names import some_of
@@ -24,7 +28,11 @@ Found = dict[str, list[dict]]  # by run
 
 
 def run(rounds: int, steps: int, *options: str) -> list[dict]:
-    return hosts.measured(hosts.parser().parse_args([*options, "--rounds", str(rounds), "--steps", str(steps)]))
+    load, before = os.getloadavg()[0], psutil.cpu_times()
+    results = hosts.measured(hosts.parser().parse_args([*options, "--rounds", str(rounds), "--steps", str(steps)]))
+    after = psutil.cpu_times()
+    stolen = (after.steal - before.steal) / (sum(after) - sum(before))
+    return [result | {"load": load, "stolen": stolen} for result in results]
 
 
 RUNS: dict[str, Sequence[str]] = {
@@ -43,17 +51,18 @@ def by_size(results: Sequence[dict], what: str, case: str = "sum") -> dict[int, 
     return {result["bytes"]: result[what] for result in results if result["case"] == case}
 
 
-def show(name: str, values: dict[int, float], bars: dict[int, float]) -> None:
+def show(name: str, values: dict[int, float], bars: dict[int, float], spread: Sequence[dict[int, float]] = ()) -> None:
     for size, value in values.items():
         bar = bars.get(size)
         promised = "" if bar is None else f"bar {bar:.2f} {'' if value >= bar else '!'}"
         text = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
-        print(f"{name:44s} {text:>8s} {value:6.2f}  {promised}".rstrip(), flush=True)
+        between = " ({:.2f} to {:.2f})".format(*(each[size] for each in spread)) if spread else ""
+        print(f"{name:44s} {text:>8s} {value:6.2f}{between}  {promised}".rstrip(), flush=True)
 
 
 def show_plain(found: Found) -> None:
-    times = by_size(found["plain"], "times")
-    show("unshaped, gloo's time / ours, plain", times, dict.fromkeys(times, 1.0))
+    times, *spread = (by_size(found["plain"], what) for what in ("times", "times_least", "times_most"))
+    show("unshaped, gloo's time / ours, plain", times, dict.fromkeys(times, 1.0), spread)
 
 
 def show_encrypted(found: Found) -> None:
@@ -123,22 +132,19 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=200, help="of a training, until its loss is compared (default: 200)"
     )
-    parser.add_argument("--json", type=Path, help="write the results here as well")
+    parser.add_argument("--json", type=Path, help="keep the results here; what other rows have left there is shown too")
     arguments = parser.parse_args()
-    found: Found = {}
-    for row in arguments.rows:
-        for name in (*NEEDS.get(row, ()), row):
-            if name not in found:
-                try:
-                    found[name] = run(arguments.rounds, arguments.steps, *RUNS[name])
-                except subprocess.CalledProcessError as error:  # a kernel without netem has no bad network to offer
-                    print(f"{name}: not run, because {' '.join(error.cmd[-12:])} failed: {error.stderr.strip()}")
+    kept = arguments.json is not None and arguments.json.exists()
+    found: Found = json.loads(arguments.json.read_text()) if kept else {}
+    for name in arguments.rows:
+        found[name] = run(arguments.rounds, arguments.steps, *RUNS[name])
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     print()
-    for row in arguments.rows:
+    for row in RUNS:
         if all(name in found for name in (*NEEDS.get(row, ()), row)):
             SHOWS[row](found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"    load {found[row][0]['load']:.1f}, stolen {100 * found[row][0]['stolen']:.0f} %")
 
 
 if __name__ == "__main__":

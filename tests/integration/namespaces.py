@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 
 class Host:
@@ -55,11 +57,38 @@ def joined(addresses: Sequence[str]) -> Iterator[list[Host]]:
             for number, host in enumerate(made):
                 _plug(switch, f"port{number}", host)
                 switch.run("ip", "link", "set", f"port{number}", "master", "bridge", "up")
-        for host, address in zip(made, addresses, strict=True):
-            length = ["64", "dev", "cable", "nodad"] if ":" in address else ["24", "dev", "cable"]
-            host.run("ip", "address", "add", f"{address}/{length[0]}", *length[1:])
-            host.run("ip", "link", "set", "cable", "up")
+        _start(made, addresses)
         yield made
+
+
+@contextlib.contextmanager
+def badly_joined(addresses: Sequence[str], *, delay_s: float, loss: float, seed: int = 0) -> Iterator[list[Host]]:
+    """Two hosts with these addresses and a cable, called `cable` at both ends, that delays each packet and loses this share
+    of them. CalledProcessError where this machine does not let us make one."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in addresses:
+            made.append(Host())
+            stack.callback(made[-1].close)
+        script = str(Path(__file__).with_name("bad_cable.py"))
+        command = [sys.executable, script, *(str(host.pid) for host in made), str(delay_s), str(loss), str(seed)]
+        cable = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert cable.stdin is not None
+        assert cable.stdout is not None
+        stack.callback(cable.wait, 10)
+        stack.callback(cable.stdin.close)
+        if cable.stdout.readline() != b"ready\n":
+            raise subprocess.CalledProcessError(cable.wait(10), command)
+        _start(made, addresses)
+        yield made
+
+
+def _start(hosts: Sequence[Host], addresses: Sequence[str]) -> None:
+    """Give the ends of the cables their addresses."""
+    for host, address in zip(hosts, addresses, strict=True):
+        length = ["64", "dev", "cable", "nodad"] if ":" in address else ["24", "dev", "cable"]
+        host.run("ip", "address", "add", f"{address}/{length[0]}", *length[1:])
+        host.run("ip", "link", "set", "cable", "up")
 
 
 def _plug(host: Host, name: str, other: Host) -> None:

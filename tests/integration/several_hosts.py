@@ -10,15 +10,17 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from secrets import token_hex
+from typing import Any
 
 import psutil
 import pytest
 import strangers
 from elastic_job import ElasticJob
 from host_ranks import Helper, run_ranks
-from namespaces import Host, joined
+from namespaces import Host, badly_joined, joined
 from ssh_server import SSHD
 from test_elastic_hosts import assert_equal, stop_soon, wait_for_size
 from test_elastic_netns import Machines
@@ -38,10 +40,10 @@ V6 = ("fd00:77::1", "fd00:77::2", "fd00:77::3")
 
 
 @contextlib.contextmanager
-def network(*addresses: str) -> Iterator[list[Host]]:
+def network(*addresses: str, join: Callable[..., Any] = joined) -> Iterator[list[Host]]:
     with contextlib.ExitStack() as stack:
         try:
-            made = stack.enter_context(joined(addresses))
+            made = stack.enter_context(join(addresses))
         except (AssertionError, subprocess.CalledProcessError) as error:
             pytest.skip(f"this machine does not let us make network namespaces: {error}")
         yield made
@@ -161,6 +163,12 @@ def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret):
         assert found == {"wrong": 0}
 
 
+def test_a_stopped_rank_delays_no_rounds_of_a_set_that_it_is_not_in(secret):
+    with network(*V4[:2]) as hosts:
+        seen = run_ranks(hosts, secret, "one is stopped", address=V4[0])
+    assert seen == [{"rounds": 0 if rank == 1 else 400, "together": 4.0} for rank in range(4)]
+
+
 def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret):
     with slow_network() as hosts:
         cut = lambda pids: hosts[0].run("ip", "link", "set", "cable", "down")  # noqa: E731
@@ -171,12 +179,7 @@ def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret):
 
 def test_a_bad_network_is_slow_and_right(secret):
     """20 ms of delay each way, and a packet in a thousand is lost."""
-    with network(*V4[:2]) as hosts:
-        for host in hosts:
-            try:
-                host.run("tc", "qdisc", "add", "dev", "cable", "root", "netem", "delay", "20ms", "loss", "0.1%")
-            except subprocess.CalledProcessError:
-                pytest.skip("this kernel has no netem, which delays and loses packets")
+    with network(*V4[:2], join=partial(badly_joined, delay_s=0.02, loss=0.001)) as hosts:
         seen = run_ranks(hosts, secret, "operations", address=V4[0])
     for found in seen:
         assert found["large"] == [10.0, 2_999_990.0]

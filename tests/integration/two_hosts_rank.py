@@ -14,10 +14,12 @@ import socket
 import threading
 from typing import Any
 
+import psutil
 import torch
 
 import horovod.torch as hvd
 from hora import engine
+from waiting import wait_until
 
 _CLONE_NEWNET = 0x40000000
 _ALL_PROTOCOLS = 0x0003
@@ -212,6 +214,26 @@ def fall_silent(how: signal.Signals, victim: int) -> dict[str, object]:
     return {"wrong": int((total != 10.0).sum())}
 
 
+def agree_without(absent: int) -> dict[str, object]:
+    """All other ranks agree on more than a local socket keeps for the absent one, which is stopped meanwhile."""
+    others = hvd.add_process_set([rank for rank in range(hvd.size()) if rank != absent])
+    pids, num_rounds = hvd.allgather_object(os.getpid()), 0
+    if hvd.rank() == absent:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        stopped = psutil.Process(pids[absent])
+        wait_until("a rank is stopped", lambda: stopped.status() == psutil.STATUS_STOPPED)
+        while num_rounds < 400:
+            name = f"{num_rounds} {'x' * 4000}"
+            num_rounds += int(hvd.allreduce(torch.ones(1), op=hvd.Average, name=name, process_set=others).item())
+        hvd.barrier(process_set=others)
+        if hvd.rank() == 0:
+            assert stopped.status() == psutil.STATUS_STOPPED
+            os.kill(stopped.pid, signal.SIGCONT)
+    together = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="together").item()
+    return {"rounds": num_rounds, "together": together}
+
+
 def run(namespace: str, env: dict[str, str], mode: str, answer: Any) -> None:
     enter(namespace)
     os.environ.update(env)
@@ -234,6 +256,8 @@ def done(mode: str, answer: Any) -> dict[str, object]:
         return {"mib": memory_of_an_allgather()}
     if mode == "until told":
         return add_until_told(answer)
+    if mode == "one is stopped":
+        return agree_without(1)
     if mode in ("killed in mid-exchange", "stopped in mid-exchange"):
         return fall_silent(signal.SIGKILL if mode.startswith("killed") else signal.SIGSTOP, victim=3)
     return train_until_lost(3 if mode == "killed" else None)
