@@ -14,7 +14,7 @@ from transport_checks import PORTION_BYTES, Checker, check_everything, data
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
-from hora.engine.transport import distributed, hierarchical
+from hora.engine.transport import distributed, hierarchical, relay
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
@@ -91,6 +91,23 @@ def test_sums_go_through_each_host_first(place):
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
     parts = [data(3, member, 10_001, torch.float32) for member in range(4)]
     assert torch.equal(tensor, (parts[0] + parts[2]) + (parts[1] + parts[3]))
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2, 3], [1]]], ids=["even", "one alone"])
+@pytest.mark.ranks(4)
+def test_who_has_the_native_part_works_with_who_has_not(place, hosts, monkeypatch):
+    if place.rank in (1, 2):
+        monkeypatch.setattr(relay, "library", lambda: None)
+    sizes = (70_001, 0, 1, 999, 33_000)
+    tensors = [data(number, place.rank, size, torch.float32) for number, size in enumerate(sizes)]
+    with made(place, hosts) as transport:
+        for _ in range(5):
+            outputs = [torch.empty_like(tensor) for tensor in tensors]
+            transport.allreduce(tensors, outputs, Reduce(ReduceOp.AVERAGE))
+    for number, (size, output) in enumerate(zip(sizes, outputs, strict=True)):
+        parts = [data(number, member, size, torch.float32) for member in range(4)]
+        first, second = ([parts[member] for member in host] for host in hosts)
+        assert torch.equal(output, (sum(first[1:], first[0]) + sum(second[1:], second[0])) / 4)
 
 
 @pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["uneven"]], ids=["even", "uneven"])

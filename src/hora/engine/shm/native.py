@@ -29,6 +29,9 @@ __all__ = [
     "Library",
     "Lone",
     "Meeting",
+    "Numbers",
+    "Relay",
+    "RelayJob",
     "Ring",
     "Sum",
     "What",
@@ -37,7 +40,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 5  # VERSION of native.c
+_VERSION = 6  # VERSION of native.c
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
 SHORT_BYTES = 32768
@@ -149,6 +152,63 @@ class Meeting(ctypes.Structure):
     )
 
 
+class Relay(ctypes.Structure):
+    """Where the memory of a relay is, and the sockets between hosts: `struct relay`."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("counter_bytes", ctypes.c_int64),
+        ("inputs_at", ctypes.c_int64),
+        ("ours_at", ctypes.c_int64),
+        ("theirs_at", ctypes.c_int64),
+        ("slice_room", ctypes.c_int64),
+        ("piece_room", ctypes.c_int64),
+        ("member", ctypes.c_int32),
+        ("num_local", ctypes.c_int32),
+        ("num_carriers", ctypes.c_int32),
+        ("host", ctypes.c_int32),
+        ("outgoing", ctypes.c_int32),
+        ("incoming", ctypes.c_int32),
+        ("patience", _Patience),
+    )
+
+
+class Numbers(ctypes.Structure):
+    """What is done to numbers: `struct numbers`."""
+
+    _fields_ = (
+        ("prescale", ctypes.c_double),
+        ("factor", ctypes.c_double),
+        ("dtype", ctypes.c_int32),
+        ("finish", ctypes.c_int32),
+    )
+
+
+class RelayJob(ctypes.Structure):
+    """An allreduce over two hosts, and how far it has come: `struct relay_job`."""
+
+    _fields_ = (
+        ("relay", ctypes.POINTER(Relay)),
+        ("inputs", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("num_tensors", ctypes.c_int64),
+        ("most", ctypes.c_int64),
+        ("num_slices", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("num_pieces", ctypes.c_int64),
+        ("inside", Numbers),
+        ("between", Numbers),
+        ("number", ctypes.c_int64),
+        ("combined", ctypes.c_int64),
+        ("sent", ctypes.c_int64),
+        ("received", ctypes.c_int64),
+        ("stage", ctypes.c_int32),
+        ("late", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+    )
+
+
 class What(ctypes.Structure):
     """What all lone allreduces with one signature have in common: `struct what`."""
 
@@ -203,6 +263,14 @@ class Sum(NamedTuple):
     how: int
     factor: float
 
+    @property
+    def finishes_nothing(self) -> bool:
+        return self.how == 0
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(self.prescale, self.factor, self.dtype_number, self.how)
+
 
 class Library:
     """The functions of native.c."""
@@ -231,6 +299,8 @@ class Library:
         # 1: all members have come, 2: and one has joined, 0: one has not come yet.
         self.meet = long.hora_meet
         self.meet.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_long)
+        self._relay = long.hora_relay
+        self._relay.argtypes = (ctypes.POINTER(RelayJob), ctypes.c_long)
         # 1: done, 0: a member has not come yet, -1: the members want different things. The short one keeps the GIL.
         self.lone, self.short_lone = long.hora_lone, short.hora_lone
         for lone in (self.lone, self.short_lone):
@@ -269,6 +339,13 @@ class Library:
     def in_place(self, job: InPlace, slice_s: float) -> bool:
         """The same for data in memory that all members map."""
         return bool(self._in_place(job, int(slice_s * 1e9)))
+
+    def relay(self, job: RelayJob, slice_s: float) -> bool:
+        """The same over two hosts. OSError when the connection between them is broken."""
+        outcome = self._relay(job, int(slice_s * 1e9))
+        if outcome < 0:
+            raise OSError(job.error, os.strerror(job.error))
+        return bool(outcome)
 
 
 @lru_cache(maxsize=1)

@@ -7,6 +7,7 @@ sent. An exchange is started and finished later; several are under way in differ
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -43,6 +44,15 @@ class Exchange(ABC):
     def finish(self, turn: int, pending: Pending, theirs: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Wait for it. Then `theirs` is what the other host has; of more than two hosts, what all have together."""
 
+    @property
+    def sockets(self) -> tuple[int, int] | None:
+        """To and from the other one of two hosts, where numbers travel as they are and nothing is encrypted."""
+        return None
+
+    def using_sockets(self) -> contextlib.AbstractContextManager[None]:
+        """While another than this exchange sends and receives through them."""
+        return self._group.using_sockets()
+
     def _swap(self, ours: torch.Tensor, theirs: torch.Tensor) -> Pending:
         """With the other one of two hosts."""
         counts = [0, ours.numel()] if self._host == 0 else [ours.numel(), 0]
@@ -55,6 +65,10 @@ class Exchange(ABC):
 
 class Swap(Exchange):
     """Two hosts."""
+
+    @property
+    def sockets(self) -> tuple[int, int] | None:
+        return self._group.sockets_with(1 - self._host)
 
     def start(self, turn: int, ours: torch.Tensor, theirs: torch.Tensor, residual: torch.Tensor | None) -> Pending:
         return self._swap(ours, theirs)

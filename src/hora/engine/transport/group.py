@@ -12,7 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -58,6 +59,18 @@ class Group(ABC):
     @abstractmethod
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """The root's bytes into all members' tensors."""
+
+    def sockets_with(self, peer: int) -> tuple[int, int] | None:
+        """Plain sockets to and from this member, where there are any; `using_sockets` uses them."""
+        return None
+
+    @contextmanager
+    def using_sockets(self) -> Iterator[None]:
+        """For who sends and receives through the sockets itself: what goes wrong there is what goes wrong here."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            self._fail(error, "allreduce")
 
     def finish(self, pending: Pending) -> None:
         """Wait for what was started; several may be under way."""

@@ -19,7 +19,7 @@ import torch
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.arithmetic import HALVES, arithmetic_of, single_threaded
+from hora.engine.transport.arithmetic import HALVES, Arithmetic, arithmetic_of, single_threaded
 from hora.engine.transport.base import Guard, Tensors, Transport
 from hora.engine.transport.codes import CODES
 from hora.engine.transport.distributed import DistributedTransport
@@ -109,14 +109,14 @@ class HierarchicalTransport:
         return Steps(
             arithmetic_of(inside, dtype, len(self._here)),
             arithmetic_of(between, dtype, len(self._hosts), weights=self._sizes),
-            lambda tensor: self._finish_(tensor, reduce),
+            self._end(reduce, dtype),
         )
 
     def _steps_apart(self, reduce: Reduce, dtype: torch.dtype) -> Steps:
         """Every member on a host of its own: everything happens between hosts, but for what each does to its own data."""
         between = arithmetic_of(reduce, dtype, self._num_members)
         prescale = reduce.prescale if between.prescales else 1.0
-        return Steps(arithmetic_of(Reduce(prescale=prescale), dtype, 1, elsewhere=True), between, lambda tensor: None)
+        return Steps(arithmetic_of(Reduce(prescale=prescale), dtype, 1, elsewhere=True), between, _nothing(dtype))
 
     def allreduce_compressed(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
         dtype = inputs[0].dtype
@@ -145,7 +145,7 @@ class HierarchicalTransport:
         return Steps(
             arithmetic_of(Reduce(ReduceOp.SUM, reduce.prescale, divided), dtype, len(self._here)),
             arithmetic_of(Reduce(ReduceOp.SUM), dtype, len(self._hosts)),
-            arithmetic_of(Reduce(ReduceOp.SUM, 1.0, reduce.postscale), dtype, len(self._hosts)).finish_,
+            arithmetic_of(Reduce(ReduceOp.SUM, 1.0, reduce.postscale), dtype, len(self._hosts)),
         )
 
     def _exchange(self, steps: Steps, code: str) -> Exchange | None:
@@ -270,7 +270,7 @@ class HierarchicalTransport:
         if under_way is not None:
             complete(under_way)
             for part in reduced:
-                self._finish_(part, reduce)
+                self._end(reduce, part.dtype).finish_(part)
         # Inside the host: the carriers' shares together are the host's block, of which each member takes its own part.
         blocks = self._take(f"blocks{turn}", [sum(shares) for shares in here], dtype)
         self._local.allgather(reduced, blocks, here)
@@ -292,15 +292,18 @@ class HierarchicalTransport:
     def _stages(self, reduce: Reduce, dtype: torch.dtype) -> tuple[Reduce, Reduce]:
         """What is done to the members of a host, and what to the hosts."""
         op, prescale, postscale, _ = reduce
-        if dtype not in HALVES:  # an average is a sum that is divided at the very end, by `_finish_`
+        if dtype not in HALVES:  # an average is a sum that is divided at the very end, by `_end`
             op = int(ReduceOp.SUM) if op == ReduceOp.AVERAGE else op
             return Reduce(op, prescale), Reduce(op)
         return Reduce(op, prescale), Reduce(op, 1.0, postscale)
 
-    def _finish_(self, tensor: torch.Tensor, reduce: Reduce) -> None:
+    def _end(self, reduce: Reduce, dtype: torch.dtype) -> Arithmetic:
         """What is left to do with what has been combined over all members."""
-        if tensor.dtype not in HALVES:
-            arithmetic_of(reduce._replace(prescale=1.0), tensor.dtype, self._num_members).finish_(tensor)
+        return (
+            _nothing(dtype)
+            if dtype in HALVES
+            else arithmetic_of(reduce._replace(prescale=1.0), dtype, self._num_members)
+        )
 
     def _between_all(self) -> DistributedTransport:
         """A connection between all members, made when an operation first needs one."""
@@ -330,3 +333,7 @@ class HierarchicalTransport:
 
     def _limit(self, tensor: torch.Tensor) -> int:
         return _PORTION_BYTES // tensor.dtype.itemsize
+
+
+def _nothing(dtype: torch.dtype) -> Arithmetic:
+    return arithmetic_of(Reduce(), dtype, 1)

@@ -4,23 +4,25 @@ out of the host's memory again, all at the same time.
 Every piece is cut into slices, one for each carrier. A member puts those slices that it does not combine itself into its
 place in the memory; carrier c combines slice c of all members there (`ours`), sends it from there, and has what comes from
 the other hosts (`theirs`) next to it, which it makes the result; all members read the slices of all carriers. Where a host
-has one member only, that one computes the result on its way out.
+has one member only, that one computes the result on its way out. The native part can do the same (`relay.h`).
 
 Used by `HierarchicalTransport`. The memory and its rules are in `relay_memory`, the way between hosts in `exchange`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from hora.engine.shm.native import Sum, library
 from hora.engine.transport.arithmetic import Arithmetic, single_threaded
 from hora.engine.transport.base import Tensors
 from hora.engine.transport.exchange import Exchange, Swap
 from hora.engine.transport.group import Pending
+from hora.engine.transport.native_jobs import relay_natively
 from hora.engine.transport.packing import Buffers, Piece, cut, put, take, total
 from hora.engine.transport.relay_memory import WINDOW, RelayMemory
 
@@ -29,11 +31,19 @@ __all__ = ["Relay", "Steps"]
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done to the numbers: to those of a host's members, to those of the hosts, and in the end."""
+    """What is done to the numbers: to those of a host's members, to those of the hosts, and in the end (`finish_`)."""
 
     inside: Arithmetic
     between: Arithmetic
-    finish_: Callable[[torch.Tensor], None]
+    end: Arithmetic
+
+    @property
+    def native(self) -> tuple[Sum, Sum] | None:
+        """The same for the native part, which sums two hosts and finishes that at once; None for what it does not know."""
+        inside, between, end = self.inside.sum, self.between.sum, self.end.sum
+        if inside is None or between is None or end is None or self.inside.prescales:
+            return None
+        return inside, between if end.finishes_nothing else between._replace(how=end.how, factor=end.factor)
 
 
 class _UnderWay(NamedTuple):
@@ -66,6 +76,8 @@ class Relay:
         if not num_pieces:
             return
         most = -(-count // (num_pieces * num_carriers))
+        if not residuals and self._run_natively(inputs, outputs, most):
+            return
         in_place = all(source is out for source, out in zip(inputs, outputs, strict=True))
         self._sources = cut(inputs, most)
         self._results = self._sources if in_place else cut(outputs, most)
@@ -76,6 +88,19 @@ class Relay:
                 self._memory.run(num_pieces, self._fill, self._read_out, self._combine, self._receive)
             else:
                 self._memory.run(num_pieces, self._fill, self._read_out)
+
+    def _run_natively(self, inputs: Tensors, outputs: Tensors, most: int) -> bool:
+        """Whether the native part has done it: for several members on each of two hosts, and connections that are plain."""
+        compiled, what, sockets = library(), self._steps.native, None
+        if compiled is None or what is None or self._place.num_local == 1 or self._place.num_hosts != 2:
+            return False
+        if self._exchange is not None:
+            sockets = self._exchange.sockets
+            if sockets is None:
+                return False
+        with contextlib.nullcontext() if self._exchange is None else self._exchange.using_sockets():
+            relay_natively(compiled, self._memory, sockets, inputs, outputs, most, what)
+        return True
 
     def _taken_directly(self, source: Piece) -> bool:
         """Whether the carrier can combine its own data where it is."""
@@ -131,7 +156,7 @@ class Relay:
         if work.ours is not None:
             self._sum_up(work.ours, work.theirs, work.theirs)
         elif self._place.num_hosts > 2:
-            self._steps.finish_(work.theirs)
+            self._steps.end.finish_(work.theirs)
         if work.residual is not None:
             kept = self._residuals[work.number]
             if work.residual is not kept.parts[0]:
@@ -163,7 +188,7 @@ class Relay:
         """What two hosts have together, to the end."""
         operands = [ours, theirs] if self._place.host == 0 else [theirs, ours]
         self._steps.between.reduce(operands, out, self._scratch(out.numel()))
-        self._steps.finish_(out)
+        self._steps.end.finish_(out)
 
     def _scratch(self, count: int) -> torch.Tensor:
         return self._buffers.take("scratch", count, self._dtype)

@@ -8,19 +8,23 @@ numbers run on from one collective to the next. `relay` says what is done with t
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm import native
+from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import Guard
 
 __all__ = ["WINDOW", "RelayMemory", "Place"]
 
 _SMALL_BYTES = 128 * 2**10
-# How many pieces are between the hosts at a time.
+# How many pieces are between the hosts at a time. These numbers are relay.h's too.
 WINDOW = 2
 # One being filled, one being combined, and what the others may still combine.
 _NUM_INPUTS = 4
@@ -122,6 +126,42 @@ class RelayMemory:
             if at >= 0:
                 self._wait(self._received, first + at)
                 read_out(at, first + at)
+
+    def run_natively(self, library: native.Library, job: native.RelayJob, sockets: tuple[int, int] | None) -> None:
+        """Have the native part do an allreduce, of which the job says everything but where the memory is. `sockets`: a
+        carrier's, to and from the other host."""
+        outgoing, incoming = sockets or (-1, -1)
+        description = self._description
+        description.outgoing, description.incoming = outgoing, incoming
+        job.relay, job.first = ctypes.pointer(description), self._next
+        self._next += job.num_pieces
+        begin = 0.0
+        while not library.relay(job, SLICE_S):
+            self._guard()
+            now = time.monotonic()
+            begin = begin or now
+            if now - begin > self._limit_s:
+                who = f"member {job.late} of this host" if job.late >= 0 else "the other host"
+                raise TimeoutError(f"waited {self._limit_s:g} s for {who}")
+
+    @functools.cached_property
+    def _description(self) -> native.Relay:
+        """Where everything is, for the native part."""
+        place = self.place
+        return native.Relay(
+            memory=self._filled[0].address,  # the counters keep the mapping alive
+            counter_bytes=_COUNTER_BYTES,
+            inputs_at=self._inputs_at,
+            ours_at=self._ours_at,
+            theirs_at=self._theirs_at,
+            slice_room=self._slice_room,
+            piece_room=self._piece_room,
+            member=place.index,
+            num_local=place.num_local,
+            num_carriers=place.num_carriers,
+            host=place.host,
+            patience=native.new_patience(place.num_local),
+        )
 
     def close(self) -> None:
         """Let go of it; the memory itself goes with the last view."""

@@ -57,7 +57,7 @@ def reduce_resident(
             steps.between.reduce(hosts, mine, buffers.take("scratch", count, dtype))
         else:
             copy(work.theirs[:count], mine)
-        steps.finish_(mine)
+        steps.end.finish_(mine)
         for member, operand in enumerate(work.operands):
             if member != place.index:
                 copy(mine, operand)
