@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives import num_bytes
-from benchmarks.core_rank import MANY
+from benchmarks.core_rank import MANY, PLAIN
 from benchmarks.models import WORKLOADS
 from benchmarks.names import some_of
 
-PARTS = ("collectives", "training", "many", "idle", "profile")
+PARTS = ("collectives", "training", "phases", "many", "idle", "profile")
 SIZES = ("4K", "64K", "1M", "16M", "64M")
 # What is asked of two ranks on two cores: pure Python, native.
 BARS: dict[str, dict[str, tuple[float, float]]] = {
@@ -53,7 +53,7 @@ class Group:
         path = folder / f"{contender}.{num_ranks}"
         worker = ["-m", "benchmarks.core_rank", contender, str(path)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        if contender in ("gloo", "DDP", "alone"):
+        if contender in PLAIN:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -182,7 +182,7 @@ def training(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Training steps against DDP, and alone: two ranks that do not talk."""
     rows = []
     with groups(["alone", "DDP", "overlap", "sharded"], arguments.num_ranks) as found:
-        for model in WORKLOADS:
+        for model in arguments.models:
             losses = {name: group.ask("make", model)[0][-1] for name, group in found.items()}
             times: dict[str, list[float]] = {}
             work: dict[str, list[float]] = {}
@@ -208,6 +208,22 @@ def show_step(row: dict[str, Any], num_ranks: int) -> str:
         text += f" DDP/{name} {spread(ratios)}" + (f" (asked {bar:g})" if num_ranks == 2 else "")
     losses = [loss for name, loss in row["losses"].items() if name != "alone"]
     return text + ("  losses equal" if max(losses) - min(losses) < 1e-3 else f"  losses {losses}")
+
+
+def phases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Where the processor time of a step goes, in forward passes: machines change their speed, and no rank talks in one.
+    "warm": alone, with memory kept as `hvd.init()` keeps it."""
+    rows = []
+    with groups(["alone", "warm", "DDP", "overlap", "sharded"], arguments.num_ranks) as found:
+        for model in arguments.models:
+            for name, group in found.items():
+                spent = [statistics.mean(column) for column in zip(*group.ask("phases", model), strict=True)]
+                forward, total = spent[1], sum(spent)
+                shares = dict(zip(("backward", "step", "other threads"), spent[2:], strict=True))
+                text = "  ".join(f"{what} {ms / forward:.2f}" for what, ms in shares.items())
+                print(f"{model:11s} {name:8s} {text}  sum {total / forward:.2f} = {total:.2f} ms", flush=True)
+                rows.append({"model": model, "contender": name, "ms": spent})
+    return rows
 
 
 def many(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -255,6 +271,7 @@ def main() -> None:
     parser.add_argument("-np", type=int, default=2, dest="num_ranks", help="ranks (default: 2)")
     parser.add_argument("--parts", type=some_of(PARTS), default="all", help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--sizes", default=",".join(SIZES), help="bytes, with K or M")
+    parser.add_argument("--models", type=some_of(WORKLOADS), default="all", help="for the parts training and phases")
     parser.add_argument("--rounds", type=int, default=0, help="turns of each contender (default: 9, or 3 with --quick)")
     parser.add_argument("--many", default="", help="numbers of ranks for 4 KiB (default: 2,4,8,16; 2,4 with --quick)")
     parser.add_argument("--idle-ranks", type=int, default=0, help="default: 64; 8 with --quick")
@@ -269,7 +286,14 @@ def main() -> None:
 
     where = {"machine": platform.platform(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
     print(f"{where}, rounds: {arguments.rounds}", flush=True)
-    parts = {"collectives": collectives, "training": training, "many": many, "idle": idle, "profile": profile}
+    parts = {
+        "collectives": collectives,
+        "training": training,
+        "phases": phases,
+        "many": many,
+        "idle": idle,
+        "profile": profile,
+    }
     results: dict[str, Any] = {"where": where, "np": arguments.num_ranks}
     for part in arguments.parts:
         results[part] = parts[part](arguments)

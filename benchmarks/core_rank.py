@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ import torch.distributed as dist
 
 from benchmarks.models import WORKLOADS
 from benchmarks.training import make_step, timed
+from hora.engine.malloc import keep_freed_memory
 
+PLAIN = {"gloo", "DDP", "alone", "warm"}  # nothing of ours but, in the last one, a setting of malloc
 MANY = (1000, 1024)  # tensors, bytes each
-TRAINING = {"DDP", "overlap", "sharded", "alone"}
+TRAINING = {"DDP", "overlap", "sharded", "alone", "warm"}
 
 
 class Rank:
@@ -36,7 +39,9 @@ class Rank:
         self.contender = contender
         self.hvd: Any = None
         torch.set_num_threads(1)
-        if contender in ("gloo", "DDP", "alone"):
+        if contender in PLAIN:
+            if contender == "warm":  # what hvd.init() does to the process, and nothing else
+                keep_freed_memory()
             dist.init_process_group("gloo")
             self.rank, self.barrier = dist.get_rank(), dist.barrier
         else:
@@ -116,6 +121,20 @@ class Rank:
         self.barrier()
         self.step()
         return timed(self.step, WORKLOADS[model].steps)
+
+    def phases(self, model: str) -> list[float]:
+        """Milliseconds of processor time: zero_grad, forward, backward and step of this thread; all of other threads."""
+        marks: list[float] = []
+        step = make_step(self.contender, WORKLOADS[model], "sgd", self.rank, lambda: marks.append(time.thread_time()))
+        rows = []
+        for _ in range(5 + 4 * WORKLOADS[model].steps):
+            marks[:] = [time.thread_time()]
+            cpu = time.process_time()
+            step()
+            spent = [end - begin for begin, end in pairwise(marks)]
+            rows.append([*spent, time.process_time() - cpu - sum(spent)])
+        self.barrier()
+        return [1e3 * statistics.median(column) for column in zip(*rows[5:], strict=True)]
 
     def idle(self, seconds: float) -> float:
         """The share of a core that this rank takes while it has nothing to do."""

@@ -46,8 +46,10 @@ def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-4, fused=True)
 
 
-def make_step(contender: str, workload: Workload, optimizer_kind: str, rank: int) -> Callable[[], torch.Tensor]:
-    """One training step of a contender, as a function that returns the loss."""
+def make_step(
+    contender: str, workload: Workload, optimizer_kind: str, rank: int, mark: Callable[[], object] = lambda: None
+) -> Callable[[], torch.Tensor]:
+    """One training step of a contender, as a function that returns the loss. `mark` is called after each of its phases."""
     torch.manual_seed(0)
     model: nn.Module = workload.build()
     if contender == "DDP":
@@ -68,9 +70,13 @@ def make_step(contender: str, workload: Workload, optimizer_kind: str, rank: int
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
+        mark()
         loss = functional.cross_entropy(model(inputs), targets)
+        mark()
         loss.backward()
+        mark()
         optimizer.step()
+        mark()
         return loss.detach()
 
     return step
