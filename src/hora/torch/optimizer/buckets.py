@@ -81,28 +81,20 @@ class Bucket:
             self.places = [(place, _views_of(place, spec)) for place in mine]
         feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
         self._residuals = [torch.zeros_like(p) for p in spec.parameters] if feeds_back else None
-        self._small: list[int] = []  # gradients that came and have still to be copied
+        self.small: list[int] = []  # gradients that came and have still to be copied
 
     @property
     def turn(self) -> int:
         """Which of the places takes the gradients of this step."""
         return self.bound.turn if self.bound is not None and len(self.places) > 1 else 0
 
-    def put(self, index: int, *, is_small: bool) -> None:
-        """The gradient of parameter `index` is ready."""
-        if is_small:
-            self._small.append(index)
-        else:
-            self._fill([index])
-        self.num_ready += 1
-
     def complete(self) -> None:
         """Copy what has not been copied yet: the gradients are in their places then, to be reduced."""
-        if self._small:
-            self._fill(self._small)
-            self._small = []
+        if self.small:
+            self.fill(self.small)
+            self.small = []
 
-    def _fill(self, indices: Sequence[int]) -> None:
+    def fill(self, indices: Sequence[int]) -> None:
         """Put gradients where they are reduced. Unless the bucket casts, `.grad` is where the result will be."""
         places = self.places[self.turn][1]
         targets, sources = [], []
@@ -118,7 +110,8 @@ class Bucket:
                 torch.mul(gradient.detach().to_dense(), self._scale, out=place)
                 continue
             if gradient is not place:
-                gradient = gradient.detach()
+                if gradient.requires_grad:
+                    gradient = gradient.detach()
                 if self._residuals is not None:
                     gradient.add_(self._residuals[index])
                 targets.append(place)
@@ -307,7 +300,11 @@ class Buckets:
             self._others.ready(parameter)
             return
         bucket, number, index, is_small = where
-        bucket.put(index, is_small=is_small)
+        if is_small:
+            bucket.small.append(index)
+        else:
+            bucket.fill((index,))
+        bucket.num_ready += 1
         if bucket.num_ready == len(bucket.parameters):
             # What arrives in an unexpected order is still right, only slower: note it, and agree on a better one later.
             if number != self._next:
