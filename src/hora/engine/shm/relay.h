@@ -171,8 +171,8 @@ static ssize_t pull(struct relay_job *job, char *to, int64_t num_bytes, int unse
     if (unsent) {
         struct pollfd both[] = {{incoming, num_bytes ? POLLIN : 0, 0}, {job->relay->outgoing, POLLOUT, 0}};
         poll(both, 2, (int)(slice_ns / 1000000));
-        if (!num_bytes) return 0;
     }
+    if (!num_bytes) return 0; /* all of it has come */
     ssize_t n = recv(incoming, to, (size_t)num_bytes, unsent ? MSG_DONTWAIT : MSG_WAITALL); /* at most SO_RCVTIMEO */
     if (n > 0) return n;
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
