@@ -19,6 +19,7 @@ from hora.config import EngineConfig, accept_risk
 from hora.engine.hub import Hub, HubEvents
 from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
+from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams
@@ -64,6 +65,7 @@ class _Introduction:
     process_sets: list[list[int]]
     secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive their keys from
     can_encrypt: bool
+    has_native: bool
     settings: _CommonSettings
 
     def encode(self) -> bytes:
@@ -111,6 +113,7 @@ class Peers:
             process_sets,
             secret,
             available(),
+            library() is not None,
             common,
         )
         self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
@@ -316,6 +319,7 @@ class Peers:
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
             address=self._address(),
             cuda_ipc=self.config.cuda_ipc,
+            native=self.config.encrypt == "never" and all(peer.has_native for peer in self._introductions),
             guard=guard,
         )
 

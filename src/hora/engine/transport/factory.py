@@ -31,7 +31,8 @@ class Topology:
     `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
     (collective); `streams` makes connections, under a name of their own, between ranks that call it together (None: the
     user wants gloo instead). For gloo and NCCL: `store` makes a torch store with a name of its own; `address` is this
-    host's address towards the others. `cuda_ipc`: ranks on one GPU may share its memory.
+    host's address towards the others. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all ranks of the world have
+    the native part, and nothing between them is encrypted.
     """
 
     ranks: Sequence[int]
@@ -42,6 +43,7 @@ class Topology:
     store: Callable[[str], Store | None]
     address: str
     cuda_ipc: bool
+    native: bool
     guard: Guard
 
     def members_by_host(self) -> list[list[int]]:
@@ -67,6 +69,7 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
             member,
             share=lambda num_bytes: topology.share([topology.ranks[one] for one in here], num_bytes),
             connect=lambda name, some: _group(topology, name, some),
+            native=topology.native,
             guard=topology.guard,
             limit_s=limit_s,
         )

@@ -33,8 +33,8 @@ from hora.engine.transport.resident import reduce_resident
 
 __all__ = ["HierarchicalTransport"]
 
-# What goes through a host's memory and between hosts at a time: a carrier's slice is a part of it. A transport begins with
-# small pieces, because most process sets never send much, and gets large ones once.
+# What goes through a host's memory and between hosts at a time: a carrier's slice is a part of it. Small pieces stay in the
+# processors' caches, large ones cost Python less. Most process sets never send much: memory for large ones is made when needed.
 SMALL_PIECE_BYTES = 128 * 2**10
 LARGE_PIECE_BYTES = 2 * 2**20
 RESIDENT_PIECE_BYTES = 256 * 2**10
@@ -44,7 +44,8 @@ _PORTION_BYTES = 4 * 2**20
 
 class HierarchicalTransport:
     """See `Transport`. `hosts` lists each host's members; `local` connects those of this member's host, `share` gives them
-    the same new memory, and `connect` makes a group, with a name, of members that call it together."""
+    the same new memory, and `connect` makes a group, with a name, of members that call it together. `native`, the same for all
+    members: most of them will have the native part do an allreduce."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class HierarchicalTransport:
         *,
         share: Callable[[int], Segment],
         connect: Callable[[str, Sequence[int]], Group],
+        native: bool = False,
         guard: Guard,
         limit_s: float,
     ) -> None:
@@ -70,7 +72,7 @@ class HierarchicalTransport:
         self._carriers: Group | None = None
         self._between: DistributedTransport | None = None
         self._flat: DistributedTransport | None = None
-        self._has_large_pieces = False
+        self._native = native and len(self._hosts) == 2
         self.name = local.name
         if self._index < self._num_carriers:
             group = connect(f"carrier{self._index}", [host[self._index] for host in self._hosts])
@@ -78,7 +80,8 @@ class HierarchicalTransport:
             self._carriers = group
             self.name = group.backend if self._apart is not None else f"{local.name}+{group.backend}"
         self._buffers = Buffers(torch.device("cpu"), 2 * _PORTION_BYTES)
-        self._memory = self._make_memory(SMALL_PIECE_BYTES)
+        self._small = self._make_memory(SMALL_PIECE_BYTES)
+        self._large: RelayMemory | None = None
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -91,17 +94,22 @@ class HierarchicalTransport:
     def _make_memory(self, piece_bytes: int) -> RelayMemory:
         return RelayMemory(self._share, self._place, piece_bytes=piece_bytes, guard=self._guard, limit_s=self._limit_s)
 
-    def _memory_for(self, num_bytes: int) -> RelayMemory:
-        """The memory; with room for large pieces once an operation has wanted them, which all members see alike."""
-        if num_bytes > self._memory.piece_bytes and not self._has_large_pieces:
-            small, self._memory, self._has_large_pieces = self._memory, self._make_memory(LARGE_PIECE_BYTES), True
-            small.close()
-        return self._memory
+    def _memory_for(self, num_bytes: int, *, natively: bool = False) -> RelayMemory:
+        """The memory for so many bytes, which all members choose alike."""
+        if natively or num_bytes <= self._small.piece_bytes:
+            return self._small
+        if self._large is None:
+            self._large = self._make_memory(LARGE_PIECE_BYTES)
+        return self._large
+
+    def _goes_natively(self, reduce: Reduce, dtype: torch.dtype) -> bool:
+        """Whether the native part does it on all members. Not every processor can convert float16."""
+        return self._native and reduce.op in (ReduceOp.SUM, ReduceOp.AVERAGE) and dtype is not torch.float16
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         steps = self._steps(reduce, dtype) if self._apart is None else self._steps_apart(reduce, dtype)
-        memory = self._memory_for(total(inputs) * dtype.itemsize)
+        memory = self._memory_for(total(inputs) * dtype.itemsize, natively=self._goes_natively(reduce, dtype))
         Relay(memory, self._exchange(steps, ""), self._buffers, steps).run(inputs, outputs)
 
     def _steps(self, reduce: Reduce, dtype: torch.dtype) -> Steps:
@@ -287,7 +295,9 @@ class HierarchicalTransport:
         for transport in (self._flat, self._between, self._local):
             if transport is not None:
                 transport.close()
-        self._memory.close()
+        for memory in (self._small, self._large):
+            if memory is not None:
+                memory.close()
 
     def _stages(self, reduce: Reduce, dtype: torch.dtype) -> tuple[Reduce, Reduce]:
         """What is done to the members of a host, and what to the hosts."""
