@@ -41,6 +41,7 @@ def warm(spark, folder):
 
         torch.set_default_dtype(torch.float64)
         sys.modules["left_behind"] = torch
+        os.environ["LEFT_BEHIND"] = str(os.getpid())
         yield from batches
 
     def witness():
@@ -51,7 +52,8 @@ def warm(spark, folder):
         hvd.init()
         with open("/proc/self/cmdline") as file:
             forked = "hora.launch.spark.standby" in file.read()
-        seen = forked, "left_behind" in sys.modules, str(torch.get_default_dtype())
+        left = "left_behind" in sys.modules or "LEFT_BEHIND" in os.environ
+        seen = forked, left, str(torch.get_default_dtype())
         return hvd.allgather_object((*seen, torch.initial_seed()))
 
     spark.range(0, 8, 1, 2).mapInArrow(vandal, "id long").collect()

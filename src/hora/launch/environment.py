@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 
 __all__ = [
+    "first_variables",
     "module_command",
     "put_first_on_path",
     "replace_variables",
@@ -23,6 +24,13 @@ __all__ = [
 def variables() -> dict[str, str]:
     """A copy of what this process has now."""
     return dict(os.environ)
+
+
+def first_variables() -> dict[str, str]:
+    """What this process, or the one that it was forked from, was started with: nothing that was set since."""
+    with open("/proc/self/environ", "rb") as file:
+        pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
+        return {os.fsdecode(name): os.fsdecode(value) for name, mark, value in pairs if mark}
 
 
 def replace_variables(env: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from hora.launch.environment import module_command, variables
+from hora.launch.environment import first_variables, module_command
 from hora.launch.host.connection import SupervisorProcess
 from hora.launch.host.processes import exit_code, name_process
 from hora.launch.host.zygote import differ_only_in, load
@@ -43,7 +43,7 @@ def supervisor(modules: Sequence[str], env: Mapping[str, str]) -> SupervisorProc
     None if a rank with this environment would not be the same as a fresh process.
     """
     global _beside
-    own = {name: value for name, value in variables().items() if not name.startswith(_LATE)}
+    own = {name: value for name, value in first_variables().items() if not name.startswith(_LATE)}
     own["PYTHONPATH"] = env.get("PYTHONPATH", "")
     if not differ_only_in(env, own, _LATE):
         return None

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hora.launch.environment import variables
+from hora.launch.environment import first_variables, variables
 from hora.launch.host.connection import SupervisorProcess
 from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import WorkerExit, WorkerSpec
@@ -117,7 +117,7 @@ class _TaskAgent:
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
         private = json.loads(mask(self._secret, bytes.fromhex(header["nonce"]), payload))
         executable = header["executable"]
-        inherited = variables()
+        inherited = variables() if self._task.own_worker else first_variables()
         if not executable:
             # Files that Spark shipped (addPyFile, --py-files) are on this interpreter's path, not in its
             # environment.
