@@ -144,21 +144,23 @@ def slow_network() -> Iterator[list[Host]]:
         yield hosts
 
 
-def test_a_carrier_that_is_killed_in_mid_exchange_is_named(secret):
+@pytest.mark.parametrize("encrypt", ["always", "never"])  # in Python, and in the native part
+def test_a_carrier_that_is_killed_in_mid_exchange_is_named(secret, encrypt):
     with slow_network() as hosts:
-        seen = run_ranks(hosts, secret, "killed in mid-exchange", address=V4[0], lost=(3,))
+        seen = run_ranks(hosts, secret, "killed in mid-exchange", address=V4[0], lost=(3,), HORA_ENCRYPT=encrypt)
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
 
 
-def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret):
+@pytest.mark.parametrize("encrypt", ["always", "never"])  # in Python, and in the native part
+def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret, encrypt):
     def mend(pids):
         stopped = psutil.Process(pids[3])
         wait_until("rank 3 is stopped", lambda: stopped.status() == psutil.STATUS_STOPPED)
         os.kill(pids[3], signal.SIGCONT)
 
     with slow_network() as hosts:
-        seen = run_ranks(hosts, secret, "stopped in mid-exchange", address=V4[0], then=mend)
+        seen = run_ranks(hosts, secret, "stopped in mid-exchange", address=V4[0], then=mend, HORA_ENCRYPT=encrypt)
     for found in seen:
         assert found == {"wrong": 0}
 
@@ -169,10 +171,11 @@ def test_a_stopped_rank_delays_no_rounds_of_a_set_that_it_is_not_in(secret):
     assert seen == [{"rounds": 0 if rank == 1 else 400, "together": 4.0} for rank in range(4)]
 
 
-def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret):
+@pytest.mark.parametrize("encrypt", ["always", "never"])  # in Python, and in the native part
+def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret, encrypt):
     with slow_network() as hosts:
         cut = lambda pids: hosts[0].run("ip", "link", "set", "cable", "down")  # noqa: E731
-        seen = run_ranks(hosts, secret, "cut", address=V4[0], then=cut)
+        seen = run_ranks(hosts, secret, "cut", address=V4[0], then=cut, HORA_ENCRYPT=encrypt)
     for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):
         assert any(f"rank {peer} " in seen[rank]["error"] for peer in other_side)
 
