@@ -22,7 +22,10 @@ from hora.config import EngineConfig
 __all__ = [
     "CALL",
     "CALL_AT",
+    "DIVIDE",
     "DTYPE_NUMBERS",
+    "MULTIPLY",
+    "NOTHING",
     "SHORT_BYTES",
     "Allreduce",
     "InPlace",
@@ -41,6 +44,7 @@ __all__ = [
 ]
 
 _VERSION = 6  # VERSION of native.c
+NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
 SHORT_BYTES = 32768
@@ -265,7 +269,7 @@ class Sum(NamedTuple):
 
     @property
     def finishes_nothing(self) -> bool:
-        return self.how == 0
+        return self.how == NOTHING
 
     @property
     def numbers(self) -> Numbers:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from hora.engine.request import Reduce, ReduceOp
-from hora.engine.shm.native import DTYPE_NUMBERS, Library, Sum, library
+from hora.engine.shm.native import DIVIDE, DTYPE_NUMBERS, MULTIPLY, NOTHING, Library, Sum, library
 
 __all__ = ["HALVES", "SERIAL_ELEMENTS", "Arithmetic", "adasum_pair", "arithmetic_of", "identity", "single_threaded"]
 
@@ -102,7 +102,7 @@ class Arithmetic:
         sums = op in (ReduceOp.SUM, ReduceOp.AVERAGE) and not weighted and not elsewhere
         if compiled is not None and sums and compiled.sums(dtype):
             how, factor = _ending(num_members if op == ReduceOp.AVERAGE else 1, postscale)
-            if dtype.is_floating_point or how == _NOTHING:
+            if dtype.is_floating_point or how == NOTHING:
                 self.sum = Sum(DTYPE_NUMBERS[dtype], prescale if self._wide_prescale else 1.0, how, factor)
 
     def prepare_(self, tensor: torch.Tensor) -> None:
@@ -220,26 +220,23 @@ def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
     return lambda source, out: torch.mul(source, scalar, out=out)
 
 
-_NOTHING, _MULTIPLY, _DIVIDE = range(3)
-
-
 def _ending(divisor: int, postscale: float) -> tuple[int, float]:
     """How floats are finished. They are divided exactly when there is nothing else to do; with a postscale the two become
     one factor."""
     if divisor == 1:
-        return (_NOTHING, 1.0) if postscale == 1.0 else (_MULTIPLY, postscale)
+        return (NOTHING, 1.0) if postscale == 1.0 else (MULTIPLY, postscale)
     if postscale != 1.0:
-        return _MULTIPLY, postscale / divisor
+        return MULTIPLY, postscale / divisor
     if divisor & (divisor - 1) == 0:
-        return _MULTIPLY, 1.0 / divisor  # exactly the division, and several times faster
-    return _DIVIDE, float(divisor)
+        return MULTIPLY, 1.0 / divisor  # exactly the division, and several times faster
+    return DIVIDE, float(divisor)
 
 
 def _finishing(divisor: int, postscale: float, dtype: torch.dtype) -> _Step | None:
     """Divide and apply postscale; None when there is nothing to do."""
     if dtype.is_floating_point:
         how, factor = _ending(divisor, postscale)
-        if how != _DIVIDE:
+        if how != DIVIDE:
             return _scaling(factor, dtype)
         scalar = torch.tensor(factor, dtype=torch.promote_types(dtype, torch.float32), device="cpu")
         return lambda source, out: torch.div(source, scalar, out=out)

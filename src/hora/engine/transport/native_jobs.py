@@ -27,11 +27,9 @@ def allreduce_natively(
     direct: bool,
 ) -> None:
     """Reduce tensors of `count` elements together through the slots of the ring."""
-    num_tensors = len(inputs)
-    pointers = ctypes.c_void_p * num_tensors
-    sources = pointers(*[tensor.data_ptr() for tensor in inputs])
-    results = sources if outputs is inputs else pointers(*[tensor.data_ptr() for tensor in outputs])
-    counts = (ctypes.c_int64 * num_tensors)(*[tensor.numel() for tensor in inputs])
+    sources = _addresses(inputs)
+    results = sources if outputs is inputs else _addresses(outputs)
+    counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
     num_pieces = -(-count * inputs[0].itemsize // ring.slot_bytes)
     lag = 0 if direct else LAG if num_pieces > AHEAD else num_pieces
     job = native.Allreduce(
@@ -60,10 +58,8 @@ def relay_natively(
 ) -> None:
     """Reduce several tensors as one over two hosts, in slices of `most` elements. `what` is done to the numbers of a host's
     members, and to those of the hosts; `sockets` are a carrier's."""
-    num_tensors = len(inputs)
-    pointers = ctypes.c_void_p * num_tensors
-    sources = pointers(*[tensor.data_ptr() for tensor in inputs])
-    results = sources if outputs is inputs else pointers(*[tensor.data_ptr() for tensor in outputs])
+    sources = _addresses(inputs)
+    results = sources if outputs is inputs else _addresses(outputs)
     starts = [0, *accumulate(tensor.numel() for tensor in inputs)]
     table = (ctypes.c_int64 * len(starts))(*starts)
     num_slices = -(-starts[-1] // most)
@@ -72,7 +68,7 @@ def relay_natively(
         inputs=ctypes.addressof(sources),
         outputs=ctypes.addressof(results),
         starts=ctypes.addressof(table),
-        num_tensors=num_tensors,
+        num_tensors=len(inputs),
         most=most,
         num_slices=num_slices,
         num_pieces=-(-num_slices // memory.place.num_carriers),
@@ -84,7 +80,7 @@ def relay_natively(
 
 def reduce_in_place_natively(library: native.Library, ring: Ring, views: Tensors, what: native.Sum) -> None:
     """Reduce all members' data where it is: each member its slice of all of it."""
-    data = (ctypes.c_void_p * len(views))(*[view.data_ptr() for view in views])
+    data = _addresses(views)
     job = native.InPlace(
         data=ctypes.addressof(data),
         count=views[0].numel(),
@@ -107,3 +103,7 @@ def lone_what(ring: Ring, count: int, digest: bytes, what: native.Sum) -> native
         prescale=what.prescale,
         factor=what.factor,
     )
+
+
+def _addresses(tensors: Tensors) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
