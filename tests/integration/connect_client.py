@@ -37,10 +37,7 @@ def warm(spark, folder):
     from sparkdl import HorovodRunner
 
     def vandal(batches):
-        import torch
-
-        torch.set_default_dtype(torch.float64)
-        sys.modules["left_behind"] = torch
+        sys.modules["left_behind"] = sys
         os.environ["LEFT_BEHIND"] = str(os.getpid())
         yield from batches
 
@@ -53,12 +50,11 @@ def warm(spark, folder):
         with open("/proc/self/cmdline") as file:
             forked = "hora.launch.spark.standby" in file.read()
         left = "left_behind" in sys.modules or "LEFT_BEHIND" in os.environ
-        seen = forked, left, str(torch.get_default_dtype())
-        return hvd.allgather_object((*seen, torch.initial_seed()))
+        return hvd.allgather_object((forked, left, torch.initial_seed()))
 
     spark.range(0, 8, 1, 2).mapInArrow(vandal, "id long").collect()
     found = [told for _ in range(2) for told in HorovodRunner(np=2).run(witness)]
-    return [told[:3] for told in found], len({told[3] for told in found})
+    return [told[:2] for told in found], len({told[2] for told in found})
 
 
 def failure(spark, folder):

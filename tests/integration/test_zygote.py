@@ -59,6 +59,17 @@ def test_modules_that_the_function_names_are_loaded_once_and_random_numbers_diff
     assert first["sum"] == second["sum"] == 100_000.0
 
 
+def test_to_make_an_optimizer_imports_nothing_more():
+    def look() -> list[str]:
+        import torch
+
+        before = set(sys.modules)
+        torch.optim.SGD([torch.ones(1)], lr=1.0)
+        return sorted(set(sys.modules) - before)
+
+    assert horovod.run(look, num_proc=2) == [[], []]
+
+
 def test_a_function_that_sets_the_number_of_threads_gets_it():
     def work() -> int:
         os.environ["OMP_NUM_THREADS"] = "1"

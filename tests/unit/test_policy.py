@@ -135,5 +135,10 @@ def test_workers_are_forked_with_what_their_function_names():
     assert modules_to_preload(f"... {estimator} ... torch ...".encode()) == ("torch", estimator)
 
 
+def test_an_optimizer_makes_torch_load_more():
+    assert modules_to_preload(b"... torch ... optim ... SGD ...") == ("torch", "torch._dynamo")
+    assert modules_to_preload(b"... optimizer ...") == ()
+
+
 def test_workers_are_started_afresh_where_their_function_sets_what_torch_reads_while_it_is_loaded():
     assert modules_to_preload(b"... OMP_NUM_THREADS ... torch ...") is None

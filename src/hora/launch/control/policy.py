@@ -37,8 +37,14 @@ __all__ = [
 
 _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
 
-# Of what functions name, what takes a rank long to import: torch, and what imports much of Hora.
-_LOADED_IN_ADVANCE = ("torch", "horovod.torch", "hora.spark.estimator.training")
+# What takes a rank long to import, and the words by which a pickled function shows that it will: torch, what imports much of
+# Hora, and what torch imports when an optimizer is made, which takes as long as torch. Not pyarrow: it starts a thread.
+_LOADED_IN_ADVANCE = {
+    "torch": (b"torch",),
+    "horovod.torch": (b"horovod.torch",),
+    "hora.spark.estimator.training": (b"hora.spark.estimator.training",),
+    "torch._dynamo": (b"torch", b"optim"),
+}
 
 # How long a process may take to end after the function has returned on every rank.
 LINGER_LIMIT_S = 30.0
@@ -242,4 +248,4 @@ def modules_to_preload(function: bytes) -> tuple[str, ...] | None:
     """
     if any(name in function for name in _READ_WHILE_LOADING):
         return None
-    return tuple(name for name in _LOADED_IN_ADVANCE if name.encode() in function)
+    return tuple(name for name, words in _LOADED_IN_ADVANCE.items() if all(word in function for word in words))

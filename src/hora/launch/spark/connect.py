@@ -22,6 +22,7 @@ import cloudpickle
 
 from hora.config import accept_risk
 from hora.errors import JobFailedError
+from hora.launch.control.policy import modules_to_preload
 from hora.launch.job import JobResult
 from hora.launch.spark.cluster import is_connect
 from hora.launch.spark.launcher import SparkJob, run_on_spark
@@ -52,6 +53,7 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
             num_proc=wanted.num_proc,
             function=function,
             artifact=artifact,
+            preload=modules_to_preload(wanted.function),
             env=dict(wanted.env),
             prefix=wanted.output.prefix,
             timestamp=wanted.output.timestamp,

@@ -19,13 +19,14 @@ import cloudpickle
 
 from hora.launch.control.controller import run_job
 from hora.launch.job import Job, JobResult, OutputOptions
+from hora.launch.spark import standby
 from hora.launch.spark.cluster import listening_address
 from hora.launch.spark.driver import TaskConnections
 from hora.launch.spark.launcher import SparkLauncher, meet_all
 from hora.launch.spark.live_log import Home, HomeStream, Invitation
 from hora.launch.spark.placement import place_tasks
 from hora.launch.spark.query import rows
-from hora.launch.spark.task import SparkTask
+from hora.launch.spark.task import SparkTask, python_path
 
 __all__ = ["ConnectTasks"]
 
@@ -34,11 +35,14 @@ _TASK_LIMIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectTasks:
-    """The body of the stage: what to run, and how its output looks. `artifact`: the file that has the call, if it is large."""
+    """The body of the stage: what to run, and how its output looks. `artifact`: the file that has the call, if it is large.
+    `preload`: what to load before ranks are forked; None if they have to be started afresh.
+    """
 
     num_proc: int
     function: bytes = field(repr=False)
     artifact: str
+    preload: tuple[str, ...] | None
     env: Mapping[str, str] = field(repr=False)
     prefix: bool
     timestamp: bool
@@ -58,6 +62,8 @@ class ConnectTasks:
             pass
         context = BarrierTaskContext.get()
         number = int(context.partitionId())
+        if self.preload is not None and not self.executable:
+            standby.begin(self.preload, self.env, python_path())
         if number:
             told = next(text for text in context.allGather("") if text)
             _task(told, stream_output=self.stream_output)(number)

@@ -3,16 +3,18 @@
 Spark Connect gives us no Python workers of our own (`warm` has them, on classic Spark), and what a UDF did to one must not
 reach a rank. So the first job on such a worker has it start a clean process, which loads what ranks import and waits. This
 and every later job's supervisor there, and with it the ranks, is a fork of that process. It ends with the worker, which Spark
-keeps for a minute without work. `supervisor` is called by `task`; the rest happens in the process.
+keeps for a minute without work. `begin` is called by `lead`, before the tasks meet, which takes a second; `supervisor` by
+`task`; the rest happens in the process.
 
-Request: any byte, with the supervisor's stdin, stdout, stderr and a socket. Through the socket comes how the supervisor
-ended; a byte sent into it kills the supervisor.
+Request: a JSON list of modules to load; with the supervisor's stdin, stdout, stderr and a socket, where one is wanted. Through
+the socket comes how the supervisor ended; a byte sent into it kills the supervisor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import select
 import signal
@@ -30,11 +32,18 @@ from hora.launch.host.processes import exit_code, name_process
 from hora.launch.host.zygote import differ_only_in, load
 from hora.launch.spark.warm import LATE, be_supervisor
 
-__all__ = ["supervisor"]
+__all__ = ["begin", "supervisor"]
 
 _LATE = tuple(name for name in LATE if name != "PYTHONPATH")  # it is read when a process starts
 _NO_STATUS = 255
+_MAX_REQUEST_BYTES = 64 * 1024
 _END_LIMIT_S = 10.0
+
+
+def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
+    """Have the process beside this one load these modules already, if ranks that are given `env` can come from it."""
+    if all(name.startswith(_LATE) for name in env):
+        _standby(_own_variables(python_path)).ask(modules)
 
 
 def supervisor(modules: Sequence[str], env: Mapping[str, str]) -> SupervisorProcess | None:
@@ -42,39 +51,52 @@ def supervisor(modules: Sequence[str], env: Mapping[str, str]) -> SupervisorProc
 
     None if a rank with this environment would not be the same as a fresh process.
     """
-    global _beside
-    own = {name: value for name, value in first_variables().items() if not name.startswith(_LATE)}
-    own["PYTHONPATH"] = env.get("PYTHONPATH", "")
+    own = _own_variables(env.get("PYTHONPATH", ""))
     if not differ_only_in(env, own, _LATE):
         return None
-    if _beside is None or not _beside.suits(modules, own):
+    return _Supervisor(_standby(own), modules)
+
+
+def _own_variables(python_path: str) -> dict[str, str]:
+    """The environment of the process."""
+    own = {name: value for name, value in first_variables().items() if not name.startswith(_LATE)}
+    return own | {"PYTHONPATH": python_path}
+
+
+def _standby(env: Mapping[str, str]) -> _Standby:
+    global _beside
+    if _beside is None or not _beside.suits(env):
         if _beside is not None:
             _beside.close()
-        _beside = _Standby(modules, own)
-    return _Supervisor(_beside.socket)
+        _beside = _Standby(env)
+    return _beside
 
 
 class _Standby:
     """The process, seen from the worker."""
 
-    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        self._modules = frozenset(modules)
+    def __init__(self, env: Mapping[str, str]) -> None:
         self._env = dict(env)
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                module_command(sys.executable, __name__, *modules),
+                module_command(sys.executable, __name__),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=self._env,
             )
 
-    def suits(self, modules: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether it lives, has these modules and was started with this environment."""
-        return self._process.poll() is None and self._modules.issuperset(modules) and env == self._env
+    def suits(self, env: Mapping[str, str]) -> bool:
+        """Whether it lives and was started with this environment."""
+        return self._process.poll() is None and env == self._env
+
+    def ask(self, modules: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+        """Have it load these modules, and then be a supervisor with these descriptors, if they are given."""
+        with contextlib.suppress(OSError):  # it has ended
+            socket.send_fds(self._socket, [json.dumps(list(modules)).encode()], descriptors)
 
     def close(self) -> None:
-        self.socket.close()
+        self._socket.close()
         try:
             self._process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -92,14 +114,13 @@ class _Supervisor:
     stdout: IO[bytes] | None
     stderr: IO[bytes] | None
 
-    def __init__(self, standby: socket.socket) -> None:
+    def __init__(self, standby: _Standby, modules: Sequence[str]) -> None:
         (their_in, our_in), (our_out, their_out), (our_err, their_err) = (os.pipe() for _ in range(3))
         self._control, theirs = socket.socketpair()
         given = [their_in, their_out, their_err, theirs.detach()]
         try:
             # If the process is gone, so is the other end of all of these, which says it.
-            with contextlib.suppress(OSError):
-                socket.send_fds(standby, [b"f"], given)
+            standby.ask(modules, given)
         finally:
             for descriptor in given:
                 os.close(descriptor)
@@ -126,19 +147,19 @@ class _Supervisor:
             self._control.send(b"k")
 
 
-def _serve(modules: Sequence[str]) -> None:
-    """In the process: load the modules, then fork supervisors on request until the worker is gone."""
-    load(modules)  # where that fails, a rank says it better
-    gc.collect()
-    gc.freeze()  # what is loaded stays in pages that the ranks share
+def _serve() -> None:
+    """In the process: load modules and fork supervisors on request until the worker is gone."""
     name_process("hora-standby")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks end when they like
     with socket.socket(fileno=os.dup(0)) as worker:
         while True:
-            data, descriptors, _, _ = socket.recv_fds(worker, 1, 4)
+            data, descriptors, _, _ = socket.recv_fds(worker, _MAX_REQUEST_BYTES, 4)
             if not data:
                 return
-            if _fork() == 0:
+            load(json.loads(data))  # where that fails, a rank says it better
+            gc.collect()
+            gc.freeze()  # what is loaded stays in pages that the ranks share
+            if descriptors and _fork() == 0:
                 worker.close()
                 _look_after_supervisor(*descriptors)
             for descriptor in descriptors:
@@ -174,4 +195,4 @@ def _fork() -> int:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    _serve()

@@ -31,7 +31,7 @@ from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
 from hora.net.wire import Credentials, Header, mask
 
-__all__ = ["SparkTask", "gpu_addresses", "host_hash"]
+__all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
 
 _CONNECT_LIMIT_S = 60.0
 _TAIL_BYTES = 64 * 1024
@@ -119,9 +119,7 @@ class _TaskAgent:
         executable = header["executable"]
         inherited = variables() if self._task.own_worker else first_variables()
         if not executable:
-            # Files that Spark shipped (addPyFile, --py-files) are on this interpreter's path, not in its
-            # environment.
-            inherited["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+            inherited["PYTHONPATH"] = python_path()
         return WorkerSpec(
             worker=header["worker"],
             slot=Slot(**header["slot"]),
@@ -159,6 +157,12 @@ class _TaskAgent:
             # The driver is gone. `serve` sees the same and ends; the launcher's threads must live to reap
             # the process.
             return
+
+
+def python_path() -> str:
+    """PYTHONPATH for ranks: files that Spark shipped (addPyFile, --py-files) are on this interpreter's path, not in its
+    environment."""
+    return os.pathsep.join(path for path in sys.path if path)
 
 
 def host_hash(salt: str | None = None) -> str:
