@@ -19,6 +19,7 @@ from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
+from hora.net import cipher
 
 LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait was given up
 PLACES = {
@@ -48,7 +49,7 @@ def shared_memory(store, index, num):
 
 
 @contextlib.contextmanager
-def made(place, hosts, guard=lambda: None, native=False):
+def made(place, hosts, guard=lambda: None, native=False, kind="tcp"):
     (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[number]
     near, index = dist.PrefixStore(f"host{number}", place.store), host.index(place.rank)
@@ -63,7 +64,7 @@ def made(place, hosts, guard=lambda: None, native=False):
 
         def connect(name, members):
             store = dist.PrefixStore(name, place.store)
-            return make_group("tcp", store, list(members).index(place.rank), len(members), guard, LIMIT_S)
+            return make_group(kind, store, list(members).index(place.rank), len(members), guard, LIMIT_S)
 
         transport = HierarchicalTransport(
             local, hosts, place.rank, share=share, connect=connect, native=native, guard=guard, limit_s=LIMIT_S
@@ -93,15 +94,17 @@ def test_sums_go_through_each_host_first(place):
     assert torch.equal(tensor, (parts[0] + parts[2]) + (parts[1] + parts[3]))
 
 
+@pytest.mark.parametrize("kind", ["tcp", "encrypted"])
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2, 3], [1]]], ids=["even", "one alone"])
 @pytest.mark.ranks(4)
-def test_who_has_the_native_part_works_with_who_has_not(place, hosts, monkeypatch):
+def test_who_has_the_native_part_works_with_who_has_not(place, hosts, kind, monkeypatch):
+    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 300)  # so that the key changes, in the third one of five
     if place.rank in (1, 2):
         monkeypatch.setattr(relay, "library", lambda: None)
     native = hosts == PLACES["even"]  # small pieces, or large ones
     sizes = (70_001, 0, 1, 999, 33_000)
     tensors = [data(number, place.rank, size, torch.float32) for number, size in enumerate(sizes)]
-    with made(place, hosts, native=native) as transport:
+    with made(place, hosts, native=native, kind=kind) as transport:
         for _ in range(5):
             outputs = [torch.empty_like(tensor) for tensor in tensors]
             transport.allreduce(tensors, outputs, Reduce(ReduceOp.AVERAGE))
@@ -109,6 +112,39 @@ def test_who_has_the_native_part_works_with_who_has_not(place, hosts, monkeypatc
         parts = [data(number, member, size, torch.float32) for member in range(4)]
         first, second = ([parts[member] for member in host] for host in hosts)
         assert torch.equal(output, (sum(first[1:], first[0]) + sum(second[1:], second[0])) / 4)
+
+
+@pytest.mark.parametrize("altered", ["a record", "the next one"])
+@pytest.mark.both_ways
+@pytest.mark.ranks(4)
+def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monkeypatch):
+    """Carrier 0 of the first host sends something that it has not sealed with the key of this connection."""
+    monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
+    tensor = torch.ones(100_000)
+    lost = []
+
+    def guard():
+        if place.store.check(["lost"]):
+            raise HorovodInternalError("the guard knows")
+
+    with made(place, PLACES["even"], guard, native=True, kind="encrypted") as transport:
+        transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
+        assert torch.equal(tensor, torch.full_like(tensor, 4.0))
+        if place.rank == 0:
+            records = transport._carriers._outgoing[1]._records
+            if altered == "a record":
+                records._key, records._number = bytes(32), records._number
+                records._begin()
+            else:
+                records._number += 1
+        try:
+            transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
+        except HorovodInternalError as error:
+            lost.append(str(error))
+            place.store.set("lost", "1")
+    seen = place.gather(lost)
+    assert "changed on the way" in seen[2][0]
+    assert all(seen), seen
 
 
 @pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["uneven"]], ids=["even", "uneven"])

@@ -20,6 +20,7 @@ from hora.engine.hub import Hub, HubEvents
 from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
 from hora.engine.shm.native import library
+from hora.engine.shm.records import usable
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams
@@ -66,6 +67,7 @@ class _Introduction:
     secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive their keys from
     can_encrypt: bool
     has_native: bool
+    encrypts_natively: bool
     settings: _CommonSettings
 
     def encode(self) -> bytes:
@@ -114,6 +116,7 @@ class Peers:
             secret,
             available(),
             library() is not None,
+            usable(),
             common,
         )
         self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
@@ -319,7 +322,10 @@ class Peers:
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
             address=self._address(),
             cuda_ipc=self.config.cuda_ipc,
-            native=self.config.encrypt == "never" and all(peer.has_native for peer in self._introductions),
+            native=all(
+                peer.has_native and (peer.encrypts_natively or self.config.encrypt == "never")
+                for peer in self._introductions
+            ),
             guard=guard,
         )
 

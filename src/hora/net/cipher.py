@@ -21,6 +21,7 @@ __all__ = ["Cipher", "Encryption", "Exchange", "Records", "available", "leaves_t
 
 _NONCE = struct.Struct(">4xQ")
 _LENGTH = struct.Struct(">I")
+_KEY_BYTES = 16
 # 16 GiB in the longest records: AES-GCM would be good for twenty times that under one key.
 _RECORDS_OF_A_KEY = 2**16
 
@@ -120,7 +121,7 @@ class Records:
     most_bytes = 256 * 1024
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._key, self._number = key, 0
         self._begin()
 
     def seal(self, data: memoryview, out: memoryview) -> None:
@@ -142,15 +143,26 @@ class Records:
         except InvalidTag:
             raise AuthenticationError("what came from a peer was changed on the way") from None
 
+    @property
+    def num_left(self) -> int:
+        """How many more there are before another key."""
+        return _RECORDS_OF_A_KEY - self._number
+
+    def take(self, count: int) -> tuple[bytes, int]:
+        """For who seals or opens the next `count` records itself: the key, and the number of the first one."""
+        assert count <= self.num_left, (count, self.num_left)
+        number, self._number = self._number, self._number + count
+        return self._key[:_KEY_BYTES], number
+
     def _begin(self) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-        self._cipher, self._number = AESGCM(self._key[:16]), 0
+        self._cipher = AESGCM(self._key[:_KEY_BYTES])
         self._in_place = hasattr(self._cipher, "encrypt_into")  # older versions make new bytes of everything
 
     def _next(self) -> bytes:
         if self._number == _RECORDS_OF_A_KEY:
-            self._key = hmac.digest(self._key, b"the next key", "sha256")
+            self._key, self._number = hmac.digest(self._key, b"the next key", "sha256"), 0
             self._begin()
         number, self._number = self._number, self._number + 1
         return _NONCE.pack(number)

@@ -8,6 +8,7 @@ Python does the same work, with the same bits. `absence` says why, for `hora doc
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from typing import NamedTuple
 import torch
 
 from hora.config import EngineConfig
+from hora.engine.shm.records import RecordsOfOneDirection
+from hora.errors import AuthenticationError
 
 __all__ = [
     "CALL",
@@ -43,7 +46,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 6  # VERSION of native.c
+_VERSION = 7  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -173,6 +176,8 @@ class Relay(ctypes.Structure):
         ("host", ctypes.c_int32),
         ("outgoing", ctypes.c_int32),
         ("incoming", ctypes.c_int32),
+        ("sealing", ctypes.POINTER(RecordsOfOneDirection)),
+        ("opening", ctypes.POINTER(RecordsOfOneDirection)),
         ("patience", _Patience),
     )
 
@@ -205,6 +210,7 @@ class RelayJob(ctypes.Structure):
         ("between", Numbers),
         ("number", ctypes.c_int64),
         ("combined", ctypes.c_int64),
+        ("sealed", ctypes.c_int64),
         ("sent", ctypes.c_int64),
         ("received", ctypes.c_int64),
         ("stage", ctypes.c_int32),
@@ -347,6 +353,8 @@ class Library:
     def relay(self, job: RelayJob, slice_s: float) -> bool:
         """The same over two hosts. OSError when the connection between them is broken."""
         outcome = self._relay(job, int(slice_s * 1e9))
+        if outcome < 0 and job.error == errno.EBADMSG:
+            raise AuthenticationError("what came from a peer was changed on the way")
         if outcome < 0:
             raise OSError(job.error, os.strerror(job.error))
         return bool(outcome)

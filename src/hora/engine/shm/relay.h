@@ -1,7 +1,7 @@
-/* An allreduce over two hosts through each host's memory and a plain connection between carriers: relay.py and
- * relay_memory.py in C, piece for piece, so that a member that does it here works with others that do it in Python. What a
- * carrier combines it sends block by block, and what it receives it adds the same way, while a block is in its cache.
- * Included by native.c alone.
+/* An allreduce over two hosts through each host's memory and a connection between carriers: relay.py and relay_memory.py in C,
+ * piece for piece, so that a member that does it here works with others that do it in Python. What a carrier combines it
+ * sends block by block, and what it receives it adds the same way, while a block is in its cache; where the connection is
+ * encrypted a whole slice is a record (`records.h`). Included by native.c alone.
  */
 enum { BLOCK_BYTES = 128 * 1024, NUM_INPUTS = 4, WINDOW = 2, NUM_RESULTS = WINDOW + 3 };
 enum stage { FILL, COMBINE, RECEIVE, READ_OUT };
@@ -12,6 +12,7 @@ struct relay {
     int64_t counter_bytes, inputs_at, ours_at, theirs_at, slice_room, piece_room;
     int32_t member, num_local, num_carriers, host;
     int32_t outgoing, incoming; /* a carrier's sockets; -1 for the others */
+    struct records *sealing, *opening; /* of what they carry; NULL where it is plain */
     struct patience patience;
 };
 
@@ -28,7 +29,7 @@ struct relay_job {
     int64_t num_tensors, most, num_slices, first, num_pieces;
     struct numbers inside, between;
     /* How far it has come: a job that was interrupted goes on from here. */
-    int64_t number, combined, sent, received; /* slices combined; bytes of one slice received; bytes sent of all */
+    int64_t number, combined, sealed, sent, received; /* slices; bytes sent of all, and received of one slice */
     int32_t stage, late, error; /* `late`: the member that was last waited for in vain, -1 for the other host */
 };
 
@@ -127,17 +128,32 @@ static int64_t own_slice_of(const struct relay_job *job, int64_t index) {
     return index * job->relay->num_carriers + job->relay->member;
 }
 
+/* The bytes of a slice on the way. */
+static int64_t sent_bytes(const struct relay_job *job, int64_t count) {
+    return count * size_of(job) + (job->relay->sealing ? TAG_BYTES : 0);
+}
+
+/* What is sent of a slice that is combined: the record, which takes the place of the one before. NULL if there is none. */
+static const char *sealed(struct relay_job *job, int64_t index, const char *ours) {
+    struct records *records = job->relay->sealing;
+    if (index < job->sealed) return (const char *)records->room;
+    job->sealed++;
+    int64_t num_bytes = slice_count(job, own_slice_of(job, index)) * size_of(job);
+    return seal(records, ours, (int)num_bytes) ? (const char *)records->room : NULL;
+}
+
 /* Send what the kernel takes, of all that is combined: -1 when the connection is broken. `ready`: bytes that are, of the slice
- * which is being combined. */
+ * which is being combined; of a record there are none. */
 static int push(struct relay_job *job, int64_t ready) {
     const struct relay *relay = job->relay;
-    int64_t slice_bytes = job->most * size_of(job); /* only the last one is shorter */
+    int64_t slice_bytes = sent_bytes(job, job->most); /* only the last one is shorter */
     for (;;) {
-        int64_t index = job->sent / slice_bytes, at = job->sent % slice_bytes, end = ready;
-        if (index < job->combined) end = slice_count(job, own_slice_of(job, index)) * size_of(job);
+        int64_t index = job->sent / slice_bytes, at = job->sent % slice_bytes, end = relay->sealing ? 0 : ready;
+        if (index < job->combined) end = sent_bytes(job, slice_count(job, own_slice_of(job, index)));
         if (index > job->combined || at >= end) return 0;
-        const char *from = result_of(relay, relay->ours_at, job->first + index, relay->member) + at;
-        ssize_t n = send(relay->outgoing, from, (size_t)(end - at), MSG_DONTWAIT | MSG_NOSIGNAL);
+        const char *from = result_of(relay, relay->ours_at, job->first + index, relay->member);
+        if (relay->sealing && !(from = sealed(job, index, from))) return job->error = EPROTO, -1;
+        ssize_t n = send(relay->outgoing, from + at, (size_t)(end - at), MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
         if (n < 0) return job->error = errno, -1;
         job->sent += n;
@@ -161,7 +177,7 @@ static int combine(struct relay_job *job, int64_t index) {
         if (push(job, (at + n) * size) < 0) return -1;
     }
     job->combined++;
-    return 0;
+    return relay->sealing ? push(job, 0) : 0;
 }
 
 /* Some bytes from the other host, or none when a slice of time has passed or the kernel takes more of what is `unsent`: the
@@ -180,7 +196,7 @@ static ssize_t pull(struct relay_job *job, char *to, int64_t num_bytes, int unse
     return -1;
 }
 
-/* Receive the other host's part of the own slice, and add it up, block by block. */
+/* Receive the other host's part of the own slice, and add it up, block by block; a record is one. */
 static int receive(struct relay_job *job, int64_t index, long slice_ns) {
     const struct relay *relay = job->relay;
     int64_t slice = own_slice_of(job, index), piece = job->first + index, size = size_of(job);
@@ -188,17 +204,20 @@ static int receive(struct relay_job *job, int64_t index, long slice_ns) {
     char *ours = result_of(relay, relay->ours_at, piece, relay->member);
     char *theirs = result_of(relay, relay->theirs_at, piece, relay->member);
     const void *operands[2] = {relay->host ? theirs : ours, relay->host ? ours : theirs};
-    int64_t total = slice_count(job, slice) * size, end = index * job->most * size + total;
+    int64_t count = slice_count(job, slice), total = sent_bytes(job, count);
+    int64_t end = index * sent_bytes(job, job->most) + total, block = relay->opening ? total : BLOCK_BYTES;
+    char *to = relay->opening ? (char *)relay->opening->room : theirs;
     while (job->received < total || job->sent < end) {
-        int64_t begin = job->received / BLOCK_BYTES * BLOCK_BYTES, before = job->sent;
-        int64_t stop = begin + BLOCK_BYTES < total ? begin + BLOCK_BYTES : total;
+        int64_t begin = job->received / block * block, before = job->sent;
+        int64_t stop = begin + block < total ? begin + block : total;
         if (push(job, 0) < 0) return BROKEN;
-        ssize_t n = pull(job, theirs + job->received, stop - job->received, job->sent < end, slice_ns);
+        ssize_t n = pull(job, to + job->received, stop - job->received, job->sent < end, slice_ns);
         if (n < 0 || (!n && push(job, 0) < 0)) return BROKEN;
         if (!n && job->sent == before) return job->late = -1, NOT_YET;
         job->received += n;
-        if (n && job->received == stop)
-            add_up(&job->between, 2, operands, theirs, begin / size, (stop - begin) / size);
+        if (!n || job->received < stop) continue;
+        if (relay->opening && !unseal(relay->opening, theirs, (int)(count * size))) return job->error = EBADMSG, BROKEN;
+        add_up(&job->between, 2, operands, theirs, begin / size, relay->opening ? count : (stop - begin) / size);
     }
     job->received = 0;
     return COMPLETE;

@@ -15,7 +15,7 @@ import torch
 
 from hora.engine.transport.arithmetic import Arithmetic
 from hora.engine.transport.codes import Code
-from hora.engine.transport.group import Group, Pending
+from hora.engine.transport.group import Group, Pending, Sockets
 from hora.engine.transport.packing import Buffers, as_bytes
 
 __all__ = ["Exchange", "Swap", "make_exchange"]
@@ -44,9 +44,8 @@ class Exchange(ABC):
     def finish(self, turn: int, pending: Pending, theirs: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Wait for it. Then `theirs` is what the other host has; of more than two hosts, what all have together."""
 
-    @property
-    def sockets(self) -> tuple[int, int] | None:
-        """To and from the other one of two hosts, where numbers travel as they are and nothing is encrypted."""
+    def sockets(self, num_slices: int, slice_bytes: int) -> Sockets | None:
+        """To and from the other one of two hosts, where numbers travel as they are, for so many slices each way."""
         return None
 
     def using_sockets(self) -> contextlib.AbstractContextManager[None]:
@@ -66,9 +65,8 @@ class Exchange(ABC):
 class Swap(Exchange):
     """Two hosts."""
 
-    @property
-    def sockets(self) -> tuple[int, int] | None:
-        return self._group.sockets_with(1 - self._host)
+    def sockets(self, num_slices: int, slice_bytes: int) -> Sockets | None:
+        return self._group.sockets_with(1 - self._host, num_slices, slice_bytes)
 
     def start(self, turn: int, ours: torch.Tensor, theirs: torch.Tensor, residual: torch.Tensor | None) -> Pending:
         return self._swap(ours, theirs)

@@ -32,7 +32,7 @@ class Topology:
     (collective); `streams` makes connections, under a name of their own, between ranks that call it together (None: the
     user wants gloo instead). For gloo and NCCL: `store` makes a torch store with a name of its own; `address` is this
     host's address towards the others. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all ranks of the world have
-    the native part, and nothing between them is encrypted.
+    the native part, which can also encrypt on all of them where anything is encrypted.
     """
 
     ranks: Sequence[int]

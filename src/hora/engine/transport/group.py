@@ -14,17 +14,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hora.engine.shm.records import NativeRecords
 from hora.engine.transport.base import Guard
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
-__all__ = ["SLICE", "Group", "Pending", "ProcessGroup", "connect"]
+__all__ = ["SLICE", "Group", "Pending", "ProcessGroup", "Sockets", "connect"]
 
 SLICE = timedelta(milliseconds=50)
 # A backend notices a broken connection before the engine has learnt who died, but only the engine can name the rank.
@@ -34,6 +36,17 @@ T = TypeVar("T")
 
 # Work under way, and what it is called in messages.
 Pending = tuple[Any, str]
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """To and from another member, for who sends and receives through them itself; with records, where what passes is
+    encrypted: those of this member, and those of the other one."""
+
+    outgoing: int
+    incoming: int
+    sealing: NativeRecords | None
+    opening: NativeRecords | None
 
 
 class Group(ABC):
@@ -60,8 +73,9 @@ class Group(ABC):
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """The root's bytes into all members' tensors."""
 
-    def sockets_with(self, peer: int) -> tuple[int, int] | None:
-        """Plain sockets to and from this member, where there are any; `using_sockets` uses them."""
+    def sockets_with(self, peer: int, num_slices: int, slice_bytes: int) -> Sockets | None:
+        """The sockets to and from this member, where there are any through which others than this group can send so many
+        slices each way; `using_sockets` uses them."""
         return None
 
     @contextmanager

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from hora.engine.shm import native
 from hora.engine.transport.base import Tensors
+from hora.engine.transport.group import Sockets
 from hora.engine.transport.relay_memory import RelayMemory
 from hora.engine.transport.ring import AHEAD, Ring
 
@@ -50,14 +51,15 @@ def allreduce_natively(
 def relay_natively(
     library: native.Library,
     memory: RelayMemory,
-    sockets: tuple[int, int] | None,
+    sockets: Sockets | None,
+    num_records: int,
     inputs: Tensors,
     outputs: Tensors,
     most: int,
     what: tuple[native.Sum, native.Sum],
 ) -> None:
     """Reduce several tensors as one over two hosts, in slices of `most` elements. `what` is done to the numbers of a host's
-    members, and to those of the hosts; `sockets` are a carrier's."""
+    members, and to those of the hosts; `sockets` are a carrier's, which sends so many slices."""
     sources = _addresses(inputs)
     results = sources if outputs is inputs else _addresses(outputs)
     starts = [0, *accumulate(tensor.numel() for tensor in inputs)]
@@ -75,7 +77,7 @@ def relay_natively(
         inside=inside.numbers,
         between=between.numbers,
     )
-    memory.run_natively(library, job, sockets)
+    memory.run_natively(library, job, sockets, num_records)
 
 
 def reduce_in_place_natively(library: native.Library, ring: Ring, views: Tensors, what: native.Sum) -> None:

@@ -76,7 +76,7 @@ class Relay:
         if not num_pieces:
             return
         most = -(-count // (num_pieces * num_carriers))
-        if not residuals and self._run_natively(inputs, outputs, most):
+        if not residuals and self._run_natively(inputs, outputs, most, -(-count // most)):
             return
         in_place = all(source is out for source, out in zip(inputs, outputs, strict=True))
         self._sources = cut(inputs, most)
@@ -89,17 +89,18 @@ class Relay:
             else:
                 self._memory.run(num_pieces, self._fill, self._read_out)
 
-    def _run_natively(self, inputs: Tensors, outputs: Tensors, most: int) -> bool:
-        """Whether the native part has done it: for several members on each of two hosts, and connections that are plain."""
-        compiled, what, sockets = library(), self._steps.native, None
-        if compiled is None or what is None or self._place.num_local == 1 or self._place.num_hosts != 2:
+    def _run_natively(self, inputs: Tensors, outputs: Tensors, most: int, num_slices: int) -> bool:
+        """Whether the native part has done it: for several members on each of two hosts."""
+        compiled, what, sockets, place = library(), self._steps.native, None, self._place
+        if compiled is None or what is None or place.num_local == 1 or place.num_hosts != 2:
             return False
+        num_own = len(range(place.index, num_slices, place.num_carriers))
         if self._exchange is not None:
-            sockets = self._exchange.sockets
+            sockets = self._exchange.sockets(num_own, most * self._dtype.itemsize)
             if sockets is None:
                 return False
         with contextlib.nullcontext() if self._exchange is None else self._exchange.using_sockets():
-            relay_natively(compiled, self._memory, sockets, inputs, outputs, most, what)
+            relay_natively(compiled, self._memory, sockets, num_own, inputs, outputs, most, what)
         return True
 
     def _taken_directly(self, source: Piece) -> bool:

@@ -20,6 +20,7 @@ from hora.engine.shm import native
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import Guard
+from hora.engine.transport.group import Sockets
 
 __all__ = ["WINDOW", "RelayMemory", "Place"]
 
@@ -127,12 +128,18 @@ class RelayMemory:
                 self._wait(self._received, first + at)
                 read_out(at, first + at)
 
-    def run_natively(self, library: native.Library, job: native.RelayJob, sockets: tuple[int, int] | None) -> None:
+    def run_natively(
+        self, library: native.Library, job: native.RelayJob, sockets: Sockets | None, num_records: int
+    ) -> None:
         """Have the native part do an allreduce, of which the job says everything but where the memory is. `sockets`: a
-        carrier's, to and from the other host."""
-        outgoing, incoming = sockets or (-1, -1)
+        carrier's, to and from the other host, for so many records each way where they have any."""
         description = self._description
-        description.outgoing, description.incoming = outgoing, incoming
+        description.outgoing = description.incoming = -1
+        if sockets is not None:
+            description.outgoing, description.incoming = sockets.outgoing, sockets.incoming
+            if sockets.sealing is not None and sockets.opening is not None:
+                description.sealing = ctypes.pointer(sockets.sealing.take(num_records))
+                description.opening = ctypes.pointer(sockets.opening.take(num_records))
         job.relay, job.first = ctypes.pointer(description), self._next
         self._next += job.num_pieces
         begin = 0.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import socket
@@ -27,8 +28,9 @@ from typing import Any
 
 import torch
 
+from hora.engine.shm.records import NativeRecords, usable
 from hora.engine.transport.base import Guard
-from hora.engine.transport.group import SLICE, Group, Pending
+from hora.engine.transport.group import SLICE, Group, Pending, Sockets
 from hora.engine.transport.packing import copy, spread
 from hora.errors import HorovodInternalError
 from hora.net import sockets
@@ -117,15 +119,14 @@ class StreamGroup(Group):
             return self._start("broadcast", to_all, nothing, tensor)
         return self._start("broadcast", _only(root, memoryview(b""), to_all), parts, tensor)
 
-    def sockets_with(self, peer: int) -> tuple[int, int] | None:
-        """The sockets to and from this member, for who sends and receives through them itself while nothing else is under
-        way. None where what passes is encrypted."""
+    def sockets_with(self, peer: int, num_slices: int, slice_bytes: int) -> Sockets | None:
+        """While nothing else is under way."""
         outgoing, incoming = self._outgoing[peer], self._incoming[peer]
-        if not self._open or not outgoing.plain or not incoming.plain:
+        if not self._open or not all(end.lends(num_slices, slice_bytes) for end in (outgoing, incoming)):
             return None
         assert not outgoing.queue, "something is under way"
         assert not incoming.queue, "something is under way"
-        return outgoing.sock.fileno(), incoming.sock.fileno()
+        return Sockets(outgoing.sock.fileno(), incoming.sock.fileno(), outgoing.native, incoming.native)
 
     def close(self) -> None:
         self._open = False
@@ -196,7 +197,6 @@ class _End:
 
     def __init__(self, stream: Stream) -> None:
         self.sock, self._records = stream.sock, stream.records
-        self.plain = stream.records is None
         self.sock.settimeout(None)
         self.queue: deque[memoryview] = deque()
         self.num_moved = 0
@@ -221,6 +221,19 @@ class _End:
             self._moved(memory, count)
             if count < len(memory) and (self._records is None or not count):
                 return
+
+    def lends(self, num_slices: int, slice_bytes: int) -> bool:
+        """Whether the native part can take over for so many slices: each must be one record, under the key of now."""
+        if self._records is None:
+            return True
+        return self.native is not None and self.native.num_left >= num_slices and slice_bytes <= Records.most_bytes
+
+    @functools.cached_property
+    def native(self) -> NativeRecords | None:
+        """The records, for the native part. None where there are none, or it cannot make them."""
+        if self._records is None or not usable():
+            return None
+        return NativeRecords(self._records, seals=self.event == select.POLLOUT)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the peer has gone already

@@ -1,0 +1,39 @@
+/* The records of one direction (`Records` of net/cipher.py), one at a time: the same bytes, by the libcrypto that Python uses
+ * itself, whose functions `records.py` has looked up. Included by native.c alone.
+ */
+enum { TAG_BYTES = 16, GET_TAG = 0x10, SET_TAG = 0x11 }; /* EVP_CTRL_AEAD_... */
+
+struct records {
+    void *context; /* an EVP_CIPHER_CTX that has the key, and whether it seals */
+    int (*begin)(void *, const void *, void *, const unsigned char *, const unsigned char *, int); /* EVP_CipherInit_ex */
+    int (*update)(void *, unsigned char *, int *, const unsigned char *, int);                     /* EVP_CipherUpdate */
+    int (*end)(void *, unsigned char *, int *);                                                    /* EVP_CipherFinal_ex */
+    int (*control)(void *, int, int, void *);                                                      /* EVP_CIPHER_CTX_ctrl */
+    unsigned char *room; /* for a record */
+    uint64_t number;     /* of the next one, which is its nonce */
+};
+
+static int begin_record(struct records *records) {
+    unsigned char nonce[12] = {0};
+    for (int i = 0; i < 8; i++) nonce[4 + i] = (unsigned char)(records->number >> (56 - 8 * i));
+    records->number++;
+    return records->begin(records->context, NULL, NULL, NULL, nonce, -1) == 1;
+}
+
+/* Write the record of these bytes to the room. Whether it could be done. */
+static int seal(struct records *records, const void *data, int num_bytes) {
+    unsigned char *room = records->room;
+    int n = 0, rest = 0;
+    return begin_record(records) && records->update(records->context, room, &n, data, num_bytes) == 1 && n == num_bytes &&
+           records->end(records->context, room + n, &rest) == 1 &&
+           records->control(records->context, GET_TAG, TAG_BYTES, room + num_bytes) == 1;
+}
+
+/* Write what the record in the room holds to `out`. Whether it is the one that was sent. */
+static int unseal(struct records *records, void *out, int num_bytes) {
+    unsigned char *room = records->room;
+    int n = 0, rest = 0;
+    return begin_record(records) && records->control(records->context, SET_TAG, TAG_BYTES, room + num_bytes) == 1 &&
+           records->update(records->context, out, &n, room, num_bytes) == 1 && n == num_bytes &&
+           records->end(records->context, (unsigned char *)out + n, &rest) == 1;
+}
