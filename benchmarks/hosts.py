@@ -31,6 +31,7 @@ from namespaces import Host, badly_joined, joined
 
 RANKS_PER_HOST = 2
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
+SIZES_OF_A_BAD_CABLE = "4K,64K,1M"
 ETHERNET = 1514 / 1448  # bytes of a full frame, and how many of them are ours
 
 
@@ -90,7 +91,12 @@ def bits_a_second(rate: str) -> float:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=SIZES, help=f"bytes, with K or M (default: {SIZES})")
+    parser.add_argument(
+        "--sizes",
+        default="",
+        help=f"bytes, with K or M (default: {SIZES}; on a cable that loses packets {SIZES_OF_A_BAD_CABLE}, since one of "
+        "64M would take minutes)",
+    )
     parser.add_argument("--cases", default="sum", help="see benchmarks.collectives (default: sum)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each contender (default: 5)")
     parser.add_argument("--rate", default="", help="the cable's speed, such as 1gbit (default: not limited)")
@@ -110,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
 def measured(arguments: argparse.Namespace) -> list[dict]:
     """What the ranks have measured on hosts that were made for it."""
     delay_s, loss = float(arguments.delay.removesuffix("ms")) / 1000, float(arguments.loss.removesuffix("%")) / 100
+    arguments.sizes = arguments.sizes or (SIZES_OF_A_BAD_CABLE if loss else SIZES)
     cable = badly_joined(ADDRESSES, delay_s=delay_s, loss=loss) if delay_s or loss else joined(ADDRESSES)
     with tempfile.TemporaryDirectory() as folder, cable as hosts:
         for host in hosts:
@@ -120,6 +127,10 @@ def measured(arguments: argparse.Namespace) -> list[dict]:
             wire_us = result["bytes"] * ETHERNET * 8 / bits_a_second(arguments.rate) * 1e6
             result["of_the_wire"] = wire_us / result["hvd_us"]
             print(f"{line(result)}  of the wire {result['of_the_wire']:.2f} (gloo {wire_us / result['gloo_us']:.2f})")
+    if delay_s and not arguments.train:
+        for result in results:
+            result["round_trips"] = result["hvd_us"] / 2e6 / delay_s
+            print(f"{line(result)}  {result['round_trips']:.1f} round trips of the cable")
     return results
 
 

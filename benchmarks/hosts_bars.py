@@ -110,8 +110,12 @@ def show_training(found: Found) -> None:
 
 
 def show_bad_network(found: Found) -> None:
-    for size, value in by_size(found["bad network"], "hvd_us").items():
-        print(f"20 ms of delay each way, 0.1 % loss: {size // 1024} KiB takes {value / 1000:.0f} ms", flush=True)
+    for result in found["bad network"]:
+        print(
+            f"20 ms of delay each way, 0.1 % loss: {result['bytes'] // 1024} KiB takes {result['hvd_us'] / 1000:.0f} ms, "
+            f"{result['round_trips']:.1f} round trips (gloo {result['gloo_us'] / 1000:.0f} ms)",
+            flush=True,
+        )
 
 
 SHOWS: dict[str, Callable[[Found], None]] = {
