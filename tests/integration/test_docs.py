@@ -1,6 +1,6 @@
 """Every snippet of the README and of docs/ runs.
 
-`python` blocks of a page in order in one process, `sh` blocks one by one.
+`python` blocks of a page in order in one process, `sh` blocks one by one, and one that several pages have once.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def test_python_blocks(page, playground):
     _run([sys.executable, str(script)], playground)
 
 
-SHELL = [(page, code) for page in PAGES for code in _blocks(page, "sh")]
+SHELL = list(dict.fromkeys(code for page in PAGES for code in _blocks(page, "sh")))
 
 
-@pytest.mark.parametrize(("page", "code"), SHELL, ids=[f"{page.name}-{i}" for i, (page, _) in enumerate(SHELL)])
-def test_shell_blocks(page, code, playground):
+@pytest.mark.parametrize("code", SHELL, ids=lambda code: code.splitlines()[0][:60])
+def test_shell_blocks(code, playground):
     _run(["bash", "-euc", code], playground)
 
 
