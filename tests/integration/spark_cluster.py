@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyspark
@@ -237,8 +238,8 @@ def cluster_environment(python: str = sys.executable) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def spark_session(master: str, **conf: str) -> Iterator[object]:
-    """The driver's SparkSession on `master`, with small limits, stopped at the end."""
+def spark_session(master: str, *, keep_java: bool = False, **conf: str) -> Iterator[object]:
+    """The driver's SparkSession on `master`, with small limits, stopped at the end. `keep_java`: another one follows."""
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["PYSPARK_PYTHON"] = sys.executable
     from pyspark.sql import SparkSession
@@ -265,14 +266,19 @@ def spark_session(master: str, **conf: str) -> Iterator[object]:
         yield session
     finally:
         session.stop()
-        # The JVM outlives the session by design; the tests want it gone with it.
-        process = gateway.proc
-        gateway.shutdown()
-        process.stdin.close()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-        from pyspark import SparkContext
+        if not keep_java:
+            _end_java(gateway)
 
-        SparkContext._gateway = SparkContext._jvm = None
+
+def _end_java(gateway: Any) -> None:
+    """The JVM outlives its session by design; the tests want it gone with it."""
+    process = gateway.proc
+    gateway.shutdown()
+    process.stdin.close()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, signal.SIGKILL)
+    from pyspark import SparkContext
+
+    SparkContext._gateway = SparkContext._jvm = None

@@ -1,7 +1,7 @@
 """Clusters with GPUs, and clusters that start executors on demand.
 
-The GPUs are made up: Spark only hands out their addresses. Each test has a driver of its own, because a process has
-one SparkSession.
+The GPUs are made up: Spark only hands out their addresses. One driver for both, because to start one takes longer than the
+jobs: it has one session after the other.
 """
 
 from __future__ import annotations
@@ -17,10 +17,51 @@ from spark_cluster import StandaloneCluster
 
 pytestmark = pytest.mark.spark
 
+WITH_GPUS = {
+    "spark.executor.resource.gpu.amount": "2",
+    "spark.task.resource.gpu.amount": "1",
+    "spark.scheduler.maxRegisteredResourcesWaitingTime": "10s",
+}
+ON_DEMAND = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.maxExecutors": "1",
+    "spark.executor.cores": "2",
+}
+DRIVER = """
+    import json, os, sys
+    sys.path.insert(0, {folder!r})
+    from spark_cluster import spark_session
+    from sparkdl import HorovodRunner
+    import horovod.spark
+
+    def devices():
+        import os
+        from horovod.spark.task import get_available_devices
+        return get_available_devices(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def size():
+        import os
+        return os.environ["HOROVOD_SIZE"]
+
+    def refusal(function):
+        try:
+            HorovodRunner(np=3).run(function)
+        except ValueError as error:
+            return str(error)
+
+    with spark_session({url!r}, keep_java=True, **{with_gpus!r}):
+        gpus = HorovodRunner(np=2).run(devices), horovod.spark.run(devices, num_proc=2), refusal(devices)
+    with spark_session({url!r}, **{on_demand!r}):
+        demand = HorovodRunner(np=2).run(size), refusal(size)
+    print("RESULT", json.dumps([gpus, demand]))
+"""
+
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    discovery = tmp_path_factory.mktemp("discovery") / "gpus.sh"
+def found(tmp_path_factory):
+    """What the driver saw: with GPUs, and with executors on demand."""
+    folder = tmp_path_factory.mktemp("resources")
+    discovery = folder / "gpus.sh"
     discovery.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["5", "7"]}'\n""")
     discovery.chmod(0o755)
     resources = {
@@ -28,56 +69,17 @@ def cluster(tmp_path_factory):
         "spark.worker.resource.gpu.discoveryScript": str(discovery),
     }
     with StandaloneCluster(num_workers=1, cores=4, settings=resources) as cluster:
-        yield cluster
-
-
-def drive(tmp_path, cluster, settings, body):
-    """What `body` leaves in `result`, run by a driver with a session of these settings."""
-    script = tmp_path / "driver.py"
-    head = f"""
-    import json, sys
-    sys.path.insert(0, {os.path.dirname(__file__)!r})
-    from spark_cluster import spark_session
-    from sparkdl import HorovodRunner
-    import horovod.spark
-
-    with spark_session({cluster.url!r}, **{settings!r}):
-    """
-    script.write_text(
-        textwrap.dedent(head)
-        + textwrap.indent(textwrap.dedent(body), "    ")
-        + '\nprint("RESULT", json.dumps(result))\n'
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400, cwd=tmp_path)
+        facts = {"folder": os.path.dirname(__file__), "url": cluster.url}
+        script = folder / "driver.py"
+        script.write_text(textwrap.dedent(DRIVER).format(**facts, with_gpus=WITH_GPUS, on_demand=ON_DEMAND))
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=400, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
     return json.loads(line.removeprefix("RESULT"))
 
 
-def test_ranks_see_the_gpus_of_their_host_by_local_rank(tmp_path, cluster):
-    settings = {
-        "spark.executor.resource.gpu.amount": "2",
-        "spark.task.resource.gpu.amount": "1",
-        "spark.scheduler.maxRegisteredResourcesWaitingTime": "10s",
-    }
-    ours, upstream, problem = drive(
-        tmp_path,
-        cluster,
-        settings,
-        """
-        def devices():
-            import os
-            from horovod.spark.task import get_available_devices
-            return get_available_devices(), os.environ.get("CUDA_VISIBLE_DEVICES")
-
-        ours = HorovodRunner(np=2).run(devices)
-        upstream = horovod.spark.run(devices, num_proc=2)
-        try:
-            HorovodRunner(np=3).run(devices)
-        except ValueError as error:
-            result = [ours, upstream, str(error)]
-        """,
-    )
+def test_ranks_see_the_gpus_of_their_host_by_local_rank(found):
+    ours, upstream, problem = found[0]
     # The first task of the host (rank 0) has one of the two; both are visible, its own first.
     assert ours[0] in (["5"], ["7"])
     assert ours[1] == ("5,7" if ours[0] == ["5"] else "7,5")
@@ -88,28 +90,8 @@ def test_ranks_see_the_gpus_of_their_host_by_local_rank(tmp_path, cluster):
     assert "spark.task.resource.gpu.amount=1" in problem
 
 
-def test_executors_on_demand(tmp_path, cluster):
-    settings = {
-        "spark.dynamicAllocation.enabled": "true",
-        "spark.dynamicAllocation.maxExecutors": "1",
-        "spark.executor.cores": "2",
-    }
-    size, problem = drive(
-        tmp_path,
-        cluster,
-        settings,
-        """
-        def size():
-            import os
-            return os.environ["HOROVOD_SIZE"]
-
-        value = HorovodRunner(np=2).run(size)
-        try:
-            HorovodRunner(np=3).run(size)
-        except ValueError as error:
-            result = [value, str(error)]
-        """,
-    )
+def test_executors_on_demand(found):
+    size, problem = found[1]
     assert size == "2"
     assert "np=3" in problem
     assert "spark.dynamicAllocation.maxExecutors=1" in problem
