@@ -81,6 +81,20 @@ def test_the_same_operation_again_takes_the_short_way_and_gives_the_same():
         assert counts.taken + counts.void <= 3 * kinds
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.ranks(2)
+def test_the_short_way_divides_an_average_as_the_long_one_does(dtype):
+    """What cannot be seen of usual numbers: shares are added, so nothing overflows."""
+    limits = torch.finfo(dtype)
+    with running() as counts:
+        mine = torch.tensor([limits.max, -limits.max, limits.tiny * 1.5, hvd.rank() + 0.5], dtype=dtype)
+        asynchronous = hvd.synchronize(hvd.allreduce_async(mine, op=hvd.Average, name="a"))
+        results = [hvd.allreduce(mine, op=hvd.Average, name="a") for _ in range(3)]
+        assert asynchronous.tolist() == [limits.max, -limits.max, limits.tiny * 1.5, 1.0]
+        assert all(torch.equal(result, asynchronous) for result in results)
+        assert counts.taken
+
+
 @pytest.mark.ranks(2, 3)
 def test_what_a_rank_does_instead_is_done_and_then_the_short_way_is_open_again():
     with running() as counts:

@@ -65,7 +65,7 @@ def test_every_operation_is_right_and_has_the_same_bits_everywhere(place):
     assert place.gather(results) == [results] * place.size
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3, 4)
 def test_one_member_may_have_the_native_part_and_another_not(place):
     """They take the same steps, and get the same bits."""
     if native.library() is None:
@@ -104,6 +104,35 @@ def test_bits_do_not_depend_on_fusion_or_on_who_reduces(place, dtype):
         transport.allgather([scattered], [gathered], [[end - begin for begin, end in counts]])
     ways = [fingerprint(tensor) for tensor in (whole, single, torch.cat(fused), gathered)]
     assert {way for ways in place.gather(ways) for way in ways} == {ways[0]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.ranks(2, 4)
+def test_an_average_over_a_power_of_two_is_a_sum_of_shares(place, dtype):
+    """Also where a sum of the whole numbers would overflow, or a share loses bits: little, much, fused and scattered."""
+    rank, size, count, average = place.rank, place.size, 300_000, Reduce(ReduceOp.AVERAGE)
+    rows = [(torch.randn(count, generator=torch.Generator().manual_seed(peer)) * 8).to(dtype) for peer in range(size)]
+    for peer, row in enumerate(rows):
+        row[5], row[6], row[7] = torch.finfo(dtype).max, -torch.finfo(dtype).max, torch.finfo(dtype).tiny * (peer + 1.5)
+    total = torch.stack(rows).div(size).to(torch.promote_types(dtype, torch.float32))
+    expected = total[0]
+    for row in total[1:]:
+        expected = expected + row
+    expected = expected.to(dtype)
+    with made(place) as transport:
+        whole, few = torch.empty_like(rows[rank]), torch.empty_like(rows[rank][:1000])
+        transport.allreduce([rows[rank]], [whole], average)
+        transport.allreduce([rows[rank][:1000]], [few], average)
+        fused = [part.clone() for part in rows[rank].split(997)]
+        transport.allreduce(fused, fused, average)
+        counts = [end - begin for begin, end in (shared_slice(count, size, member) for member in range(size))]
+        scattered = torch.empty(counts[rank], dtype=dtype)
+        transport.reducescatter([rows[rank]], [scattered], [counts], average)
+    assert expected[5] == torch.finfo(dtype).max
+    assert torch.equal(whole, expected)
+    assert torch.equal(few, expected[:1000])
+    assert torch.equal(torch.cat(fused), expected)
+    assert torch.equal(scattered, expected.split(counts)[rank])
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -35,7 +35,7 @@ def reduced(parts, reduce, compiled, out):
 
 
 @needs_it
-@pytest.mark.parametrize("num_members", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_members", [1, 2, 3, 4, 6, 8, 17])
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 def test_sums_have_the_same_bits_with_and_without_it(dtype, num_members):
     parts = [numbers(5003, dtype, seed) for seed in range(num_members)]

@@ -28,7 +28,7 @@ from hora.engine.registered import IN_PLACE_BYTES
 from hora.engine.request import DTYPES, ITEM_BYTES, Request, Signature
 from hora.engine.shm.futex import SLICE_S, Counter
 from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, Lone, What, library
-from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, arithmetic_of, single_threaded
+from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, arithmetic_of, single_threaded, staged
 from hora.engine.transport.native_jobs import lone_what
 from hora.engine.transport.packing import copy
 from hora.engine.transport.ring import DEPTH
@@ -74,7 +74,8 @@ class LonePlan:
         self.digest = signature.digest()
         self.count = prod(shape)
         self.num_bytes = ITEM_BYTES[name] * self.count
-        self.arithmetic = arithmetic_of(signature.reduce, DTYPES[name], num_members)
+        dtype = DTYPES[name]
+        self.arithmetic = arithmetic_of(staged(signature.reduce, dtype, num_members), dtype, num_members)
         self.prepare()
 
     def prepare(self) -> None:
@@ -85,9 +86,9 @@ class LonePlan:
         self._what: What | None = None
         self.address = 0  # of what the native part is told; 0 if it cannot do it
         self._operands: list[list[torch.Tensor]] = []  # in Python: all members' slots, for each turn of the ring
-        what = self.arithmetic.sum
-        if library() is not None and self.staged and what is not None and not self.arithmetic.prescales:
-            self._what = lone_what(self.transport.ring, self.count, self.digest, what)
+        what, stage = self.arithmetic.sum, self.arithmetic.stage
+        if library() is not None and self.staged and what is not None and stage is not None:
+            self._what = lone_what(self.transport.ring, self.count, self.digest, what, stage)
             self.address = ctypes.addressof(self._what)
         elif self.staged:
             ring, dtype, members = self.transport.ring, self.arithmetic.dtype, range(self.arithmetic.num_members)
@@ -98,9 +99,13 @@ class LonePlan:
     def stage(self, source: torch.Tensor, member: int) -> None:
         """Put the data where the others find it. It may be put there again, if nothing comes of it."""
         slot = self._operands[(self.transport.ring.step + 1) % DEPTH][member]
-        copy(source, slot)
-        if self.arithmetic.prescales:
-            self.arithmetic.prepare_(slot)
+        if not self.arithmetic.prescales:
+            copy(source, slot)
+        elif self.count <= SERIAL_ELEMENTS:
+            self.arithmetic.prepare(source, slot)
+        else:
+            with single_threaded():
+                self.arithmetic.prepare(source, slot)
 
     def reduce_staged(self, source: torch.Tensor, out: torch.Tensor, member: int) -> None:
         """All members have staged theirs: reduce it."""

@@ -15,7 +15,7 @@ struct what { /* what all requests with one signature have in common */
     int64_t count;
     uint8_t digest[16];
     int32_t dtype, finish;
-    double prescale, factor;
+    double stage, prescale, factor;
 };
 
 struct lone {
@@ -56,7 +56,7 @@ static int quiet(const struct lone *lone) {
 static void publish(struct lone *lone) {
     const struct what *what = lone->what;
     const struct ring *ring = what->ring;
-    memcpy(slot(ring, ring->member, lone->step), lone->source, (size_t)what->count * item_bytes[what->dtype]);
+    stage((enum dtype)what->dtype, lone->source, slot(ring, ring->member, lone->step), (size_t)what->count, what->stage);
     memcpy(lone->record.digest, what->digest, sizeof what->digest);
     *record_of(lone, ring->member) = lone->record;
     lone->published = 1;
@@ -118,9 +118,8 @@ int hora_lone(struct lone *lone, long slice_ns) {
         if (memcmp(record_of(lone, m), &lone->record, sizeof(struct record))) return lone->state = DIFFERENT;
         operands[m] = slot(ring, m, lone->step);
     }
-    operands[ring->member] = lone->source;
-    sum((enum dtype)what->dtype, ring->num_members, operands, lone->out, 0, (size_t)what->count, what->prescale,
-        (enum finish)what->finish, what->factor);
+    sum_with_own((enum dtype)what->dtype, ring->num_members, operands, ring->member, lone->source, lone->out,
+                 (size_t)what->count, what->stage, what->prescale, (enum finish)what->finish, what->factor);
     __atomic_store_n(counter_of(ring, ring->member), lone->step, __ATOMIC_SEQ_CST);
     return lone->state = DONE;
 }

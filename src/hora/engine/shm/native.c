@@ -117,7 +117,7 @@ struct job {
     int64_t total, first_step, lag;
     int64_t filled, drained; /* how many steps so far: a job that was interrupted goes on from here */
     int32_t dtype, finish, direct, late; /* `late`: the member that was last waited for in vain */
-    double prescale, factor;
+    double stage, prescale, factor; /* `stage`: times this, on the way into a slot */
     int64_t put_part, put_offset, take_part, take_offset; /* how far into the tensors both ends are */
 };
 
@@ -157,7 +157,8 @@ static void put(struct job *job, char *to, int64_t count) {
     while (count) {
         int64_t n = job->counts[job->put_part] - job->put_offset;
         if (n > count) n = count;
-        memcpy(to, (const char *)job->inputs[job->put_part] + job->put_offset * size, (size_t)(n * size));
+        stage((enum dtype)job->dtype, (const char *)job->inputs[job->put_part] + job->put_offset * size, to, (size_t)n,
+              job->stage);
         to += n * size;
         count -= n;
         job->put_offset += n;
@@ -176,10 +177,9 @@ static void take(struct job *job, int64_t step, int64_t count) {
         char *out = (char *)job->outputs[job->take_part] + job->take_offset * size;
         if (job->direct) {
             for (int m = 0; m < ring->num_members; m++) operands[m] = slot(ring, m, step) + done * size;
-            /* The own data has to come into the cache anyway, to be overwritten. */
-            operands[ring->member] = (const char *)job->inputs[job->take_part] + job->take_offset * size;
-            sum((enum dtype)job->dtype, ring->num_members, operands, out, 0, (size_t)n, job->prescale,
-                (enum finish)job->finish, job->factor);
+            sum_with_own((enum dtype)job->dtype, ring->num_members, operands, ring->member,
+                         (const char *)job->inputs[job->take_part] + job->take_offset * size, out, (size_t)n, job->stage,
+                         job->prescale, (enum finish)job->finish, job->factor);
         } else {
             memcpy(out, ring->results + step % ring->depth * ring->slot_bytes + done * size, (size_t)(n * size));
         }

@@ -122,6 +122,7 @@ class Allreduce(ctypes.Structure):
         ("finish", ctypes.c_int32),
         ("direct", ctypes.c_int32),
         ("late", ctypes.c_int32),
+        ("stage", ctypes.c_double),
         ("prescale", ctypes.c_double),
         ("factor", ctypes.c_double),
         ("put_part", ctypes.c_int64),
@@ -228,6 +229,7 @@ class What(ctypes.Structure):
         ("digest", ctypes.c_uint8 * 16),
         ("dtype", ctypes.c_int32),
         ("finish", ctypes.c_int32),
+        ("stage", ctypes.c_double),
         ("prescale", ctypes.c_double),
         ("factor", ctypes.c_double),
     )

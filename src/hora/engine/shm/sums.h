@@ -34,23 +34,41 @@ int hora_has_f16(void) {
 
 /* Sums. `out` may be one of the operands: element i is read before it is written, hence ivdep. */
 
+/* Seven, three or one more members are added to what there is so far in one pass over it, in registers: so many are read at
+ * the same time, and other cores' caches are slow to answer.
+ */
+#define NEXT(type, j) ((const type *)operands[m + (j)] + from + at)
+#define PASS(next) _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) sums[i] = next;
+
 #define SUMMED(type, name)                                                                                             \
-    WIDEST static void name(int k, const void *const *operands, void *to, size_t from, size_t count, enum finish how, \
-                            double factor) {                                                                          \
-        const type *first = (const type *)operands[0] + from;                                                          \
+    WIDEST static void name(int k, const void *const *operands, void *to, size_t from, size_t count, enum finish how,  \
+                            double factor) {                                                                           \
         type *out = (type *)to + from, by = (type)factor, sums[BLOCK];                                                 \
         for (size_t at = 0; at < count; at += BLOCK) {                                                                 \
             size_t n = count - at < BLOCK ? count - at : BLOCK;                                                        \
-            memcpy(sums, first + at, n * sizeof(type));                                                                \
-            for (int m = 1; m < k; m++) {                                                                              \
-                const type *next = (const type *)operands[m] + from + at;                                              \
-                for (size_t i = 0; i < n; i++) sums[i] += next[i];                                                     \
+            const type *s = (const type *)operands[0] + from + at;                                                     \
+            for (int m = 1; m < k; s = sums) {                                                                         \
+                const type *a = NEXT(type, 0);                                                                         \
+                if (k - m >= 7) {                                                                                      \
+                    const type *b = NEXT(type, 1), *c = NEXT(type, 2), *d = NEXT(type, 3), *e = NEXT(type, 4);         \
+                    const type *f = NEXT(type, 5), *g = NEXT(type, 6);                                                 \
+                    PASS(((((((s[i] + a[i]) + b[i]) + c[i]) + d[i]) + e[i]) + f[i]) + g[i])                            \
+                    m += 7;                                                                                            \
+                } else if (k - m >= 3) {                                                                               \
+                    const type *b = NEXT(type, 1), *c = NEXT(type, 2);                                                 \
+                    PASS(((s[i] + a[i]) + b[i]) + c[i])                                                                \
+                    m += 3;                                                                                            \
+                } else {                                                                                               \
+                    PASS(s[i] + a[i])                                                                                  \
+                    m += 1;                                                                                            \
+                }                                                                                                      \
             }                                                                                                          \
             if (how == MULTIPLY)                                                                                       \
-                for (size_t i = 0; i < n; i++) sums[i] *= by;                                                          \
+                for (size_t i = 0; i < n; i++) out[at + i] = s[i] * by;                                                \
             else if (how == DIVIDE)                                                                                    \
-                for (size_t i = 0; i < n; i++) sums[i] /= by;                                                          \
-            memcpy(out + at, sums, n * sizeof(type));                                                                  \
+                for (size_t i = 0; i < n; i++) out[at + i] = s[i] / by;                                                \
+            else                                                                                                       \
+                memmove(out + at, s, n * sizeof(type));                                                                \
         }                                                                                                              \
     }
 
@@ -150,6 +168,38 @@ static void sum_halves(enum dtype dtype, int k, const void *const *operands, voi
     }
 }
 
+/* On the way into a slot numbers are multiplied by a factor, `stage`. Integers have none. */
+
+#define SCALED(type, name)                                                                                             \
+    WIDEST static void name(const type *in, type *out, size_t count, double factor) {                                  \
+        type by = (type)factor;                                                                                        \
+        _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = in[i] * by;                                   \
+    }
+
+SCALED(float, scaled_f32)
+SCALED(double, scaled_f64)
+
+/* Two members, of which one's numbers, `a`, are not in a slot. Which of them is the first makes no difference to a sum. */
+#define PAIRED_STAGED(type, name)                                                                                      \
+    WIDEST static void name(const type *a, const type *b, type *out, size_t count, double factor) {                    \
+        type by = (type)factor;                                                                                        \
+        _Pragma("GCC ivdep") for (size_t i = 0; i < count; i++) out[i] = a[i] * by + b[i];                             \
+    }
+
+PAIRED_STAGED(float, pair_staged_f32)
+PAIRED_STAGED(double, pair_staged_f64)
+
+static void stage(enum dtype dtype, const void *from, void *to, size_t count, double factor) {
+    if (factor == 1.0)
+        memcpy(to, from, count * item_bytes[dtype]);
+    else if (dtype == F32)
+        scaled_f32(from, to, count, factor);
+    else if (dtype == F64)
+        scaled_f64(from, to, count, factor);
+    else
+        sum_halves(dtype, 1, &from, to, 0, count, factor, NOTHING, 1);
+}
+
 /* Sum elements [from, from + count) of k operands. Integers have no factors. */
 static void sum(enum dtype dtype, int k, const void *const *operands, void *out, size_t from, size_t count,
                double prescale, enum finish how, double factor) {
@@ -175,4 +225,18 @@ static void sum(enum dtype dtype, int k, const void *const *operands, void *out,
     case I32: sum_i32(k, operands, out, from, count, NOTHING, 1); return;
     case I64: sum_i64(k, operands, out, from, count, NOTHING, 1); return;
     }
+}
+
+/* The same of all members' slots, in which the own member has put `source`. That has to come into the cache anyway if it is
+ * overwritten, so it is taken from there where that can be done.
+ */
+static void sum_with_own(enum dtype dtype, int k, const void **operands, int own, const void *source, void *out,
+                         size_t count, double stage, double prescale, enum finish how, double factor) {
+    if (stage == 1.0) operands[own] = source;
+    if (stage != 1.0 && k == 2 && how == NOTHING && dtype == F32)
+        pair_staged_f32(source, operands[1 - own], out, count, stage);
+    else if (stage != 1.0 && k == 2 && how == NOTHING && dtype == F64)
+        pair_staged_f64(source, operands[1 - own], out, count, stage);
+    else
+        sum(dtype, k, operands, out, 0, count, prescale, how, factor);
 }

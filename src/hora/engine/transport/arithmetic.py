@@ -7,6 +7,10 @@ Order: times `prescale` (each member's own data), combine members 0, 1, 2, …, 
 also divides by the number of members. Integers are scaled in float64 and truncated toward zero. Sums, averages
 and products of half precision are computed in float32, factors and all, and rounded once, at the end. NaN
 propagates and integers wrap, as in torch.
+
+Where data is copied on its way (`staged`), an average over a power of two of members is a sum of numbers that were divided
+while they were copied: the same bits, without a pass over the result. Numbers that the division makes smaller than the
+smallest normal number may lose their last bits, and sums that would overflow do not.
 """
 
 from __future__ import annotations
@@ -25,7 +29,16 @@ import torch
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.native import DIVIDE, DTYPE_NUMBERS, MULTIPLY, NOTHING, Library, Sum, library
 
-__all__ = ["HALVES", "SERIAL_ELEMENTS", "Arithmetic", "adasum_pair", "arithmetic_of", "identity", "single_threaded"]
+__all__ = [
+    "HALVES",
+    "SERIAL_ELEMENTS",
+    "Arithmetic",
+    "adasum_pair",
+    "arithmetic_of",
+    "identity",
+    "single_threaded",
+    "staged",
+]
 
 # torch divides an element-wise operation on more elements among threads.
 SERIAL_ELEMENTS = 32768
@@ -53,9 +66,10 @@ class Arithmetic:
     """One reduction for one dtype and number of members. Made by `arithmetic_of`, which keeps them.
 
     `prescales`: each member applies the prescale to its own data, with `prepare`, before `reduce` sees it. Else `reduce`
-    does it. `elsewhere`: something else combines, and `prepare` and `finish_` do what comes before and after. `weights`: how
-    much each member counts in an average of half precision. `compiled`: the native part, which does sums of tensors on the
-    CPU if it is there; `sum` is what it is told, None for what it does not know.
+    does it. `stage`: the factor of `prepare`, None if there is more to it. `elsewhere`: something else combines, and `prepare`
+    and `finish_` do what comes before and after. `weights`: how much each member counts in an average of half precision.
+    `compiled`: the native part, which does sums of tensors on the CPU if it is there; `sum` is what it is told, None for what
+    it does not know.
     """
 
     __slots__ = (
@@ -69,6 +83,7 @@ class Arithmetic:
         "dtype",
         "num_members",
         "prescales",
+        "stage",
         "sum",
     )
 
@@ -90,13 +105,16 @@ class Arithmetic:
         weighted = bool(weights) and op == ReduceOp.AVERAGE and dtype in HALVES
         self._weights = [weight / sum(weights) for weight in weights] if weighted else []
         self._finish = _finishing(num_members if op == ReduceOp.AVERAGE and not weighted else 1, postscale, dtype)
-        # Two members without factors are rounded once anyway.
-        several_steps = num_members > 2 or weighted or self._prescale is not None or self._finish is not None
+        # Two members without factors are rounded once anyway, and some factors round nothing.
+        rounds = self._prescale is not None and not _is_exact(prescale, dtype)
+        several_steps = num_members > 2 or weighted or rounds or self._finish is not None
         self._widens = dtype in HALVES and op not in (ReduceOp.MIN, ReduceOp.MAX) and several_steps and not elsewhere
         self._wide_prescale: _Step | None = None
-        if self._widens and op != ReduceOp.PRODUCT:  # where a rank that has joined gives 1, which must stay 1
+        if self._widens and rounds and op != ReduceOp.PRODUCT:  # a rank that has joined gives 1, which must stay 1
             self._prescale, self._wide_prescale = None, self._prescale
         self.prescales = self._prescale is not None
+        scales_floats = self.prescales and dtype.is_floating_point
+        self.stage = prescale if scales_floats else None if self.prescales else 1.0
         self.sum: Sum | None = None
         self._compiled = compiled
         sums = op in (ReduceOp.SUM, ReduceOp.AVERAGE) and not weighted and not elsewhere
@@ -207,6 +225,19 @@ def arithmetic_of(
 ) -> Arithmetic:
     """The arithmetic of a reduction; the same object for the same arguments."""
     return Arithmetic(reduce, dtype, num_members, elsewhere, weights, library())
+
+
+def staged(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Reduce:
+    """The same reduction for data that is copied on its way, where it can be scaled for nothing."""
+    exactly = dtype in (torch.float32, torch.float64, torch.bfloat16) and num_members & (num_members - 1) == 0
+    if reduce.op != ReduceOp.AVERAGE or not exactly:
+        return reduce
+    return reduce._replace(op=ReduceOp.SUM, prescale=reduce.prescale / num_members)
+
+
+def _is_exact(factor: float, dtype: torch.dtype) -> bool:
+    """Whether numbers that are multiplied by it keep all their bits; float16 has too few exponents for that."""
+    return dtype is not torch.float16 and abs(math.frexp(factor)[0]) == 0.5
 
 
 def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:

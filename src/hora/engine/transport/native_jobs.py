@@ -25,9 +25,10 @@ def allreduce_natively(
     outputs: Tensors,
     count: int,
     what: native.Sum,
+    stage: float,
     direct: bool,
 ) -> None:
-    """Reduce tensors of `count` elements together through the slots of the ring."""
+    """Reduce tensors of `count` elements together through the slots of the ring, times `stage` on their way into them."""
     sources = _addresses(inputs)
     results = sources if outputs is inputs else _addresses(outputs)
     counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
@@ -42,6 +43,7 @@ def allreduce_natively(
         dtype=what.dtype_number,
         finish=what.how,
         direct=direct,
+        stage=stage,
         prescale=what.prescale,
         factor=what.factor,
     )
@@ -94,12 +96,13 @@ def reduce_in_place_natively(library: native.Library, ring: Ring, views: Tensors
     ring.reduce_in_place(library, job)
 
 
-def lone_what(ring: Ring, count: int, digest: bytes, what: native.Sum) -> native.What:
+def lone_what(ring: Ring, count: int, digest: bytes, what: native.Sum, stage: float) -> native.What:
     """What all lone allreduces of one kind have in common."""
     return native.What(
         ring=ctypes.pointer(ring.description),
         count=count,
         digest=(ctypes.c_uint8 * 16)(*digest),
+        stage=stage,
         dtype=what.dtype_number,
         finish=what.how,
         prescale=what.prescale,

@@ -22,7 +22,14 @@ from hora.engine.shm import native
 from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, shared_slice
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum_pair, arithmetic_of, single_threaded
+from hora.engine.transport.arithmetic import (
+    SERIAL_ELEMENTS,
+    Arithmetic,
+    adasum_pair,
+    arithmetic_of,
+    single_threaded,
+    staged,
+)
 from hora.engine.transport.base import Guard, Tensors
 from hora.engine.transport.native_jobs import LAG, allreduce_natively, reduce_in_place_natively
 from hora.engine.transport.packing import Piece, copy, cut, put, take, total
@@ -88,13 +95,14 @@ class ShmTransport:
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         num_members = self._num_members
-        arithmetic = arithmetic_of(reduce, dtype, num_members)
+        arithmetic = arithmetic_of(staged(reduce, dtype, num_members), dtype, num_members)
         count = total(inputs)
         num_bytes = count * dtype.itemsize
         ring = self._ring_for(num_bytes)
         direct = num_members <= 2 or num_bytes * num_members <= DIRECT_BYTES
-        if self._library is not None and arithmetic.sum is not None and not arithmetic.prescales and count:
-            allreduce_natively(self._library, ring, inputs, outputs, count, arithmetic.sum, direct)
+        what, stage = arithmetic.sum, arithmetic.stage
+        if self._library is not None and what is not None and stage is not None and count:
+            allreduce_natively(self._library, ring, inputs, outputs, count, what, stage, direct)
         elif direct and num_bytes <= ring.slot_bytes and count <= SERIAL_ELEMENTS:
             self._allreduce_at_once(ring, inputs, outputs, count, arithmetic)
         elif direct:
@@ -121,8 +129,7 @@ class ShmTransport:
         source, dtype = Piece(tuple(inputs), count), arithmetic.dtype
         step = ring.begin()
         slot = ring.slot(self._member, step, count, dtype)
-        put(source, slot)
-        arithmetic.prepare_(slot)
+        _stage(source, slot, arithmetic)
         ring.publish(step)
         ring.wait(step)
         self._reduce_slots(ring, step, source, Piece(tuple(outputs), count), arithmetic)
@@ -136,8 +143,7 @@ class ShmTransport:
 
         def fill(index: int, step: int) -> None:
             slot = ring.slot(member, step, sources[index].count, dtype)
-            put(sources[index], slot)
-            arithmetic.prepare_(slot)
+            _stage(sources[index], slot, arithmetic)
 
         def drain(index: int, step: int) -> None:
             self._reduce_slots(ring, step, sources[index], results[index], arithmetic)
@@ -163,8 +169,7 @@ class ShmTransport:
         def fill(index: int, step: int) -> None:
             if index < len(sources):
                 slot = ring.slot(member, step, sources[index].count, dtype)
-                put(sources[index], slot)
-                arithmetic.prepare_(slot)
+                _stage(sources[index], slot, arithmetic)
 
         def reduce(index: int, step: int) -> None:
             begin, end = shared_slice(sources[index].count, num_members, member)
@@ -325,7 +330,7 @@ class ShmTransport:
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         dtype, member, members = inputs[0].dtype, self._member, range(self._num_members)
-        arithmetic = arithmetic_of(reduce, dtype, self._num_members)
+        arithmetic = arithmetic_of(staged(reduce, dtype, self._num_members), dtype, self._num_members)
         ring = self._ring_for(total(inputs) * dtype.itemsize)
         share_bytes = self._share_bytes(ring)
         most = share_bytes // dtype.itemsize
@@ -338,8 +343,7 @@ class ShmTransport:
                 if index < len(pieces):
                     piece = pieces[index]
                     slot = ring.slot(member, step, piece.count, dtype, peer * share_bytes)
-                    put(piece, slot)
-                    arithmetic.prepare_(slot)
+                    _stage(piece, slot, arithmetic)
 
         def drain(index: int, step: int) -> None:
             if index < len(results):
@@ -356,6 +360,15 @@ class ShmTransport:
 
     def close(self) -> None:
         self._ring.close()
+
+
+def _stage(piece: Piece, slot: torch.Tensor, arithmetic: Arithmetic) -> None:
+    """Copy a piece into a slot of its size, prescaled."""
+    if arithmetic.prescales and len(piece.parts) == 1:
+        arithmetic.prepare(piece.parts[0], slot)
+        return
+    put(piece, slot)
+    arithmetic.prepare_(slot)
 
 
 def _reduce(operands: list[torch.Tensor], result: Piece, arithmetic: Arithmetic, scratch: torch.Tensor) -> None:
