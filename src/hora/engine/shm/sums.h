@@ -35,40 +35,41 @@ int hora_has_f16(void) {
 /* Sums. `out` may be one of the operands: element i is read before it is written, hence ivdep. */
 
 /* Seven, three or one more members are added to what there is so far in one pass over it, in registers: so many are read at
- * the same time, and other cores' caches are slow to answer.
+ * the same time, and other cores' caches are slow to answer. The last pass writes `out`, which may be what it reads.
  */
 #define NEXT(type, j) ((const type *)operands[m + (j)] + from + at)
-#define PASS(next) _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++) sums[i] = next;
+#define EACH _Pragma("GCC ivdep") for (size_t i = 0; i < n; i++)
 
 #define SUMMED(type, name)                                                                                             \
     WIDEST static void name(int k, const void *const *operands, void *to, size_t from, size_t count, enum finish how,  \
                             double factor) {                                                                           \
         type *out = (type *)to + from, by = (type)factor, sums[BLOCK];                                                 \
-        for (size_t at = 0; at < count; at += BLOCK) {                                                                 \
+        for (size_t at = 0; at < count; at += BLOCK, out += BLOCK) {                                                   \
             size_t n = count - at < BLOCK ? count - at : BLOCK;                                                        \
             const type *s = (const type *)operands[0] + from + at;                                                     \
-            for (int m = 1; m < k; s = sums) {                                                                         \
+            for (int m = 1, more; m < k; m += more) {                                                                  \
+                more = k - m >= 7 ? 7 : k - m >= 3 ? 3 : 1;                                                            \
+                type *next = m + more == k ? out : sums;                                                               \
                 const type *a = NEXT(type, 0);                                                                         \
-                if (k - m >= 7) {                                                                                      \
+                if (more == 7) {                                                                                       \
                     const type *b = NEXT(type, 1), *c = NEXT(type, 2), *d = NEXT(type, 3), *e = NEXT(type, 4);         \
                     const type *f = NEXT(type, 5), *g = NEXT(type, 6);                                                 \
-                    PASS(((((((s[i] + a[i]) + b[i]) + c[i]) + d[i]) + e[i]) + f[i]) + g[i])                            \
-                    m += 7;                                                                                            \
-                } else if (k - m >= 3) {                                                                               \
+                    EACH next[i] = ((((((s[i] + a[i]) + b[i]) + c[i]) + d[i]) + e[i]) + f[i]) + g[i];                  \
+                } else if (more == 3) {                                                                                \
                     const type *b = NEXT(type, 1), *c = NEXT(type, 2);                                                 \
-                    PASS(((s[i] + a[i]) + b[i]) + c[i])                                                                \
-                    m += 3;                                                                                            \
+                    EACH next[i] = ((s[i] + a[i]) + b[i]) + c[i];                                                      \
                 } else {                                                                                               \
-                    PASS(s[i] + a[i])                                                                                  \
-                    m += 1;                                                                                            \
+                    EACH next[i] = s[i] + a[i];                                                                        \
                 }                                                                                                      \
+                s = next;                                                                                              \
             }                                                                                                          \
-            if (how == MULTIPLY)                                                                                       \
-                for (size_t i = 0; i < n; i++) out[at + i] = s[i] * by;                                                \
-            else if (how == DIVIDE)                                                                                    \
-                for (size_t i = 0; i < n; i++) out[at + i] = s[i] / by;                                                \
-            else                                                                                                       \
-                memmove(out + at, s, n * sizeof(type));                                                                \
+            if (how == MULTIPLY) {                                                                                     \
+                EACH out[i] = s[i] * by;                                                                               \
+            } else if (how == DIVIDE) {                                                                                \
+                EACH out[i] = s[i] / by;                                                                               \
+            } else if (s != out) {                                                                                     \
+                memcpy(out, s, n * sizeof(type));                                                                      \
+            }                                                                                                          \
         }                                                                                                              \
     }
 

@@ -25,10 +25,10 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction, summed
 
-__all__ = ["Bucket", "Buckets", "make_buckets", "release_all", "view_like"]
+__all__ = ["SMALL_BYTES", "Bucket", "Buckets", "make_buckets", "release_all", "view_like"]
 
 # Gradients smaller than this are copied together when the bucket is complete: a call costs more than the bytes.
-_SMALL_BYTES = 16 * 1024
+SMALL_BYTES = 16 * 1024
 # Up to this many bytes of all members together every member reduces everything: waiting for slices would take longer.
 _DIRECT_BYTES = 256 * 1024
 
@@ -282,7 +282,7 @@ class Buckets:
         self._where: dict[int, tuple[Bucket, int, int, bool]] = {}  # by the parameter's id
         for number, bucket in enumerate(buckets):
             for index, parameter in enumerate(bucket.parameters):
-                is_small = parameter.numel() * bucket.flat.element_size() < _SMALL_BYTES
+                is_small = parameter.numel() * bucket.flat.element_size() < SMALL_BYTES
                 self._where[id(parameter)] = (bucket, number, index, is_small)
         self._last = buckets[-1]
         self._control = self._last.flat[-1]

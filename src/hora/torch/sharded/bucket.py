@@ -17,7 +17,7 @@ import torch
 from hora.engine.shm.bound import BoundReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import view_like
+from hora.torch.optimizer.buckets import SMALL_BYTES, view_like
 from hora.torch.optimizer.reducer import RequestedReduction
 
 __all__ = ["NUM_PLACES", "GradientPlaces", "ShardBucket"]
@@ -78,7 +78,11 @@ class ShardBucket:
         self.num_ready = 0
         self._gradients = gradients  # this rank's, to be reduced
         self._views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
-        self._scale = scale
+        self._is_small = [view.nbytes < SMALL_BYTES for view in self._views]
+        self._small: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # where it goes, and a gradient: copied when all have come
+        self._scale = scale  # not 1.0 only where gradients are not cast
         self._gaps: list[torch.Tensor] = []
         self._reduction = reduction
         self._reduced: torch.Tensor | None = None
@@ -115,21 +119,23 @@ class ShardBucket:
         view = self._views[index]
         if gradient is None:
             view.zero_()
+        elif self._is_small[index]:
+            self._small.append((view, gradient.detach() if gradient.requires_grad else gradient))
         elif self._scale != 1.0:
             torch.mul(gradient.detach(), self._scale, out=view)
         else:
             view.copy_(gradient.detach())
 
     def start(self) -> None:
-        """All gradients are in: reduce them in the background."""
-        self._clear_gaps()
+        """All gradients have come: reduce them in the background."""
+        self._complete()
         self._reduction.start(background=True)
 
     def wait(self) -> None:
         """Return when this rank's slice is reduced; reduce it if that has not been started."""
         if self._reduced is None:
             if not self._reduction.in_flight:
-                self._clear_gaps()
+                self._complete()
             self._reduced = self._reduction.wait()
 
     def take(self) -> torch.Tensor | None:
@@ -137,8 +143,15 @@ class ShardBucket:
         reduced, self._reduced = self._reduced, None
         self.num_ready = 0
         self.held.clear()
+        self._small.clear()
         return reduced
 
-    def _clear_gaps(self) -> None:
+    def _complete(self) -> None:
+        if self._small:
+            targets, gradients = zip(*self._small, strict=True)
+            torch._foreach_copy_(targets, gradients)
+            if self._scale != 1.0:
+                torch._foreach_mul_(targets, self._scale)
+            self._small.clear()
         if self._gaps:
             torch._foreach_zero_(self._gaps)

@@ -25,7 +25,7 @@ from hora.engine.shm.bound import BoundReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.optimizer.bucket_plan import BucketSpec
-from hora.torch.optimizer.buckets import release_all, view_like
+from hora.torch.optimizer.buckets import SMALL_BYTES, release_all, view_like
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 from hora.torch.sharded.bucket import NUM_PLACES, GradientPlaces, ShardBucket
 
@@ -70,6 +70,8 @@ class Shards:
         if memory is not None:
             self._exit = runtime.shared_barrier(memory, name="optimizer.step", process_set_id=self._set_id)
         self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
+        # Those whose reduced gradient has to be copied to where it is stepped with.
+        self._copied = [shard for shard in self.owned if self._reduced_place(self.buckets[shard.bucket]) is None]
         self.locations = {
             parameter: (bucket, index)
             for bucket in self.buckets
@@ -111,17 +113,21 @@ class Shards:
         if index == len(specs) - 1:  # the caller waits for it: no need to agree on it
             name = f"reducescatter.{spec.name}"
             barrier = self.runtime.shared_barrier(memory, name=name, process_set_id=self._set_id)
+        # Where gradients are small they are copied together, so to scale them on the way would be a call more.
+        scale, reduce = self._options.early_scale(spec.dtype), self._options.reduce_after_early_scale(spec.dtype)
+        if all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters):
+            scale, reduce = 1.0, self._options.reduce
         bound = BoundReduction(
             self.runtime.process_sets.queue(self._set_id),
             Kind.REDUCESCATTER,
             [of_all],
             name=spec.name,
-            reduce=self._options.reduce_after_early_scale(spec.dtype),
+            reduce=reduce,
             out=out,
             barrier=barrier,
             ends_together=places.in_turn,
         )
-        bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=self._options.early_scale(spec.dtype))
+        bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=scale)
         if places.in_turn:
             bucket.comes_after(self.buckets[index - NUM_PLACES] if index >= NUM_PLACES else None)
         return bucket
@@ -143,9 +149,7 @@ class Shards:
         bucket = self.buckets[index]
         starts = [(offset, kind_of(p)) for offset, p in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True)]
         edges = [start for k, start in enumerate(starts) if k == 0 or start[1] != starts[k - 1][1]]
-        reduced = None  # where the reduced slice will be, if it can be stepped with there
-        if bucket.bound is not None and bucket.spec.dtype is bucket.parameter_dtype:
-            reduced = bucket.bound.out
+        reduced = self._reduced_place(bucket)
         shards = []
         for k, (offset, kind) in enumerate(edges):
             stop = edges[k + 1][0] if k + 1 < len(edges) else bucket.spec.num_elements
@@ -158,6 +162,12 @@ class Shards:
                     parameter.grad = reduced[begin - bucket.begin : end - bucket.begin]
                 shards.append(Shard(parameter, kind, index, begin, end))
         return shards
+
+    @staticmethod
+    def _reduced_place(bucket: ShardBucket) -> torch.Tensor | None:
+        """Where the reduced slice will be, if it can be stepped with there."""
+        same_dtype = bucket.spec.dtype is bucket.parameter_dtype
+        return bucket.bound.out if bucket.bound is not None and same_dtype else None
 
     def _move_parameters(self) -> None:
         """Parameters become views of the buckets. Shared: the first member's values are those of all."""
@@ -223,14 +233,12 @@ class Shards:
         self._holding.clear()
         if first_error is not None:
             raise first_error
-        for shard in self.owned:
+        for shard in self._copied:
             bucket, gradient = self.buckets[shard.bucket], shard.parameter.grad
             assert gradient is not None
             result = results[shard.bucket]
             assert result is not None, bucket.spec.name
-            reduced = result[shard.begin - bucket.begin : shard.end - bucket.begin]
-            if reduced.data_ptr() != gradient.data_ptr():
-                gradient.copy_(reduced)
+            gradient.copy_(result[shard.begin - bucket.begin : shard.end - bucket.begin])
 
     def _put_held(self) -> None:
         """Put the gradients that were held back where they belong, if that is free now."""
