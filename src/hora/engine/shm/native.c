@@ -129,20 +129,31 @@ static int64_t *counter_of(const struct ring *ring, int member) {
     return (int64_t *)(void *)((char *)ring->counters + member * ring->member_bytes);
 }
 
+enum { RING_SLEEPS_AT = 120 };
+
+static int64_t *ring_sleeps(const struct ring *ring, int member) {
+    return counter_of(ring, member) + RING_SLEEPS_AT / 8;
+}
+
 static void publish_step(const struct ring *ring, int64_t step) {
     int64_t *own = counter_of(ring, ring->member);
     __atomic_store_n(own, step, __ATOMIC_SEQ_CST);
-    wake(own);
+    for (int m = 0; m < ring->num_members; m++)
+        if (m != ring->member && value_of(ring_sleeps(ring, m))) {
+            wake(own);
+            return;
+        }
 }
 
 /* Whether all members have published the step; if not, a slice of time has passed in vain. */
 static int all_have(struct ring *ring, int64_t step, int32_t *late, long slice_ns) {
+    int64_t *own_sleep = ring_sleeps(ring, ring->member);
     begin_patience(&ring->patience);
     for (int distance = 1; distance < ring->num_members; distance++) {
         int peer = (ring->member + distance) % ring->num_members;
         const int64_t *word = counter_of(ring, peer);
         *late = peer;
-        if (value_of(word) < step && !patiently(word, step, &ring->patience, slice_ns, NULL)) return 0;
+        if (value_of(word) < step && !patiently(word, step, &ring->patience, slice_ns, own_sleep)) return 0;
     }
     return 1;
 }

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from hora.engine.shm import native
-from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter
+from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
 from hora.engine.transport.base import Guard
 
@@ -32,8 +32,10 @@ __all__ = ["AHEAD", "DEPTH", "Ring"]
 AHEAD = 1
 DEPTH = 2 * AHEAD + 2
 
-# A line for the counter and one for the notes. Processors fetch lines in pairs, so this keeps members apart as well.
+# A line for the counter and one for what is seldom written: the notes, and at its end whether the member sleeps. Processors
+# fetch lines in pairs, so this keeps members apart as well.
 _MEMBER_BYTES = 2 * LINE_BYTES
+_SLEEPS_AT = _MEMBER_BYTES - 8  # RING_SLEEPS_AT of native.c
 
 # Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a training.
 _KEPT_VIEWS = 4096
@@ -72,6 +74,9 @@ class Ring:
         # Each member begins with the next one, so that not all of them look at member 0 first.
         order = [(member + distance) % num_members for distance in range(1, num_members)]
         self._peers = [(counters[peer], f"member {peer} in shared memory") for peer in order]
+        asleep = [Counter.at(segment.memory, peer * _MEMBER_BYTES + _SLEEPS_AT) for peer in range(num_members)]
+        self._own_sleep = asleep[member]
+        self._asleep = [asleep[peer] for peer in order]
         self._notes = [
             [
                 ctypes.c_int64.from_buffer(segment.memory, peer * _MEMBER_BYTES + LINE_BYTES + 8 * turn)
@@ -148,13 +153,28 @@ class Ring:
 
     def publish(self, step: int) -> None:
         """Say that the own slot of `step` is filled."""
-        self._own.set(step)
+        self._own.store(step)
+        fence()  # either they see the step, or their being asleep is seen here
+        for asleep in self._asleep:
+            if asleep.value:
+                self._own.wake()
+                return
 
     def wait(self, step: int) -> None:
         """Return when all members have published `step`."""
         for counter, what in self._peers:
-            if counter.value < step:
-                counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what)
+            if counter.value < step and not counter.look(step):
+                self._sleep_until(counter, step, what)
+
+    def _sleep_until(self, counter: Counter, step: int, what: str) -> None:
+        begin = time.monotonic()
+        self._own_sleep.store(1)
+        fence()
+        try:
+            counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what, looks=0)
+        finally:
+            self._own_sleep.store(0)
+        counter.learn(time.monotonic() - begin)
 
     def allreduce(self, library: native.Library, job: native.Allreduce, num_steps: int) -> None:
         """Have the native part do an allreduce, of which the job says everything but where the ring is."""
@@ -205,5 +225,6 @@ class Ring:
         self._views.clear()
         self._notes.clear()
         self._peers.clear()
-        del self._own
+        self._asleep.clear()
+        del self._own, self._own_sleep
         self._segment.close()
