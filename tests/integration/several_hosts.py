@@ -135,6 +135,14 @@ def test_strangers_from_another_host_and_another_user_change_nothing(secret, enc
         assert found["mib"] < 100
 
 
+# In the native part, or in Python.
+WAYS = {
+    "encrypted": {"HORA_ENCRYPT": "always"},
+    "plain": {"HORA_ENCRYPT": "never"},
+    "encrypted in Python": {"HORA_ENCRYPT": "always", "HORA_NATIVE": "0"},
+}
+
+
 @contextlib.contextmanager
 def slow_network() -> Iterator[list[Host]]:
     with network(*V4[:2]) as hosts:
@@ -144,23 +152,23 @@ def slow_network() -> Iterator[list[Host]]:
         yield hosts
 
 
-@pytest.mark.parametrize("encrypt", ["always", "never"])  # in Python, and in the native part
-def test_a_carrier_that_is_killed_in_mid_exchange_is_named(secret, encrypt):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_carrier_that_is_killed_in_mid_exchange_is_named(secret, way):
     with slow_network() as hosts:
-        seen = run_ranks(hosts, secret, "killed in mid-exchange", address=V4[0], lost=(3,), HORA_ENCRYPT=encrypt)
+        seen = run_ranks(hosts, secret, "killed in mid-exchange", address=V4[0], lost=(3,), **WAYS[way])
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
 
 
-@pytest.mark.parametrize("encrypt", ["always", "never"])  # in Python, and in the native part
-def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret, encrypt):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_carrier_that_is_stopped_in_mid_exchange_goes_on_later(secret, way):
     def mend(pids):
         stopped = psutil.Process(pids[3])
         wait_until("rank 3 is stopped", lambda: stopped.status() == psutil.STATUS_STOPPED)
         os.kill(pids[3], signal.SIGCONT)
 
     with slow_network() as hosts:
-        seen = run_ranks(hosts, secret, "stopped in mid-exchange", address=V4[0], then=mend, HORA_ENCRYPT=encrypt)
+        seen = run_ranks(hosts, secret, "stopped in mid-exchange", address=V4[0], then=mend, **WAYS[way])
     for found in seen:
         assert found == {"wrong": 0}
 
@@ -171,11 +179,11 @@ def test_a_stopped_rank_delays_no_rounds_of_a_set_that_it_is_not_in(secret):
     assert seen == [{"rounds": 0 if rank == 1 else 400, "together": 4.0} for rank in range(4)]
 
 
-@pytest.mark.parametrize("encrypt", ["always", "never"])  # in Python, and in the native part
-def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret, encrypt):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_link_that_is_cut_in_mid_exchange_is_noticed_on_both_sides(secret, way):
     with slow_network() as hosts:
         cut = lambda pids: hosts[0].run("ip", "link", "set", "cable", "down")  # noqa: E731
-        seen = run_ranks(hosts, secret, "cut", address=V4[0], then=cut, HORA_ENCRYPT=encrypt)
+        seen = run_ranks(hosts, secret, "cut", address=V4[0], then=cut, **WAYS[way])
     for rank, other_side in enumerate(((2, 3), (2, 3), (0, 1), (0, 1))):
         assert any(f"rank {peer} " in seen[rank]["error"] for peer in other_side)
 
