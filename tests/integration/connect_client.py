@@ -33,7 +33,8 @@ def runner(spark, folder):
 
 
 def warm(spark, folder):
-    """What a UDF does to Spark's Python workers, and whether ranks, which are forked, see any of it."""
+    """What a UDF does to Spark's Python workers, and whether ranks, which are forked, see any of it; and whether they have
+    what the first job's did not need, and an optimizer does."""
     from sparkdl import HorovodRunner
 
     def vandal(batches):
@@ -50,11 +51,13 @@ def warm(spark, folder):
         with open("/proc/self/cmdline") as file:
             forked = "hora.launch.spark.standby" in file.read()
         left = "left_behind" in sys.modules or "LEFT_BEHIND" in os.environ
-        return hvd.allgather_object((forked, left, torch.initial_seed()))
+        loaded = "torch._dynamo" in sys.modules
+        torch.optim.SGD([torch.ones(1)], lr=1.0)
+        return hvd.allgather_object((forked, left, loaded, torch.initial_seed()))
 
     spark.range(0, 8, 1, 2).mapInArrow(vandal, "id long").collect()
     found = [told for _ in range(2) for told in HorovodRunner(np=2).run(witness)]
-    return [told[:2] for told in found], len({told[2] for told in found})
+    return [told[:3] for told in found], len({told[3] for told in found})
 
 
 def failure(spark, folder):
