@@ -244,9 +244,8 @@ def idle(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with groups(["native"], np) as found:
         shares = found["native"].ask("idle", 3.0 if arguments.quick else 15.0)
     total = sum(shares)
-    print(
-        f"{np} idle ranks: {100 * total / np:.2f} % of a core each, the busiest {100 * max(shares):.2f} %", flush=True
-    )
+    each, most = 100 * total / np, 100 * max(shares)
+    print(f"{np} idle ranks: {100 * total:.2f} % of a core, {each:.3f} % each, the busiest {most:.3f} %", flush=True)
     return [{"ranks": np, "shares": shares}]
 
 
