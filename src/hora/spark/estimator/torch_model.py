@@ -7,6 +7,7 @@ the same way works on classic Spark and through Spark Connect.
 from __future__ import annotations
 
 import copy
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -194,8 +195,9 @@ def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_lab
                 {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
             )
 
-    # As objects, which Spark reads to find out what kind of function it is: pandas is not imported with this module.
-    given: Any = pandas.Series if len(read) == 1 else tuple[pandas.Series, ...]
+    # As objects, which Spark reads to find out what kind of function it is: pandas is not imported with this module. Spark 3.4
+    # knows no other tuple than typing's.
+    given: Any = pandas.Series if len(read) == 1 else typing.Tuple[pandas.Series, ...]  # noqa: UP006
     batches.__annotations__ = {"frames": Iterator[given], "return": Iterator[pandas.DataFrame]}
     evaluate: Any = vars(sql)["pandas_udf"](batches, StructType(fields))
     return evaluate(*(_plain(frame, name) for name in read)) if read else sql.lit(None)
