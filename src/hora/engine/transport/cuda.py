@@ -57,7 +57,7 @@ class CudaTransport:
         self._make_cpu, self._share = make_cpu, share
         self._chosen: Chosen | None = None
         self._num_exchanges = 0
-        self._queued: torch.cuda.Event | None = None  # behind what was queued last
+        self._queued_on: torch.cuda.Stream | None = None  # where something was queued last
         self.name = "cuda"
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
@@ -97,9 +97,9 @@ class CudaTransport:
 
     def settle(self, guard: Guard) -> None:
         """Wait until the GPU has done what was queued, unless the guard raises."""
-        event, self._queued = self._queued, None
-        if event is not None:
-            _wait_for(event, guard)
+        stream, self._queued_on = self._queued_on, None
+        if stream is not None:
+            _wait_for(stream.record_event(), guard)
 
     def give_up(self) -> None:
         """The world is broken: end what waits on the GPU for a lost peer. Any thread, more than once."""
@@ -181,7 +181,7 @@ class CudaTransport:
         return connect(exchange, what=what, guard=self._guard, limit_s=self._limit_s)
 
     def _mark(self) -> None:
-        self._queued = mark()
+        self._queued_on = torch.cuda.current_stream()
 
 
 def _wait_for(event: torch.cuda.Event, guard: Guard) -> None:
