@@ -7,7 +7,8 @@
 gloo and DDP are started by torchrun, ours by horovodrun, with and without the native part. All stay alive, asleep, and take
 turns: a round gives every contender one turn, and ratios are taken inside a round. "times" is gloo's (or DDP's) time divided
 by ours: the median over the rounds, with the smallest and largest in brackets. `copies`: our time in plain copies of the same
-bytes, made by all ranks at once. One thread a rank, float32, tensors in place, one name.
+bytes, made by all ranks at once. One thread a rank, float32, tensors in place, one name. DeepSpeed's allreduce through shared
+memory takes part in sums where DEEPSPEED_SOURCE names a folder with its sources (its sdist, unpacked).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives import num_bytes
-from benchmarks.core_rank import MANY, PLAIN
+from benchmarks.core_rank import MANY, PLAIN, built_deepspeed
 from benchmarks.models import WORKLOADS
 from benchmarks.names import some_of
 
@@ -141,6 +142,8 @@ def measure_case(found: dict[str, Group], case: str, label: str, size: int, roun
     rows: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, group in found.items():
+            if name == "deepspeed" and case != "sum":
+                continue
             what = "sum" if name == "gloo" and case not in ("many", "copy") else case
             answers = group.ask("turn", what, size, calls)
             rows.setdefault(name, []).append(statistics.mean(answer["median"] for answer in answers))
@@ -161,13 +164,16 @@ def show_case(row: dict[str, Any], num_ranks: int) -> str:
             asked = f" (asked {bar:g})" if bar and num_ranks == 2 else ""
             copies = f" = {medians[name] / medians['copy']:5.1f} copies" if "copy" in us else ""
             text += f"   {name} {medians[name]:9.1f} us{copies} times {spread(ratios)}{asked}"
-    return text
+    return text + (f"   deepspeed {medians['deepspeed']:9.1f} us" if "deepspeed" in us else "")
 
 
 def collectives(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every row of the bars."""
-    np, rounds, rows = arguments.num_ranks, arguments.rounds, []
-    with groups(["gloo", *ours()], np) as found:
+    np, rounds, rows, contenders = arguments.num_ranks, arguments.rounds, [], ["gloo", *ours()]
+    if "DEEPSPEED_SOURCE" in os.environ:
+        built_deepspeed()  # once, before its ranks load it
+        contenders.append("deepspeed")
+    with groups(contenders, np) as found:
         for case in ("sum", "average", "registered"):
             for label in arguments.sizes.split(","):
                 size = num_bytes(label)

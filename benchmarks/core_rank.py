@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,22 @@ from benchmarks.models import WORKLOADS
 from benchmarks.training import make_step, timed
 from hora.engine.malloc import keep_freed_memory
 
-PLAIN = {"gloo", "DDP", "alone", "warm"}  # nothing of ours but, in the last one, a setting of malloc
+PLAIN = {"gloo", "deepspeed", "DDP", "alone", "warm"}  # nothing of ours but, in the last one, a setting of malloc
 MANY = (1000, 1024)  # tensors, bytes each
 TRAINING = {"DDP", "overlap", "sharded", "alone", "warm"}
+
+
+def built_deepspeed() -> Any:
+    """DeepSpeed's shared-memory allreduce, from its unpacked sources in $DEEPSPEED_SOURCE, as its own build makes it."""
+    from torch.utils.cpp_extension import load
+
+    csrc = Path(os.environ["DEEPSPEED_SOURCE"]) / "csrc" / "cpu"
+    return load(
+        name="deepspeed_shm_comm",
+        sources=[str(csrc / "comm" / name) for name in ("shm_interface.cpp", "shm.cpp")],
+        extra_include_paths=[str(csrc / "includes")],
+        extra_cflags=["-O2", "-fopenmp"],
+    )
 
 
 class Rank:
@@ -44,6 +58,11 @@ class Rank:
                 keep_freed_memory()
             dist.init_process_group("gloo")
             self.rank, self.barrier = dist.get_rank(), dist.barrier
+            self.all_reduce: Callable[[torch.Tensor], object] = dist.all_reduce
+            if contender == "deepspeed":
+                os.environ["LOCAL_SIZE"] = str(dist.get_world_size())
+                built_deepspeed().initialize(dist.get_world_size(), self.rank)
+                self.all_reduce = torch.ops.deepspeed.inference_all_reduce_
         else:
             import horovod.torch as hvd
 
@@ -71,7 +90,7 @@ class Rank:
             other = torch.zeros(size // 4)
             return lambda: other.copy_(tensor)
         if hvd is None:
-            return lambda: dist.all_reduce(tensor)
+            return lambda: self.all_reduce(tensor)
         op = hvd.Average if case == "average" else hvd.Sum
         return lambda: hvd.allreduce_(tensor, op=op, name="bench")
 
