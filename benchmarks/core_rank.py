@@ -63,6 +63,9 @@ class Rank:
                 os.environ["LOCAL_SIZE"] = str(dist.get_world_size())
                 built_deepspeed().initialize(dist.get_world_size(), self.rank)
                 self.all_reduce = torch.ops.deepspeed.inference_all_reduce_
+                dist.barrier()  # all have mapped all of them
+                for left in Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_{self.rank}"):
+                    left.unlink()  # DeepSpeed itself leaves it behind
         else:
             import horovod.torch as hvd
 
