@@ -69,11 +69,7 @@ class LoneRecords:
 
     def nudge(self) -> None:
         """Wake members that sleep until this one does something."""
-        fence()  # either they see what was written before, or their being asleep is seen here
-        for asleep in self._asleep:
-            if asleep.value:
-                self._own.wake()
-                return
+        self._own.wake_any(self._asleep)
 
     def missing(self, ticket: int) -> Counter | None:
         """The ticket of a member that has not come this far; None if all have."""

@@ -107,11 +107,7 @@ class SharedMemoryBarrier:
     def _meet_in_python(self, number: int) -> None:
         own = self._came[self._member]
         own.store(number)
-        fence()  # either they see the number, or their being asleep is seen here
-        for asleep in self._asleep:
-            if asleep.value:
-                own.wake()
-                break
+        own.wake_any(self._asleep)
         for _, counter in self._peers:
             if counter.value < number and not counter.look(number):
                 self._sleep_until(counter, number)

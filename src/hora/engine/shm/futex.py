@@ -15,7 +15,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 __all__ = ["LINE_BYTES", "SLICE_S", "Counter", "fence", "supported"]
@@ -102,6 +102,14 @@ class Counter:
     def wake(self) -> None:
         """Wake every waiter, who looks around."""
         _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, _none, _none, 0)
+
+    def wake_any(self, asleep: Sequence[Counter]) -> None:
+        """Wake every waiter, if one of these says that its member sleeps; who falls asleep says so before it looks again."""
+        fence()  # either they see what was written before, or their being asleep is seen here
+        for one in asleep:
+            if one.value:
+                self.wake()
+                return
 
     def wait_beyond(self, seen: int) -> None:
         """Sleep until the value differs from `seen`, or for one short slice; the caller loops and checks."""

@@ -60,13 +60,8 @@ static void publish(struct lone *lone) {
     memcpy(lone->record.digest, what->digest, sizeof what->digest);
     *record_of(lone, ring->member) = lone->record;
     lone->published = 1;
-    int64_t *own = ticket_of(lone, ring->member);
-    __atomic_store_n(own, lone->record.ticket, __ATOMIC_SEQ_CST);
-    for (int m = 0; m < ring->num_members; m++)
-        if (m != ring->member && value_of(asleep(lone, m))) {
-            wake(own);
-            return;
-        }
+    publish_to(ticket_of(lone, ring->member), lone->record.ticket, asleep(lone, 0), LONE_BYTES, ring->num_members,
+               ring->member);
 }
 
 static int all_published(const struct lone *lone) {

@@ -32,6 +32,16 @@ static int64_t value_of(const int64_t *word) { return __atomic_load_n(word, __AT
 
 static void wake(const int64_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
+/* Publish, and wake whoever waits for it, if a member sleeps: `sleeps` is member 0's word, the next one's `stride` bytes on. */
+static void publish_to(int64_t *own, int64_t value, const int64_t *sleeps, int64_t stride, int num_members, int member) {
+    __atomic_store_n(own, value, __ATOMIC_SEQ_CST);
+    for (int m = 0; m < num_members; m++)
+        if (m != member && value_of((const int64_t *)(const void *)((const char *)sleeps + m * stride))) {
+            wake(own);
+            return;
+        }
+}
+
 static int look(const int64_t *word, int64_t target, int looks) {
     for (int i = 0; i < looks; i++) {
         if (value_of(word) >= target) return 1;
@@ -136,13 +146,8 @@ static int64_t *ring_sleeps(const struct ring *ring, int member) {
 }
 
 static void publish_step(const struct ring *ring, int64_t step) {
-    int64_t *own = counter_of(ring, ring->member);
-    __atomic_store_n(own, step, __ATOMIC_SEQ_CST);
-    for (int m = 0; m < ring->num_members; m++)
-        if (m != ring->member && value_of(ring_sleeps(ring, m))) {
-            wake(own);
-            return;
-        }
+    publish_to(counter_of(ring, ring->member), step, ring_sleeps(ring, 0), ring->member_bytes, ring->num_members,
+               ring->member);
 }
 
 /* Whether all members have published the step; if not, a slice of time has passed in vain. */
@@ -299,12 +304,7 @@ static int64_t *sleeps(const struct meeting *meeting, int member) {
 static void come(const struct meeting *meeting, int64_t number) {
     int64_t *own = came(meeting, meeting->member);
     if (value_of(own) == number) return; /* called again, to go on waiting */
-    __atomic_store_n(own, number, __ATOMIC_SEQ_CST);
-    for (int m = 0; m < meeting->num_members; m++)
-        if (m != meeting->member && value_of(sleeps(meeting, m))) {
-            wake(own);
-            return;
-        }
+    publish_to(own, number, sleeps(meeting, 0), MEETING_BYTES, meeting->num_members, meeting->member);
 }
 
 /* 1 when all members have come this often, 2 when one of them has joined; 0: a member has not come, and a slice has passed. */

@@ -154,11 +154,7 @@ class Ring:
     def publish(self, step: int) -> None:
         """Say that the own slot of `step` is filled."""
         self._own.store(step)
-        fence()  # either they see the step, or their being asleep is seen here
-        for asleep in self._asleep:
-            if asleep.value:
-                self._own.wake()
-                return
+        self._own.wake_any(self._asleep)
 
     def wait(self, step: int) -> None:
         """Return when all members have published `step`."""
