@@ -79,9 +79,8 @@ class ShardBucket:
         self._gradients = gradients  # this rank's, to be reduced
         self._views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
         self._is_small = [view.nbytes < SMALL_BYTES for view in self._views]
-        self._small: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # where it goes, and a gradient: copied when all have come
+        # Places and their gradients, which are copied when all have come.
+        self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scale = scale  # not 1.0 only where gradients are not cast
         self._gaps: list[torch.Tensor] = []
         self._reduction = reduction
