@@ -1,7 +1,7 @@
 """A barrier in shared memory: where the members of a set on one host wait for one another, by counters alone.
 
 What all members have set up, blocks its caller and is passed by all of them in the same order needs no agreement: each
-member says how often it has come and looks at the others' numbers, which takes microseconds. Bound reductions use it.
+member says how often it has come and looks at the others' numbers, which takes microseconds. Persistent reductions use it.
 
 Joining: a member that joins leaves the barrier open and says how often it really came. Those that come later take it for
 absent. When all have joined, all go on from the highest number.

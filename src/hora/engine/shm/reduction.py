@@ -1,7 +1,7 @@
 """Reduction in shared memory: every member has a flat view of every member's data, which lies there already.
 
 Member m reduces its `shared_slice` of all data in pieces that fit the cache. No copies in or out and no
-synchronisation: the caller (`BoundReduction`) makes sure that the data is there before and may be used
+synchronisation: the caller (`PersistentReduction`) makes sure that the data is there before and may be used
 afterwards.
 """
 

@@ -6,7 +6,7 @@ reduces all of it straight into its own output, one synchronisation. More of bot
 each piece and the result goes round through shared memory. Either way members are combined in the order 0, 1,
 2, … (`arithmetic`).
 
-Data that lies in shared memory already (gradient buckets) does not come here: a `BoundReduction` reduces it where it is.
+Data that lies in shared memory already (gradient buckets) does not come here: a `PersistentReduction` reduces it where it is.
 Called by the engine, from one thread at a time. After an exception the transport is unusable and must be closed.
 """
 

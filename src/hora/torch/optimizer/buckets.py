@@ -16,10 +16,11 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
+from hora.engine.persistent import PersistentReduction
 from hora.engine.request import Kind
 from hora.engine.shm.barrier import SharedMemoryBarrier
-from hora.engine.shm.bound import BoundReduction, HostBoundReduction
 from hora.engine.shm.segment import SharedMemory
+from hora.engine.transport.host_reduction import HostReduction
 from hora.torch.compression import ErrorFeedback, keeps_losses
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
@@ -44,7 +45,7 @@ def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch
     return elements.view(parameter.shape)
 
 
-def release_all(bound: Sequence[BoundReduction]) -> None:
+def release_all(bound: Sequence[PersistentReduction]) -> None:
     """Let the engine forget these reductions."""
     for reduction in bound:
         reduction.release()
@@ -60,7 +61,7 @@ class Bucket:
         self,
         spec: BucketSpec,
         flat: torch.Tensor,
-        reduction: BoundReduction | RequestedReduction,
+        reduction: PersistentReduction | RequestedReduction,
         options: ReduceOptions,
         *,
         scale: float = 1.0,
@@ -68,7 +69,7 @@ class Bucket:
         self.parameters = spec.parameters
         self.flat = flat
         self.reduction = reduction
-        self.bound = reduction if isinstance(reduction, BoundReduction) else None
+        self.bound = reduction if isinstance(reduction, PersistentReduction) else None
         self.num_ready = 0
         self._scale = scale
         self._casts = spec.dtype is not spec.parameters[0].dtype
@@ -205,7 +206,7 @@ def _host_bucket(
     places = [memory.take(spec.num_elements, spec.dtype, copied=member == options.member) for member in near]
     me, code = near.index(options.member), options.code_for(spec.parameters)
     loses = bool(code) and keeps_losses(options.compression)
-    reduction = HostBoundReduction(
+    reduction = HostReduction(
         runtime.process_sets.queue(options.process_set_id),
         places,
         name=spec.name,
@@ -249,13 +250,13 @@ def _shared_bucket(
     ]
     if num_turns == 1:
         reduce = options.reduce_after_early_scale(spec.dtype)
-        sliced = BoundReduction(queue, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
+        sliced = PersistentReduction(queue, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
         return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale(spec.dtype))
     out = torch.zeros(spec.num_elements, dtype=spec.dtype, device="cpu")
     barrier = None
     if is_last:  # the caller waits for it: no need to agree on it
         barrier = runtime.shared_barrier(memory, name=f"allreduce.{spec.name}", process_set_id=set_id)
-    direct = BoundReduction(
+    direct = PersistentReduction(
         queue, Kind.ALLREDUCE, places, name=spec.name, reduce=options.reduce, out=out, barrier=barrier
     )
     return Bucket(spec, out, direct, options)

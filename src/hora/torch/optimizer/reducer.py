@@ -2,7 +2,7 @@
 that is requested anew in each step.
 
 `PerParameterReducer`, `Buckets` and `Shards` are the reducers. Where the members of the set share memory, a bucket holds
-the engine's `BoundReduction`; elsewhere it holds a `RequestedReduction`, which is used in the same way.
+the engine's `PersistentReduction`; elsewhere it holds a `RequestedReduction`, which is used in the same way.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Reducer(Protocol):
 
 
 class RequestedReduction:
-    """A reduction of the same tensor in every step; an allreduce works in place. To be used as a `BoundReduction`.
+    """A reduction of the same tensor in every step; an allreduce works in place. To be used as a `PersistentReduction`.
 
     `keeps_losses`: what the code of `reduce` loses in one step is added in the next.
     """

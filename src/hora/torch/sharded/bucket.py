@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hora.engine.shm.bound import BoundReduction
+from hora.engine.persistent import PersistentReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import SMALL_BYTES, view_like
@@ -65,14 +65,14 @@ class ShardBucket:
         gradients: torch.Tensor,
         begin: int,
         end: int,
-        reduction: BoundReduction | RequestedReduction,
+        reduction: PersistentReduction | RequestedReduction,
         *,
         scale: float,
     ) -> None:
         self.spec = spec
         self.values = values  # parameters: the same memory on all members when shared
         self.begin, self.end = begin, end
-        self.bound = reduction if isinstance(reduction, BoundReduction) else None
+        self.bound = reduction if isinstance(reduction, PersistentReduction) else None
         self.before: ShardBucket | None = None
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that came while the place was in use
         self.num_ready = 0

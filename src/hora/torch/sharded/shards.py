@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hora import engine
+from hora.engine.persistent import PersistentReduction
 from hora.engine.request import Kind, ReduceOp
 from hora.engine.shm.barrier import SharedMemoryBarrier
-from hora.engine.shm.bound import BoundReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.optimizer.bucket_plan import BucketSpec
@@ -117,7 +117,7 @@ class Shards:
         scale, reduce = self._options.early_scale(spec.dtype), self._options.reduce_after_early_scale(spec.dtype)
         if all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters):
             scale, reduce = 1.0, self._options.reduce
-        bound = BoundReduction(
+        bound = PersistentReduction(
             self.runtime.process_sets.queue(self._set_id),
             Kind.REDUCESCATTER,
             [of_all],

@@ -1,4 +1,4 @@
-"""A bound reduction: what the optimizer reduces in every step, in memory that all members of a set have mapped.
+"""A persistent reduction: what the optimizer reduces in every step, in memory that all members of a set have mapped.
 
 Every member's data lies in that memory, so it is reduced where it is. What never changes is put together once, when the
 reduction is bound; afterwards a step costs little more than an announcement. That all members have announced it also
@@ -11,7 +11,7 @@ the next step goes to a second place, and the step after that is agreed on by me
 has the reduction end together.
 The last two need no order among requests, so a caller that would wait anyway meets the others at a barrier instead.
 
-Members on several hosts (`HostBoundReduction`) have the data of their own host's members mapped; the transport does the rest.
+Members on several hosts (`transport.host_reduction`) have the data of their own host's members mapped.
 
 The optimizer's buckets call `start` and `wait`. The queue of the set calls `_execute` when the members have agreed, also
 on a rank that has joined and takes part in what it has not started.
@@ -30,15 +30,15 @@ from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name
 from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.reduction import Cut, cut_slice, reduce_slice, shared_slice
 from hora.engine.transport.arithmetic import arithmetic_of, single_threaded
-from hora.engine.transport.base import CompressingTransport, Transport
+from hora.engine.transport.base import Transport
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["BoundReduction", "HostBoundReduction"]
+__all__ = ["PersistentReduction"]
 
 
-class BoundReduction:
+class PersistentReduction:
     """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce.
 
     All members must have bound it before one starts it. `ends_together`: when it is done here, all members have read the
@@ -213,26 +213,3 @@ class BoundReduction:
         if self._cuts is None:
             self._cuts = cut_slice(self.places[0], self._member)
         return self._cuts
-
-
-class HostBoundReduction(BoundReduction):
-    """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, of which this
-    rank is number `member`. `keeps_losses`: what the code of `reduce` loses in one step is added in the next."""
-
-    def __init__(
-        self,
-        queue: OperationQueue,
-        places: Sequence[torch.Tensor],
-        *,
-        name: str,
-        reduce: Reduce,
-        member: int,
-        keeps_losses: bool = False,
-    ) -> None:
-        super().__init__(queue, Kind.ALLREDUCE, [places], name=name, reduce=reduce, member=member)
-        # For all of it, though a rank touches its slice alone: the system gives memory to what is touched.
-        self._residual = torch.zeros_like(places[0]) if keeps_losses else None
-
-    def _carry_out(self, views: Sequence[torch.Tensor], transport: Transport) -> None:
-        assert isinstance(transport, CompressingTransport), transport
-        transport.allreduce_resident(views, self._reduce, self._residual)
