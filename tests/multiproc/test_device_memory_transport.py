@@ -17,7 +17,7 @@ from test_shm_transport import Provider
 from transport_checks import check_everything
 
 from hora.engine.shm.segment import Segment
-from hora.engine.transport import device_memory, host_memory
+from hora.engine.transport import cuda_staging, device_memory
 from hora.engine.transport.cuda_ipc import DriverError
 from hora.engine.transport.device_memory import DeviceMemoryTransport
 from hora.engine.transport.distributed import DistributedTransport
@@ -64,7 +64,7 @@ def made(place, guard=lambda: None, refuses=1 << 40):
         patch.setattr(device_memory, "SMALL_BYTES", 64)
         patch.setattr(device_memory, "_FIRST_SLOT_BYTES", 4096)
         patch.setattr(device_memory, "_LARGEST_SLOT_BYTES", 65536)
-        patch.setattr(host_memory, "mark", lambda: SimpleNamespace(synchronize=lambda: None))
+        patch.setattr(cuda_staging, "mark", lambda: SimpleNamespace(synchronize=lambda: None))
         patch.setattr(Memory, "refuses", refuses)
         try:
             transport = DeviceMemoryTransport(
@@ -76,7 +76,7 @@ def made(place, guard=lambda: None, refuses=1 << 40):
                 guard=guard,
                 limit_s=LIMIT_S,
                 complete=lambda: None,
-                staged=host_memory.HostMemoryTransport(cpu),
+                staged=cuda_staging.CudaStagingTransport(cpu),
             )
             yield transport
             transport.close()

@@ -20,10 +20,10 @@ from hora.engine.request import Reduce
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import Guard, Tensors, Transport
 from hora.engine.transport.cuda_ipc import DriverError
+from hora.engine.transport.cuda_staging import CudaStagingTransport, mark
 from hora.engine.transport.device_memory import DeviceMemoryTransport
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.group import connect
-from hora.engine.transport.host_memory import HostMemoryTransport, mark
 from hora.engine.transport.nccl import NcclGroup, gpus_of
 from hora.errors import HorovodInternalError
 
@@ -35,7 +35,7 @@ _SPIN_S = 0.0005
 _PAUSE_S = 0.0001
 _GUARD_EVERY_S = 0.05
 
-Chosen = DistributedTransport | DeviceMemoryTransport | HostMemoryTransport
+Chosen = DistributedTransport | DeviceMemoryTransport | CudaStagingTransport
 
 
 class CudaTransport:
@@ -146,8 +146,8 @@ class CudaTransport:
 
     def _on_shared_gpu(
         self, device: torch.device, share: Callable[[int], Segment] | None
-    ) -> DeviceMemoryTransport | HostMemoryTransport:
-        staged = HostMemoryTransport(self._make_cpu())
+    ) -> DeviceMemoryTransport | CudaStagingTransport:
+        staged = CudaStagingTransport(self._make_cpu())
         if share is None:
             return staged
         segment = share(DeviceMemoryTransport.num_bytes(self._num_members))

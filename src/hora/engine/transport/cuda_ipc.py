@@ -1,4 +1,4 @@
-"""Memory of a GPU that processes share: CUDA's driver, through ctypes.
+"""CUDA's driver, through ctypes: memory of a GPU that processes share, and copies by its copy engine.
 
 torch can share its own tensors, but keeps a file for that in /dev/shm, which a SIGKILL leaves behind, and cannot do it with
 every setting of its allocator. What is allocated here belongs to no allocator and has no name: it goes with the process.
@@ -12,10 +12,11 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["DriverError", "Mapped", "Shared"]
+__all__ = ["DriverError", "Mapped", "Shared", "copy_by_engine"]
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_HOST, _DEVICE = 1, 2  # CUmemorytype
 
 
 class DriverError(Exception):
@@ -76,6 +77,43 @@ class Mapped(_Memory):
     def close(self) -> None:
         """Unmap it."""
         self._let_go("cuIpcCloseMemHandle")
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t),
+        ("source_y", ctypes.c_size_t),
+        ("source_type", ctypes.c_uint),
+        ("source_host", ctypes.c_void_p),
+        ("source_device", ctypes.c_uint64),
+        ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t),
+        ("target_y", ctypes.c_size_t),
+        ("target_type", ctypes.c_uint),
+        ("target_host", ctypes.c_void_p),
+        ("target_device", ctypes.c_uint64),
+        ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("row_bytes", ctypes.c_size_t),
+        ("num_rows", ctypes.c_size_t),
+    )
+
+
+def copy_by_engine(host: torch.Tensor, target: torch.Tensor) -> None:
+    """Queue a copy of pinned memory to the GPU, an even number of bytes, on the current stream.
+
+    A plain copy of less than 32 KiB is done by the processors of the GPU, which then has to change from another process
+    to this one: 150 to 290 µs where two processes share an H200. One of two rows takes the copy engine: 13 µs.
+    """
+    half = host.nbytes // 2
+    copy = _Copy2D(
+        source_type=_HOST, source_host=host.data_ptr(), source_pitch=half, target_type=_DEVICE,
+        target_device=target.data_ptr(), target_pitch=half, row_bytes=half, num_rows=2,
+    )  # fmt: skip
+    _call("cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
 
 
 class _Array:

@@ -7,7 +7,7 @@ part: it is ordered on the stream. In the next step the other slots are used, an
 has thereby read the slots of this one, because its stream works in order.
 
 A GPU changes from one process to another in about a tenth of a millisecond, which decides what is fast here: few steps, each
-with much data. What is small goes through host memory (`HostMemoryTransport`), and so do Adasum and alltoall.
+with much data. What is small goes through host memory (`CudaStagingTransport`), and so do Adasum and alltoall.
 No wait is on the GPU: a dead peer is the guard's business. Made by `CudaTransport`; all calls are on one stream.
 """
 
@@ -24,7 +24,7 @@ from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.base import Guard, Tensors
 from hora.engine.transport.cuda_ipc import DriverError, Mapped, Shared
-from hora.engine.transport.host_memory import HostMemoryTransport
+from hora.engine.transport.cuda_staging import CudaStagingTransport
 from hora.engine.transport.packing import Buffers, pack, portions, unpack
 
 __all__ = ["DeviceMemoryTransport"]
@@ -56,7 +56,7 @@ class DeviceMemoryTransport:
         guard: Guard,
         limit_s: float,
         complete: Callable[[], None],
-        staged: HostMemoryTransport,
+        staged: CudaStagingTransport,
     ) -> None:
         self._exchange, self._member, self._num_members = exchange, member, num_members
         self._guard, self._limit_s, self._complete = guard, limit_s, complete

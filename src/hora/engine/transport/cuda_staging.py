@@ -12,15 +12,18 @@ import torch
 
 from hora.engine.request import Reduce
 from hora.engine.transport.base import Tensors, Transport
+from hora.engine.transport.cuda_ipc import copy_by_engine
 from hora.engine.transport.packing import Buffers, portions
 
-__all__ = ["HostMemoryTransport", "mark"]
+__all__ = ["CudaStagingTransport", "mark"]
 
 _PORTION_BYTES = 4 * 2**20
 _KEEP_BYTES = 64 * 2**20
+# A plain copy to the GPU of fewer bytes does not take the copy engine: see `copy_by_engine`.
+_ENGINE_BYTES = 32 * 2**10
 
 
-class HostMemoryTransport:
+class CudaStagingTransport:
     """CUDA tensors through host memory, over the transport `cpu` of the same members, which its giver closes.
 
     Everything is ordered on the current stream: a copy to pinned memory, the host waits for it, the CPU transport does its
@@ -119,8 +122,17 @@ class HostMemoryTransport:
 
     def _return(self, purpose: str, results: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         for host, output in zip(results, outputs, strict=True):
-            output.copy_(host, non_blocking=True)
+            copy_to_gpu(host, output)
         self._emptied[purpose] = mark()
+
+
+def copy_to_gpu(host: torch.Tensor, output: torch.Tensor) -> None:
+    """Queue a copy of pinned memory to a contiguous tensor of the same type, on the current stream."""
+    num_bytes = host.nbytes
+    if output.is_cuda and 0 < num_bytes < _ENGINE_BYTES and num_bytes % 2 == 0:
+        copy_by_engine(host, output)
+    else:
+        output.copy_(host, non_blocking=True)
 
 
 def mark() -> torch.cuda.Event:

@@ -11,7 +11,7 @@ import pytest
 from groups import make_group
 from transport_checks import PORTION_BYTES, check_everything
 
-from hora.engine.transport import host_memory
+from hora.engine.transport import cuda_staging
 from hora.engine.transport.distributed import DistributedTransport
 
 
@@ -19,9 +19,9 @@ from hora.engine.transport.distributed import DistributedTransport
 def test_every_operation_is_right(place):
     cpu = DistributedTransport(make_group("gloo", place.store, place.rank, place.size), place.rank, place.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory, "_PORTION_BYTES", PORTION_BYTES)
-        patch.setattr(host_memory, "mark", lambda: SimpleNamespace(synchronize=lambda: None))
-        transport = host_memory.HostMemoryTransport(cpu)
+        patch.setattr(cuda_staging, "_PORTION_BYTES", PORTION_BYTES)
+        patch.setattr(cuda_staging, "mark", lambda: SimpleNamespace(synchronize=lambda: None))
+        transport = cuda_staging.CudaStagingTransport(cpu)
         assert transport.name == "staged-gloo"
         results = check_everything(transport, place.rank, place.size)
         transport.close()
