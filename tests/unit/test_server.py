@@ -92,6 +92,18 @@ def test_a_process_of_another_user_is_not_let_in(
     place.connect().close()
 
 
+def test_only_a_stranger_at_a_port_that_hangs_up_is_reported(place: Place, caplog: pytest.LogCaptureFixture):
+    """A local socket's other end is this user's: it wants to know who serves the name, and needs no key for that."""
+    for where in (place.name, place.tcp):
+        sockets.open_socket(where, limit_s=LIMIT_S).close()
+        with place.connect(where) as connection:  # accepted after that one
+            connection.send({})
+            connection.receive(limit_s=LIMIT_S)
+    (record,) = caplog.records
+    assert "127.0.0.1" in record.getMessage()
+    assert "hung up without identifying itself" in record.getMessage()
+
+
 def test_a_payload_above_the_servers_limit_ends_the_connection(place: Place):
     with place.connect() as connection:
         connection.send({}, bytes(1 << 20))

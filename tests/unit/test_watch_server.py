@@ -230,17 +230,65 @@ def test_too_many_viewers_are_refused_and_the_others_are_served(served):
             sock.close()
 
 
-def test_strangers_that_say_nothing_do_not_keep_the_viewers_out(served, monkeypatch):
+@pytest.mark.parametrize(
+    "said", ["", "GET /page.js HTTP/1.1\r\nHost: {host}\r\n\r\n", "POST /api/stop HTTP/1.1\r\nHost: {host}\r\n"]
+)
+def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
+    """Three times as many as there is room for: silent ones, ones that do not read the answer, ones that do not finish."""
     _, page, _ = served
-    monkeypatch.setattr("hora.watch.http._READ_LIMIT_S", 0.3)
     host, port = page.url.split("/")[2].split(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(2 * server.MAX_CONNECTIONS)]
+    crowd = []
     try:
-        time.sleep(0.8)
+        for _ in range(3 * server.MAX_STRANGERS):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.connect((host, int(port)))
+            sock.sendall(said.format(host=f"{host}:{port}").encode())
+            crowd.append(sock)
         assert _ask(page, "/api/run")[0] == 200
+        stream = snapshots(page)
+        assert "everything" in next(stream)
+        stream.close()
     finally:
-        for sock in silent:
+        for sock in crowd:
             sock.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET //[x HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET //[x HTTP/1.1\r\nHost: {host}\r\n\r\n",
+        b"GET /%ff%00 HTTP/1.1\r\nHost: {host}\r\n\r\n",
+        b"POST /api/stop HTTP/1.1\r\nHost: {host}\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"POST /api/stop HTTP/1.1\r\nHost: {host}\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1." + b"\xc2\xb2" + b"\r\n\r\n",
+        b"\r\n\r\n",
+        b" / \r\n\r\n",
+    ],
+)
+def test_what_strangers_send_writes_nothing_into_the_jobs_log(served, data, caplog):
+    _, page, _ = served
+    host, port = page.url.split("/")[2].split(":")
+    for _ in range(20):
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(data.replace(b"{host}", f"{host}:{port}".encode()))
+            assert sock.recv(13)[9:] in (b"400 ", b"401 ", b"421 ")
+    assert _ask(page, "/api/run")[0] == 200
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"rank": ' + "[" * 20000 + "]" * 20000 + "}", '{"rank": Infinity}', '{"rank": NaN}', '{"rank": 1e999}',
+     '{"rank": ' + "9" * 5000 + "}", '{"rank": 1, "seconds": NaN}', '{"rank": 1, "seconds": 1' + "0" * 400 + "}"],
+)  # fmt: skip
+def test_hostile_json_is_refused_in_words(served, body, caplog):
+    _, page, wishes = served
+    status, text, _ = _ask(page, "/api/profile", "POST", body=body)
+    assert (status, text[:21]) == (400, b"this cannot be done: ")
+    assert wishes.wishes == []
+    assert caplog.records == []
 
 
 def test_a_viewer_that_does_not_read_is_dropped_and_costs_nothing(served, monkeypatch):

@@ -309,9 +309,9 @@ class Server:
         except OSError:
             data = b""
         try:
-            if not data and handshake is not None:
+            if not data and handshake is not None and peer.sock.family != socket.AF_UNIX:
                 self._turn_away(peer, "it hung up without identifying itself")
-            elif not data:
+            elif not data:  # from a local socket: the same user's process, which wanted to know whether anybody is here
                 self._drop(peer)
             elif handshake is not None:
                 self._greet(peer, handshake, data)

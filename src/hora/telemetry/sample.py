@@ -7,6 +7,7 @@ from a rank is decoded within limits and refused when it makes no sense.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ MAX_REPORT_BYTES = 64 * 1024
 _MAX_METRICS = 64
 _MAX_EVENTS = 64
 _MAX_NAME = 200
+_MAX_STEPS = 2**63
 
 
 class Sample(NamedTuple):
@@ -102,14 +104,38 @@ class Report:
             rest = json.loads(data[_SAMPLE.size :]) if len(data) > _SAMPLE.size else {}
             if version != _VERSION or not isinstance(rest, dict):
                 raise ValueError(f"version {version}")
+            if not all(map(math.isfinite, values)):
+                raise ValueError("not a report: a duration or a count is not a number")
             waiting = rest.get("w")
             return cls(
                 Sample._make(values),
-                None if waiting is None else (str(waiting[0])[:_MAX_NAME], float(waiting[1]), tuple(waiting[2])),
+                None if waiting is None else _waiting(*waiting),
                 {str(key)[:_MAX_NAME]: float(value) for key, value in list(rest.get("m", {}).items())[:_MAX_METRICS]},
                 tuple((str(kind)[:_MAX_NAME], str(text)) for kind, text in rest.get("e", ())[:_MAX_EVENTS]),
-                dict(rest.get("h", {})),
-                int(rest.get("t", 0)),
+                _host(rest.get("h", {})),
+                min(max(int(rest.get("t", 0)), 0), _MAX_STEPS),
             )
-        except (struct.error, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        except (
+            struct.error,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"not a report: {error}") from None
+
+
+def _waiting(name: Any, waited_s: Any, ranks: Any) -> tuple[str, float, tuple[int, ...]]:
+    if not math.isfinite(waited_s):
+        raise ValueError("not a report: nobody waits for ever")
+    return str(name)[:_MAX_NAME], float(waited_s), tuple(map(int, ranks))
+
+
+def _host(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and texts by name, and a list of such for GPUs."""
+    found: dict[str, Any] = {key: one for key, one in facts.items() if isinstance(one, (int, float, str))}
+    if gpus := facts.get("gpus"):
+        found["gpus"] = [_host({**gpu, "gpus": None}) for gpu in gpus]
+    return found

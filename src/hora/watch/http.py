@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-__all__ = ["Answer", "BadRequest", "Request", "read_request", "write", "write_answer"]
+__all__ = ["MAX_HEAD_BYTES", "Answer", "BadRequest", "Request", "head_of", "read_request", "write", "write_answer"]
 
-_MAX_HEAD_BYTES = 16 * 1024
+MAX_HEAD_BYTES = 16 * 1024
 _MAX_BODY_BYTES = 64 * 1024
 _READ_LIMIT_S = 10.0
 _WRITE_LIMIT_S = 10.0
@@ -57,7 +57,7 @@ async def _read(reader: asyncio.StreamReader) -> Request | None:
     length = request.headers.get("content-length", "0")
     if "transfer-encoding" in request.headers or not length.isascii() or not length.isdigit():
         raise BadRequest("say how long the body is")
-    if int(length) > _MAX_BODY_BYTES:
+    if len(length) > 8 or int(length) > _MAX_BODY_BYTES:
         raise BadRequest("the body is too long")
     try:
         body = await reader.readexactly(int(length))
@@ -81,7 +81,7 @@ def _parse(head: bytes) -> Request:
         if not colon or not name or name != name.strip() or (name in headers and name in _SINGLE):
             raise BadRequest("a header makes no sense")
         headers[name] = value.strip()
-    return Request(method, unquote(urlsplit(target).path), headers)
+    return Request(method, unquote(target.partition("?")[0]), headers)
 
 
 def head_of(answer: Answer, extra: Mapping[str, str], *, length: int | None) -> bytes:
@@ -101,6 +101,3 @@ async def write(writer: asyncio.StreamWriter, data: bytes) -> None:
     """TimeoutError when the other side does not read."""
     writer.write(data)
     await asyncio.wait_for(writer.drain(), _WRITE_LIMIT_S)
-
-
-MAX_HEAD_BYTES = _MAX_HEAD_BYTES

@@ -22,6 +22,7 @@ _MIN_LATENESS = 0.04
 WINDOW_S = 8.0
 _SLICE_S = 1.5
 _MIN_SLICES = 3
+_LONGEST_S = 600.0
 _MIN_STEPS = 4
 _PERSISTENT = 0.7
 _OWN_PARTS = ("data", "forward", "backward", "optimizer")
@@ -113,7 +114,7 @@ def _slowdown(sample: Sample, others: Sequence[Sample]) -> float:
 def _since(rank: int, recent: Mapping[int, Sequence[Timed]], now: float) -> float | None:
     """When it began, by slices of the time before now; None when it is not yet, or no longer, the rule."""
     verdicts: list[tuple[float, bool]] = []
-    oldest = min((samples[0][0] for samples in recent.values() if samples), default=now)
+    oldest = max(min((samples[0][0] for samples in recent.values() if samples), default=now), now - _LONGEST_S)
     end = now
     while end > oldest - _SLICE_S / 2:
         column = _between(recent, end - _SLICE_S, end)

@@ -191,7 +191,7 @@ class Dashboard:
         run, data = self._run, io.BytesIO()
         with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as bundle:
             bundle.writestr(zipfile.ZipInfo("run.hora"), self._recorder.contents())
-            bundle.writestr("now.json", json.dumps(view.everything(run), indent=1))
+            bundle.writestr("now.json", view.as_json(view.everything(run)))
             lines = (f"{line.at:.3f} [{line.rank}]<{line.stream}>: {line.text}\n" for line in run.lines)
             bundle.writestr("output.txt", "".join(lines))
             bundle.writestr("README", "Open run.hora with `hora view run.hora`.\n")

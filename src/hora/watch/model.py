@@ -28,6 +28,8 @@ _MAX_RANKS = 4096
 # A rank that waits is news when it waits this long, and longer than it usually does.
 _LONG_WAIT_S = 1.5
 STUCK_S = 5.0
+_LAST_TIME = 1e11  # seconds since the epoch: what is later, in a file of somebody else's, is no time
+_MAX_GENERATION = 2**31
 
 
 class Entry(NamedTuple):
@@ -85,11 +87,17 @@ class Pending:
 
 
 class Run:
-    """One job. `facts`: id, title, command, began (seconds since the epoch), elastic, launcher."""
+    """One job. `facts`: id, title, command, began (seconds since the epoch), elastic, launcher: texts and numbers.
+
+    ValueError if it began at no time.
+    """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
-        self.facts = dict(facts)
-        self.began = float(self.facts.get("began", 0.0))
+        self.facts = {str(key): one for key, one in facts.items() if one is None or isinstance(one, (str, int, float))}
+        try:
+            self.began = _time(facts.get("began", 0.0))
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"a job begins at a time, in seconds since 1970, not at {facts['began']!r:.100}") from None
         self.now = self.began
         self.grid = Grid(self.began)
         self.generation = -1
@@ -114,23 +122,26 @@ class Run:
 
     def take(self, entry: Entry) -> None:
         """Take in an entry. ValueError for one that makes no sense."""
-        self.now = max(self.now, entry.at)
+        self.now = max(self.now, _time(entry.at))
         handler = _HANDLERS.get(entry.kind)
         if handler is None:
             raise ValueError(f"unknown entry {entry.kind!r}")
         try:
             handler(self, entry)
-        except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"a damaged entry {entry.kind!r}: {error!r}") from None
 
     def _world(self, entry: Entry) -> None:
         """{"generation": g, "places": [[worker, rank, host], …]}"""
         news = json.loads(entry.data)
-        self.generation = int(news["generation"])
-        former = self._by_worker
-        self.places, self._by_worker = {}, {}
-        for worker, rank, host in news["places"][:_MAX_RANKS]:
-            place = Place(int(rank), int(worker), str(host)[:200])
+        generation, former = int(news["generation"]), self._by_worker
+        if not 0 <= generation < _MAX_GENERATION:
+            raise ValueError("no generation has this number")
+        places = [Place(int(rank), int(worker), str(host)[:200]) for worker, rank, host in news["places"]]
+        self.generation, self.places, self._by_worker = generation, {}, {}
+        for place in places:
+            if not 0 <= place.rank < _MAX_RANKS:
+                continue
             if place.worker in former and former[place.worker].state == "here":
                 place.state = "here"
             self.places[place.rank] = self._by_worker[place.worker] = place
@@ -336,6 +347,13 @@ class Run:
 
     def as_facts(self) -> dict[str, Any]:
         return {**self.facts, "generation": self.generation}
+
+
+def _time(seconds: float) -> float:
+    """Return the time. ValueError for one that no clock shows."""
+    if not 0.0 <= float(seconds) <= _LAST_TIME:  # nor is NaN
+        raise ValueError("an entry at no time")
+    return float(seconds)
 
 
 def _frames(frames: Sequence[Any]) -> list[list[Any]]:

@@ -98,7 +98,7 @@ def read_entries(path: str | Path) -> tuple[dict[str, Any], Iterator[Entry]]:
         facts = json.loads(file.readline(_MAX_HEADER_BYTES))
         if not isinstance(facts, dict):
             raise ValueError("no facts")
-    except ValueError:
+    except (ValueError, RecursionError):
         file.close()
         raise ValueError(f"{path} is damaged: its first lines do not say what was recorded") from None
     return facts, _entries(file)
@@ -129,9 +129,12 @@ def _entries_of(data: bytes) -> Iterator[Entry]:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run that a recording tells of."""
+    """Return the run that a recording tells of. ValueError when the file is none."""
     facts, entries = read_entries(path)
-    run = Run(facts)
+    try:
+        run = Run(facts)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     for entry in entries:
         try:
             run.take(entry)

@@ -26,4 +26,6 @@ def open_recording(path: str | Path, *, listen: str = "") -> tuple[Server, Page]
     access = Access(new_token(), hosts)
     server = Server(run, access, timeline=timeline, live=False)
     server.start([sock])
-    return server, Page(url, access.token, str(run.facts.get("title", "") or Path(path).name), os.getpid())
+    title = str(run.facts.get("title", "") or Path(path).name)
+    plain = "".join(letter if letter.isprintable() else "?" for letter in title[:200])  # it is shown in a terminal
+    return server, Page(url, access.token, plain, os.getpid())

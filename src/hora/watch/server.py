@@ -2,7 +2,8 @@
 
 Entries come from any thread (`feed`) and are taken in here, so nothing in the run needs a lock. Once a second what has
 changed is put into words once, for all viewers. A viewer that does not keep up is dropped; the page comes back by itself
-and starts afresh. Strangers get ten seconds, no memory to speak of, and nothing of the run.
+and starts afresh. Strangers get ten seconds, no memory to speak of, and nothing of the run; when they are too
+many, the oldest one from where most of them come is shown out, so that a crowd does not keep the owner from the page.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from hora.watch.model import Entry, Run
 
 __all__ = ["Controls", "Server"]
 
-MAX_CONNECTIONS = 96
+MAX_STRANGERS = 96  # connections that have not shown the token
 MAX_VIEWERS = 32
 _TICK_S = 1.0
 _HEARTBEAT_S = 15.0
@@ -76,6 +77,8 @@ class Server:
         self._waiting: deque[Entry] = deque(maxlen=_MAX_WAITING_ENTRIES)
         self._viewers: dict[asyncio.Queue[bytes | None], None] = {}
         self._num_connections = 0
+        self._strangers: dict[asyncio.Task[Any], str] = {}  # in order of their arrival, with their address
+        self._has_complained = False
         self._sent = _Sent()
         self._new_stacks = False
         self._sockets: list[socket.socket] = []
@@ -144,6 +147,7 @@ class Server:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(lambda _, context: self._complain(context.get("exception")))
         try:
             self._loop.run_until_complete(self._serve())
         finally:
@@ -203,22 +207,45 @@ class Server:
     # ---- connections --------------------------------------------------------------------------------------
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
         self._num_connections += 1
+        self._receive_stranger(task, writer)
         try:
-            if self._num_connections > MAX_CONNECTIONS:
-                await write_answer(writer, Answer(b"too many connections\n", status=503), self._access.headers())
-                return
-            request = await read_request(reader)
-            if request is not None:
-                await self._answer(request, reader, writer)
-        except BadRequest as error:
-            with contextlib.suppress(OSError, TimeoutError):
-                await write_answer(writer, Answer(f"{error}\n".encode(), status=400), self._access.headers())
-        except (OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
-            pass  # it left, or it was too slow
+            await self._converse(reader, writer)
+            writer.close()
+        except Exception as error:
+            self._complain(error)
         finally:
             self._num_connections -= 1
-            writer.close()
+            self._strangers.pop(task, None)
+            if not writer.is_closing():  # what it does not read is not kept for it
+                writer.transport.abort()
+
+    def _receive_stranger(self, task: asyncio.Task[Any], writer: asyncio.StreamWriter) -> None:
+        if len(self._strangers) >= MAX_STRANGERS:
+            [(crowd, _)] = Counter(self._strangers.values()).most_common(1)
+            oldest = next(one for one, address in self._strangers.items() if address == crowd)
+            del self._strangers[oldest]
+            oldest.cancel()
+        self._strangers[task] = str((writer.get_extra_info("peername") or ("",))[0])
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError, asyncio.CancelledError):
+            try:  # suppressed: it left, was too slow, or was shown out
+                request = await read_request(reader)
+                if request is not None:
+                    await self._answer(request, reader, writer)
+            except BadRequest as error:
+                await write_answer(writer, Answer(f"{error}\n".encode(), status=400), self._access.headers())
+            return
+        writer.transport.abort()
+
+    def _complain(self, error: object) -> None:
+        """Report an unexpected error in full, once: whoever can cause one must not fill the job's log."""
+        if not self._has_complained and isinstance(error, Exception):
+            self._has_complained = True
+            _log.error("the live page failed to answer a request (told once)", exc_info=error)
 
     async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         extra = self._access.headers()
@@ -230,7 +257,11 @@ class Server:
             refusal = self._access.check_token(request.headers)
         if refusal is not None:
             await write_answer(writer, Answer(f"{refusal.text}\n".encode(), status=refusal.status), extra)
-        elif request.path == "/api/stream" and request.method == "GET":
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._strangers.pop(task, None)
+        if request.path == "/api/stream" and request.method == "GET":
             await self._stream(reader, writer, extra)
         else:
             await write_answer(writer, self._respond(request), extra)
@@ -241,7 +272,8 @@ class Server:
             if request.path == "/api/run":
                 return _json(self._everything())
             if request.path == "/metrics":
-                return Answer(prometheus.exposition(self.run).encode(), prometheus.CONTENT_TYPE)
+                text = prometheus.exposition(self.run)
+                return Answer(text.encode(errors="replace"), prometheus.CONTENT_TYPE)
             if request.path == "/api/timeline" and self._timeline is not None:
                 return _json(self._timeline)
             if request.path == "/api/bundle" and self._bundle is not None:
@@ -255,7 +287,7 @@ class Server:
         if controls is None or self.run.outcome is not None:
             return Answer(b"the job is over: there is nothing to do any more\n", status=409)
         try:
-            arguments: Mapping[str, Any] = json.loads(body or b"{}")
+            arguments: Mapping[str, Any] = json.loads(body or b"{}", parse_constant=_refuse)
             if action == "stacks":
                 controls.stacks()
             elif action == "profile":
@@ -266,7 +298,7 @@ class Server:
                 controls.remove(int(arguments["rank"]))
             else:
                 return Answer(b"there is no such action\n", status=404)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             return Answer(f"this cannot be done: {error}\n".encode(), status=400)
         return _json({"done": action})
 
@@ -329,7 +361,7 @@ class _Sent:
     def news(self, run: Run) -> dict[str, Any]:
         news: dict[str, Any] = {}
         now = view.head(run)
-        key = json.dumps({**now, "now": 0})
+        key = view.as_json({**now, "now": 0})
         if key != self._head:
             self._head, news["head"] = key, now
         grid = run.grid
@@ -355,8 +387,12 @@ def _put(viewer: asyncio.Queue[bytes | None], data: bytes | None) -> bool:
         return False
 
 
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not JSON")
+
+
 def _line(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    return view.as_json(value).encode() + b"\n"
 
 
 def _json(value: Any) -> Answer:

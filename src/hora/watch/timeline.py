@@ -7,6 +7,7 @@ it is reduced. Pure: bytes in, plain values for JSON out. Perfetto opens the fil
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ MAX_BYTES = 512 * 2**20
 _MAX_SPANS = 60_000
 _MAX_TENSORS = 2_000
 _NEGOTIATE = "NEGOTIATE_"
+_LAST_US = 1e17  # microseconds
 
 
 def is_timeline(path: str | Path) -> bool:
@@ -37,7 +39,7 @@ def read_timeline(path: str | Path) -> dict[str, Any]:
     try:
         for event in _events(data):
             reading.take(event)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is neither a recorded run nor a timeline: {error}") from None
     if not reading.spans:
         raise ValueError(f"{path} is neither a recorded run nor a timeline with tensors in it")
@@ -77,13 +79,13 @@ class _Reading:
             arguments = event.get("args", {})
             if event.get("name") == "process_name" and "name" in arguments:
                 self._names[pid] = str(arguments["name"])[:300]
-            self._began_us = float(arguments.get("start_time_since_epoch_in_micros", self._began_us))
+            self._began_us = _number(arguments.get("start_time_since_epoch_in_micros", self._began_us))
         elif phase == "B":
-            self._open[pid].append((str(event["name"])[:100], float(event["ts"])))
-        elif phase == "X" and str(event.get("name", "")).isdigit():
-            self._arrivals[pid].setdefault(int(event["name"]), float(event["ts"]))
+            self._open[pid].append((str(event["name"])[:100], _number(event["ts"])))
+        elif phase == "X" and str(event.get("name", "")).isdecimal():
+            self._arrivals[pid].setdefault(int(event["name"]), _number(event["ts"]))
         elif phase == "E" and self._open[pid]:
-            self._end(pid, float(event["ts"]))
+            self._end(pid, _number(event["ts"]))
 
     def _end(self, pid: int, at: float) -> None:
         name, began = self._open[pid].pop()
@@ -107,3 +109,10 @@ class _Reading:
             "late": [[rank, len(waits), round(sum(waits))] for rank, waits in sorted(self._last.items())],
             "num_left_out": self._num_left_out,
         }
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > _LAST_US:
+        raise ValueError(f"{number:g} is no time")
+    return number

@@ -6,6 +6,7 @@ ever grow. Nothing here is HTML and nothing may become it: the page puts every t
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from hora.telemetry import PARTS, Sample
 from hora.watch.lateness import Straggler, added, lateness
 from hora.watch.model import Place, Run
 
-__all__ = ["columns", "events", "everything", "head", "lines", "sentence"]
+__all__ = ["as_json", "columns", "events", "everything", "head", "lines", "sentence"]
 
 _RECENT_S = 15.0
 _FIRST_LINES = 1500
@@ -25,6 +26,22 @@ _PART_WORDS = {
     "backward": "in the backward pass",
     "optimizer": "in the optimizer",
 }
+
+
+def as_json(value: Any) -> str:
+    """Encode as JSON that browsers read: a number that JSON does not have (NaN, Infinity) becomes null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def everything(run: Run) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import resource
 import socket
@@ -42,6 +43,8 @@ _BACKEND_MARGIN_S = 30.0
 _MANY_DESCRIPTORS = 65_536
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # a program for the kernel's packet filter: return 0, which is nothing
+
+log = logging.getLogger("hora")
 
 
 class GlooGroup(ProcessGroup):
@@ -158,12 +161,20 @@ class _Connections:
     def shut_the_door(self) -> None:
         """Have the kernel drop all that comes to the listener from now on: every member has connected."""
         program = ctypes.create_string_buffer(_DROP)
-        for descriptor, (_, peer) in self.descriptors.items():
-            # A kernel may know no such filters; then the number of descriptors is all that protects us.
-            with _borrowed(descriptor) as sock, contextlib.suppress(OSError):
-                if sock is not None and peer is None:
-                    filter = struct.pack("HL", 1, ctypes.addressof(program))
+        for descriptor, (own, peer) in self.descriptors.items():
+            with _borrowed(descriptor) as sock:
+                if sock is None or peer is not None:
+                    continue
+                filter = struct.pack("HL", 1, ctypes.addressof(program))
+                try:
                     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter)
+                except OSError as error:  # a sandbox; the number of descriptors is all that protects us then
+                    log.warning(
+                        "gloo's listener at %s:%d stays open to strangers, because the kernel refuses a filter for it (%s): "
+                        "keep others from this port, or leave HORA_TRANSPORT=gloo out",
+                        *own,
+                        error,
+                    )
 
     def shut_down(self) -> None:
         """Break the connections. Not the listener: gloo ends the process when that fails."""

@@ -47,17 +47,34 @@ def join(place: Place, secret: bytes, *, limit_s: float) -> int:
 
     StartTimeoutError's sister TimeoutError when no controller comes in time; RuntimeError when it refuses, or is lost.
     """
-    with ended_by_signals() as signals, _reach(place, secret, limit_s) as connection:
-        welcome = _introduce(connection, place)
+    with ended_by_signals() as signals, contextlib.ExitStack() as stack:
+        connection, welcome = _enter(place, secret, limit_s)
+        stack.enter_context(connection)
         agent = _Agent(connection, welcome, secret)
         if welcome["elastic"]:
             signals.first = agent.leave
         return agent.run()
 
 
-def _reach(place: Place, secret: bytes, limit_s: float) -> Connection:
-    """Connect as soon as the controller is there."""
+def _enter(place: Place, secret: bytes, limit_s: float) -> tuple[Connection, Mapping[str, Any]]:
+    """Connect and introduce this node; what the controller answered."""
     deadline = time.monotonic() + limit_s
+    while True:
+        connection = _reach(place, secret, limit_s, deadline)
+        try:
+            return connection, _introduce(connection, place)
+        except (EOFError, ConnectionError):
+            # A crowd of strangers can push a node out whose proof has not been read yet: come again.
+            connection.close()
+            if deadline - time.monotonic() <= _RETRY_S:
+                raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _reach(place: Place, secret: bytes, limit_s: float, deadline: float) -> Connection:
+    """Connect as soon as the controller is there."""
     while True:
         left_s = deadline - time.monotonic()
         try:
@@ -76,6 +93,7 @@ def _reach(place: Place, secret: bytes, limit_s: float) -> Connection:
 
 
 def _introduce(connection: Connection, place: Place) -> Mapping[str, Any]:
+    """Return the controller's welcome. RuntimeError when it refuses; EOFError, ConnectionError when it hangs up."""
     connection.send(
         {
             "op": "join",
@@ -88,8 +106,8 @@ def _introduce(connection: Connection, place: Place) -> Mapping[str, Any]:
     )
     try:
         answer, _ = connection.receive(limit_s=_ANSWER_LIMIT_S)
-    except (EOFError, OSError):
-        raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
+    except TimeoutError:
+        raise RuntimeError(f"the first node, {place.host}, did not answer within {_ANSWER_LIMIT_S:g} s") from None
     connection.sock.settimeout(None)
     if answer["op"] != "welcome":
         raise RuntimeError(f"the first node, {place.host}, refused this one: {answer.get('why')}")
