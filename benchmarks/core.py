@@ -1,4 +1,4 @@
-"""The bars of the fast core: collectives and training steps of one host, each contender in processes of its own.
+"""The fast core: collectives and training steps of one host, each contender in processes of its own.
 
     python -m benchmarks.core                         np = 2: all parts, about ten minutes
     python -m benchmarks.core --quick                 a look at everything, about two minutes
@@ -31,17 +31,10 @@ from benchmarks.collectives import num_bytes
 from benchmarks.core_rank import MANY, PLAIN, built_deepspeed
 from benchmarks.models import WORKLOADS
 from benchmarks.names import some_of
+from benchmarks.training import PEERS
 
 PARTS = ("collectives", "training", "phases", "many", "idle", "profile")
 SIZES = ("4K", "64K", "1M", "16M", "64M")
-# What is asked of two ranks on two cores: pure Python, native.
-BARS: dict[str, dict[str, tuple[float, float]]] = {
-    "sum": {"4K": (10, 20), "64K": (8, 12), "1M": (3, 4), "16M": (2.5, 3), "64M": (2, 2.5)},
-    "average": {"4K": (8, 16), "64K": (7, 10), "1M": (3, 4), "16M": (2.3, 3), "64M": (2, 2.5)},
-    "registered": {"4K": (10, 20), "64K": (10, 15), "1M": (6, 10), "16M": (4, 7), "64M": (3, 4)},
-    "many": {"1000x1K": (15, 25)},
-}
-STEP_BARS = {"tiny MLP": (2.5, 2.5), "MLP 4x2048": (1.5, 1.9), "ResNet18": (1.05, 1.08)}
 OURS = ("python", "native")
 LIMIT_S = 600.0  # to start, or for one turn
 
@@ -160,15 +153,13 @@ def show_case(row: dict[str, Any], num_ranks: int) -> str:
     for name in OURS:
         if name in us:
             ratios = [theirs / mine for theirs, mine in zip(us["gloo"], us[name], strict=True)]
-            bar = BARS.get(row["case"], {}).get(row["size"], (0, 0))[OURS.index(name)]
-            asked = f" (asked {bar:g})" if bar and num_ranks == 2 else ""
             copies = f" = {medians[name] / medians['copy']:5.1f} copies" if "copy" in us else ""
-            text += f"   {name} {medians[name]:9.1f} us{copies} times {spread(ratios)}{asked}"
+            text += f"   {name} {medians[name]:9.1f} us{copies} times {spread(ratios)}"
     return text + (f"   deepspeed {medians['deepspeed']:9.1f} us" if "deepspeed" in us else "")
 
 
 def collectives(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every row of the bars."""
+    """Every case and size."""
     np, rounds, rows, contenders = arguments.num_ranks, arguments.rounds, [], ["gloo", *ours()]
     if "DEEPSPEED_SOURCE" in os.environ:
         built_deepspeed()  # once, before its ranks load it
@@ -185,9 +176,9 @@ def collectives(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def training(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Training steps against DDP, and alone: two ranks that do not talk."""
+    """Training steps against DDP, DDP with warm memory, and alone: two ranks that do not talk."""
     rows = []
-    with groups(["alone", "DDP", "overlap", "sharded"], arguments.num_ranks) as found:
+    with groups(["alone", *PEERS, "overlap", "sharded"], arguments.num_ranks) as found:
         for model in arguments.models:
             losses = {name: group.ask("make", model)[0][-1] for name, group in found.items()}
             times: dict[str, list[float]] = {}
@@ -208,10 +199,10 @@ def show_step(row: dict[str, Any], num_ranks: int) -> str:
     for name, values in ms.items():
         cpu = statistics.median(row["cpu_ms"][name])
         text += f" {name} {statistics.median(values):.2f} ms (cpu {cpu:.2f}) "
-    for index, name in enumerate(("overlap", "sharded")):
-        ratios = [theirs / mine for theirs, mine in zip(ms["DDP"], ms[name], strict=True)]
-        bar = STEP_BARS[row["model"]][index]
-        text += f" DDP/{name} {spread(ratios)}" + (f" (asked {bar:g})" if num_ranks == 2 else "")
+    for peer in PEERS:
+        for name in ("overlap", "sharded"):
+            ratios = [theirs / mine for theirs, mine in zip(ms[peer], ms[name], strict=True)]
+            text += f" {peer}/{name} {spread(ratios)}"
     losses = [loss for name, loss in row["losses"].items() if name != "alone"]
     return text + ("  losses equal" if max(losses) - min(losses) < 1e-3 else f"  losses {losses}")
 

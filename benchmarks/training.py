@@ -1,10 +1,11 @@
 """Whole training steps against DistributedDataParallel over gloo, in turns: `python -m benchmarks.training`.
 
 Every contender trains the same model from the same start on the same batches with the same optimizer implementation:
-a step without communication, DDP, Hora with overlapped reduction, Hora sharded. Each has processes of its own, as a user
-would run it, and sleeps while the others have their turn; with `--together` all live in the same processes, where DDP
-also gains from what `hvd.init()` does to the process. Reports medians over rounds, the spread, ratios of DDP's time to
-ours, and that the losses agree. `--profile` shows where a step's time goes.
+a step without communication, DDP, DDP with the malloc settings of `hvd.init()` ("DDP-warm": freed memory stays with the
+process), Hora with overlapped reduction, Hora sharded. Each has processes of its own, as a user would run it, and sleeps
+while the others have their turn; with `--together` all live in the same processes, where all have warm memory. Reports
+medians over rounds, the spread, ratios of both DDPs' time to ours, and that the losses agree. `--profile` shows where a
+step's time goes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from torch.nn import functional
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.names import some_of
+from hora.engine.malloc import keep_freed_memory
 
-CONTENDERS = ("alone", "DDP", "overlap", "sharded")
+CONTENDERS = ("alone", "DDP", "DDP-warm", "overlap", "sharded")
+PEERS = ("DDP", "DDP-warm")
 OURS = ("overlap", "sharded")
 COMPRESSED = ("fp16", "bf16", "int8")  # as "overlap", with this compression (`hosts_training`)
 OPTIMIZERS = ("sgd", "adam")
@@ -52,7 +55,7 @@ def make_step(
     """One training step of a contender, as a function that returns the loss. `mark` is called after each of its phases."""
     torch.manual_seed(0)
     model: nn.Module = workload.build()
-    if contender == "DDP":
+    if contender in PEERS:
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = make_optimizer(optimizer_kind, model.parameters())
     if contender in (*OURS, *COMPRESSED):
@@ -94,6 +97,8 @@ def worker(arguments: argparse.Namespace) -> None:
         cores = sorted(os.sched_getaffinity(0))
         share = len(cores) // size
         os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+    if "DDP-warm" in contenders:
+        keep_freed_memory()
     if not set(contenders) <= set(OURS):
         dist.init_process_group("gloo", init_method=f"file://{arguments.meet}", rank=rank, world_size=size)
     if not set(contenders).isdisjoint(OURS):
@@ -233,13 +238,13 @@ def report(result: dict[str, Any]) -> str:
         parts.append(f"{name} {medians[name]:.2f} ms ({min(times):.2f}..{max(times):.2f}; cpu {cpu:.2f})")
         if name == "alone":
             parts.append(f"its slowest rank {statistics.median(result['slowest_ms'][name]):.2f} ms")
-    for name in OURS:
-        if name in medians and "DDP" in medians:
-            # Rounds are interleaved, so their ratios are steadier than the ratio of medians on a busy machine.
-            ratios = [d / o for d, o in zip(result["ms"]["DDP"], result["ms"][name], strict=True)]
-            cpu = statistics.median(result["cpu_ms"]["DDP"]) / statistics.median(result["cpu_ms"][name])
-            spread = f"{min(ratios):.2f}..{max(ratios):.2f}"
-            parts.append(f"DDP/{name} {statistics.median(ratios):.2f} ({spread}; cpu {cpu:.2f})")
+    for peer in PEERS:
+        for name in OURS:
+            if peer in medians and name in medians:
+                # Rounds are interleaved, so their ratios are steadier than the ratio of medians on a busy machine.
+                ratios = [theirs / ours for theirs, ours in zip(result["ms"][peer], result["ms"][name], strict=True)]
+                spread = f"{min(ratios):.2f}..{max(ratios):.2f}"
+                parts.append(f"{peer}/{name} {statistics.median(ratios):.2f} ({spread})")
     losses = [loss for name, loss in result["losses"].items() if name != "alone"]
     parts.append(f"losses {losses}" if max(losses, default=0) - min(losses, default=0) > 1e-3 else "losses equal")
     return "  ".join(parts)
