@@ -1,4 +1,4 @@
-"""What a user does through Spark Connect, as a program: `connect_client.py sc://host:port FOLDER SCENARIO …`.
+"""What a user does through Spark Connect, as a program: `connect_client.py sc://host:port|local[n] FOLDER SCENARIO …`.
 
 A process of its own, because one with a classic session cannot have a Connect one. Prints a JSON object: scenario -> what it
 found, or {"error": its type, "text": its words}.
@@ -183,7 +183,9 @@ def workers(spark, folder):
 
     names = ("CDSW_ENGINE_ID", "CDSW_IP_ADDRESS", "SPARK_TEST_CLUSTER", "MINE")
     code = f"import os, sys\nprint([os.environ.get(name) for name in {names}])\nsys.exit(int(os.environ['MINE']))"
-    launched = [workers.launch_workers(1, 1, 1, code=code, env={"MINE": str(code_)})[0] for code_ in (0, 3)]
+    # A cluster inside this process has no machine but this one: there Spark is asked for by name.
+    on = {"backend": "spark"} if "SPARK_LOCAL_REMOTE" in os.environ else {}
+    launched = [workers.launch_workers(1, 1, 1, code=code, env={"MINE": str(code_)}, **on)[0] for code_ in (0, 3)]
     ended = workers.await_workers(launched, timeout_seconds=120)
     told = [
         [worker["status"], worker["exit_code"], worker["ip_address"]] for worker in ended["workers"] + ended["failures"]
@@ -194,11 +196,11 @@ def workers(spark, folder):
     ]
     with open("job.py", "w") as file:
         file.write("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
-    running = workers.launch_workers(2, 1, 1, script="job.py")
+    running = workers.launch_workers(2, 1, 1, script="job.py", **on)
     up = workers.await_workers(running, wait_for_completion=False, timeout_seconds=120)["workers"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (refused,) = workers.launch_workers(1, 1, 1, code="print()")
+        (refused,) = workers.launch_workers(1, 1, 1, code="print()", **on)
     workers.stop_workers(running[0])
     states = [worker["status"] for worker in workers.list_workers()]
     workers.stop_workers()

@@ -147,7 +147,10 @@ class StandaloneCluster:
 
 
 class ConnectServer(StandaloneCluster):
-    """A Spark Connect server with two task slots of its own. `url` is what `SparkSession.builder.remote` takes."""
+    """A Spark Connect server with two task slots of its own. `url` is what `SparkSession.builder.remote` takes.
+
+    `environment`: the client's.
+    """
 
     def _start_all(self) -> None:
         settings = {
@@ -163,12 +166,36 @@ class ConnectServer(StandaloneCluster):
             "spark.sql.warehouse.dir": str(self._directory / "warehouse"),
             **self._settings,
         }
+        self.environment = {k: v for k, v in os.environ.items() if k not in ("SPARK_REMOTE", "SPARK_HOME")}
         chosen = [part for key, value in settings.items() for part in ("--conf", f"{key}={value}")]
         server = "org.apache.spark.sql.connect.service.SparkConnectServer"
         found = r"Spark Connect server started at: [\d.]+:(\d+)"
         arguments = ("--class", server, *chosen, "spark-internal")
         port = self._start("SparkSubmit", *arguments, found=found, memory="1g")()
         self.url = f"sc://127.0.0.1:{port}"
+
+
+class LocalConnect(StandaloneCluster):
+    """Spark Connect with its server inside the client's process: `remote("local[2]")`, the tutorials' first line."""
+
+    def _start_all(self) -> None:
+        settings = {
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.driver.memory": "1g",
+            "spark.driver.extraJavaOptions": f"'{_QUICK_JAVA}'",
+            "spark.ui.enabled": "false",
+            "spark.ui.showConsoleProgress": "false",
+            "spark.sql.shuffle.partitions": "2",
+            "spark.sql.warehouse.dir": str(self._directory / "warehouse"),
+        }
+        self.url = "local[2]"
+        self.environment = cluster_environment(self._python) | {
+            "SPARK_TEST_CLUSTER": self.name,
+            "SPARK_LOCAL_DIRS": str(self._directory),
+            "SPARK_TESTING": "1",  # a port of its own instead of 15002
+            "PYSPARK_SUBMIT_ARGS": " ".join(f"--conf {key}={value}" for key, value in settings.items())
+            + " pyspark-shell",
+        }
 
 
 def _is_horas(process: psutil.Process) -> bool:

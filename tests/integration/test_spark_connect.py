@@ -1,12 +1,13 @@
-"""HorovodRunner, `horovod.spark.run`, the estimator and the converter through a real Spark Connect server.
+"""HorovodRunner, `horovod.spark.run`, the estimator and the converter through real Spark Connect: a server's, and one inside
+the client's own process, as `remote("local[2]")` starts it.
 
-One server and one client process for all tests; `connect_client.py` has what the client does.
+One client process of each kind for all tests; `connect_client.py` has what it does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pyspark
 import pytest
-from spark_cluster import ConnectServer, connect_python
+from spark_cluster import ConnectServer, LocalConnect, connect_python
 
 from waiting import wait_until
 
@@ -47,6 +48,9 @@ SCENARIOS = (
 LIMIT_S = 500.0
 
 
+Connect = ConnectServer | LocalConnect
+
+
 class Seen(NamedTuple):
     """What the client found, by scenario, and everything it printed."""
 
@@ -54,40 +58,73 @@ class Seen(NamedTuple):
     text: str
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ConnectServer]:
-    with ConnectServer(python=connect_python() or sys.executable) as server:
-        yield server
+class Client:
+    """A process that goes through the scenarios on a cluster."""
 
-
-@pytest.fixture(scope="module")
-def seen(server: ConnectServer) -> Seen:
-    environment = {name: value for name, value in os.environ.items() if name not in ("SPARK_REMOTE", "SPARK_HOME")}
-    program = str(Path(__file__).parent / "connect_client.py")
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
-        argv = [sys.executable, program, server.url, folder, *SCENARIOS]
-        client = subprocess.Popen(argv, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
-        try:
-            started = [Path(folder) / f"rank{rank}" for rank in range(2)]
-            # The last scenario waits for Ctrl-C, once both of its ranks are there.
-            wait_until(
-                "the client has come to its end, or waits to be interrupted",
-                lambda: client.poll() is not None or all(path.exists() for path in started),
-                LIMIT_S,
+    def __init__(self, cluster: Connect) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        self._folder = Path(self._directory.name)
+        program = str(Path(__file__).parent / "connect_client.py")
+        argv = [sys.executable, program, cluster.url, str(self._folder), *SCENARIOS]
+        with open(self._folder / "output", "w") as output:
+            self._process = subprocess.Popen(
+                argv, env=cluster.environment, cwd=self._folder, stdout=output, stderr=subprocess.STDOUT
             )
-            client.send_signal(signal.SIGINT)
-            client.wait(120)
-        finally:
-            client.kill()
-            client.wait()
-            output.seek(0)
-            text = output.read()
-            print(text)
-    found: dict[str, Any] = {}
-    for line in text.splitlines():
-        if line.startswith("{"):
-            found |= json.loads(line)
-    return Seen(found, text)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._directory.cleanup()
+
+    def finish(self) -> Seen:
+        started = [self._folder / f"rank{rank}" for rank in range(2)]
+        # The last scenario waits for Ctrl-C, once both of its ranks are there.
+        wait_until(
+            "the client has come to its end, or waits to be interrupted",
+            lambda: self._process.poll() is not None or all(path.exists() for path in started),
+            LIMIT_S,
+        )
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(120)
+        text = (self._folder / "output").read_text()
+        print(text)
+        found: dict[str, Any] = {}
+        for line in text.splitlines():
+            if line.startswith("{"):
+                found |= json.loads(line)
+        return Seen(found, text)
+
+
+@pytest.fixture(scope="module")
+def everything() -> Iterator[dict[str, tuple[Connect, Client]]]:
+    """Both kinds of server, and their clients, which run side by side."""
+    with contextlib.ExitStack() as stack:
+        clusters: dict[str, Connect] = {"server": ConnectServer(python=connect_python() or sys.executable)}
+        if connect_python() == sys.executable:
+            clusters["local"] = LocalConnect()
+        for cluster in clusters.values():
+            stack.enter_context(cluster)
+        yield {name: (cluster, stack.enter_context(Client(cluster))) for name, cluster in clusters.items()}
+
+
+@pytest.fixture(scope="module", params=["server", "local"])
+def both(request: pytest.FixtureRequest, everything: dict[str, tuple[Connect, Client]]) -> tuple[Connect, Client]:
+    if request.param not in everything:
+        pytest.skip("this Spark comes without a Connect server")
+    return everything[request.param]
+
+
+@pytest.fixture(scope="module")
+def cluster(both: tuple[Connect, Client]) -> Connect:
+    return both[0]
+
+
+@pytest.fixture(scope="module")
+def seen(both: tuple[Connect, Client]) -> Seen:
+    return both[1].finish()
 
 
 def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(seen):
@@ -151,13 +188,15 @@ def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
     assert states == ["succeeded", "failed", "stopped", "running"]
 
 
-def test_a_notebook_over_connect(server, tmp_path):
+def test_a_notebook_over_connect(cluster, tmp_path, monkeypatch):
     """Executed by a real kernel: output of the ranks in the cell, rank 0's value in the next."""
     import nbclient
     import nbformat
 
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)  # the kernel's
     cells = [
-        f"from pyspark.sql import SparkSession\nspark = SparkSession.builder.remote({server.url!r}).getOrCreate()",
+        f"from pyspark.sql import SparkSession\nspark = SparkSession.builder.remote({cluster.url!r}).getOrCreate()",
         "def train(rate):\n"
         "    import torch\n"
         "    import horovod.torch as hvd\n"
@@ -177,6 +216,6 @@ def test_a_notebook_over_connect(server, tmp_path):
     assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "(1.0, 5)"
 
 
-def test_an_interrupt_ends_the_job_and_frees_its_slots(seen, server):
+def test_an_interrupt_ends_the_job_and_frees_its_slots(seen, cluster):
     assert seen.found["wait_for_interrupt"] == [1, 1]
-    assert server.leftovers() == []
+    assert cluster.leftovers() == []

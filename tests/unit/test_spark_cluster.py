@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hora.launch.spark import cluster
@@ -20,6 +22,20 @@ def test_a_connect_session_is_refused_with_a_way_out(monkeypatch):
     monkeypatch.setattr(SparkContext, "_active_spark_context", None)
     monkeypatch.setattr(SparkSession, "getActiveSession", ConnectSession)
     with pytest.raises(ValueError, match=r"Spark Connect.*classic mode.*on this machine"):
+        cluster.active_context()
+
+
+def test_the_context_of_a_connect_server_in_this_process_is_not_taken_for_a_classic_one(monkeypatch):
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    session = ConnectSession()
+    monkeypatch.setattr(SparkContext, "_active_spark_context", SimpleNamespace(_jsc=object(), master="local[2]"))
+    monkeypatch.setattr(SparkSession, "getActiveSession", lambda: session)
+    monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+    assert cluster.active_cluster() is session
+    assert cluster.is_local(session)
+    with pytest.raises(ValueError, match=r"Spark Connect.*classic mode"):
         cluster.active_context()
 
 

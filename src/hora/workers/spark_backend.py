@@ -15,7 +15,7 @@ from typing import Any
 
 from hora.launch.environment import module_command
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
-from hora.launch.spark.cluster import active_cluster, count_slots, is_connect, is_local, require_slots
+from hora.launch.spark.cluster import active_cluster, count_slots, is_local, require_slots
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.launcher import SparkLauncher
 from hora.launch.spark.placement import Placement, place_tasks
@@ -39,7 +39,7 @@ def spark_cluster(backend: str) -> Any | None:
     found = active_cluster()
     if found is None and backend == "spark":
         raise ValueError("backend='spark' needs an active SparkSession in this process, and there is none")
-    if found is not None and backend == "auto" and not is_connect(found) and is_local(found):
+    if found is not None and backend == "auto" and is_local(found):
         return None
     return found
 

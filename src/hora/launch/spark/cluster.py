@@ -52,21 +52,21 @@ _log = logging.getLogger("hora.launch")
 
 def active_context() -> Any | None:
     """The running SparkContext, or None. ValueError under Spark Connect, which has none."""
-    context = _classic_context()
-    if context is None and connect_session() is not None:
+    found = active_cluster()
+    if is_connect(found):
         raise ValueError(
             "this SparkSession is a Spark Connect client, through which jobs of a changing size cannot be started: "
             "HorovodRunner, horovod.spark.run, the estimators and the workers API can be used. For this, run the driver in "
-            "classic mode (a master such as spark://host:7077 instead of sc://…, without SPARK_REMOTE), or use processes on "
+            "classic mode (SparkSession.builder.master(…) instead of remote(…), without SPARK_REMOTE), or use processes on "
             "this machine"
         )
-    return context
+    return found
 
 
 def cluster_or_new() -> Any:
     """The running SparkContext, or the session of a Spark Connect client; a new session's where none runs (its master
     comes from Spark's configuration)."""
-    found = _classic_context() or connect_session()
+    found = active_cluster()
     if found is not None:
         return found
     from pyspark.sql import SparkSession
@@ -77,7 +77,12 @@ def cluster_or_new() -> Any:
 
 def active_cluster() -> Any | None:
     """The running SparkContext, or the session of a Spark Connect client, or None."""
-    return _classic_context() or connect_session()
+    try:
+        from pyspark.sql.utils import is_remote
+    except ImportError as error:
+        raise ImportError("running on Spark needs pyspark: pip install 'hora[spark]'") from error
+    # `remote("local[n]")` runs its server on a SparkContext of this process, which refuses what a classic one does.
+    return connect_session() if is_remote() else _classic_context() or connect_session()
 
 
 def is_connect(cluster: Any) -> bool:
@@ -97,8 +102,8 @@ def connect_session(session: Any = None) -> Any | None:
 def _classic_context() -> Any | None:
     try:
         from pyspark import SparkContext
-    except ImportError as error:
-        raise ImportError("running on Spark needs pyspark: pip install 'hora[spark]'") from error
+    except ImportError:  # a client of Connect alone, which comes without
+        return None
     context = SparkContext._active_spark_context
     return context if context is not None and context._jsc is not None else None
 
@@ -109,9 +114,10 @@ def _default_connect_session() -> Any | None:
     return getattr(getattr(module, "SparkSession", None), "_default_session", None)
 
 
-def is_local(context: Any) -> bool:
-    """Whether this machine is the whole cluster, and the executor is the driver's own process."""
-    return str(context.master).startswith("local")
+def is_local(cluster: Any) -> bool:
+    """Return True if this machine is the whole cluster, and the executor is the driver's own process."""
+    context = _classic_context() if is_connect(cluster) else cluster
+    return context is not None and str(context.master).startswith("local")
 
 
 def check_protection(context: Any) -> None:

@@ -24,7 +24,7 @@ from hora.config import accept_risk
 from hora.errors import JobFailedError
 from hora.launch.control.policy import modules_to_preload
 from hora.launch.job import JobResult
-from hora.launch.spark.cluster import is_connect
+from hora.launch.spark.cluster import is_connect, is_local
 from hora.launch.spark.launcher import SparkJob, run_on_spark
 from hora.launch.spark.lead import ConnectTasks
 from hora.launch.spark.live_log import LiveLog
@@ -59,6 +59,8 @@ def _run_on_connect(session: Any, wanted: SparkJob) -> JobResult:
             timestamp=wanted.output.timestamp,
             console=wanted.output.console,
             stream_output=wanted.stream_output,
+            # Where the server runs in this process, its executor's log is this terminal, which has its say already.
+            keep_output=not is_local(session),
             start_timeout_s=wanted.start_timeout_s,
             bind_gpus=wanted.bind_gpus,
             executable=wanted.executable,

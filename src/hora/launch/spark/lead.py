@@ -36,7 +36,7 @@ _TASK_LIMIT_S = 30.0
 @dataclass(frozen=True, kw_only=True)
 class ConnectTasks:
     """The body of the stage: what to run, and how its output looks. `artifact`: the file that has the call, if it is large.
-    `preload`: what to load before ranks are forked; None if they have to be started afresh.
+    `preload`: what to load before ranks are forked; None if they have to be started afresh. `keep_output`: see `SparkTask`.
     """
 
     num_proc: int
@@ -48,6 +48,7 @@ class ConnectTasks:
     timestamp: bool
     console: bool
     stream_output: bool
+    keep_output: bool
     start_timeout_s: float
     bind_gpus: bool
     executable: str | None
@@ -66,34 +67,31 @@ class ConnectTasks:
             standby.begin(self.preload, self.env, python_path())
         if number:
             told = next(text for text in context.allGather("") if text)
-            _task(told, stream_output=self.stream_output)(number)
+            self._task(told)(number)
             return
         lead = _Lead(self, context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]"))
         with lead.tasks:
             context.allGather(lead.told)
-            own = threading.Thread(
-                target=_task(lead.told, stream_output=self.stream_output), args=(0,), name="hora-task-0", daemon=True
-            )
+            own = threading.Thread(target=self._task(lead.told), args=(0,), name="hora-task-0", daemon=True)
             own.start()
             answer = lead.answer()
         own.join(_TASK_LIMIT_S)
         for kind, data in answer:
             yield from rows(kind, data)
 
-
-def _task(told: str, *, stream_output: bool) -> SparkTask:
-    """The task that `_Lead` has told of."""
-    facts = json.loads(told)
-    return SparkTask(
-        address=facts["address"],
-        port=facts["port"],
-        job=facts["job"],
-        secret=bytes.fromhex(facts["secret"]),
-        secret_file="",
-        stream_output=stream_output,
-        keep_output=True,
-        own_worker=False,
-    )
+    def _task(self, told: str) -> SparkTask:
+        """The task that `_Lead` has told of."""
+        facts = json.loads(told)
+        return SparkTask(
+            address=facts["address"],
+            port=facts["port"],
+            job=facts["job"],
+            secret=bytes.fromhex(facts["secret"]),
+            secret_file="",
+            stream_output=self.stream_output,
+            keep_output=self.keep_output,
+            own_worker=False,
+        )
 
 
 class _Lead:
