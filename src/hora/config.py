@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["EngineConfig", "accept_risk", "changed_environment", "encryption", "on_databricks"]
+__all__ = ["EngineConfig", "accept_risk", "changed_environment", "on_databricks"]
 
 
 def _boolean(text: str) -> bool:
@@ -110,12 +110,6 @@ class EngineConfig:
         if any(name in env for name in _ALLOCATOR) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
             values.setdefault("keep_freed_memory", False)  # the user has chosen
         return cls(**values)
-
-
-def encryption(environ: Mapping[str, str] | None = None) -> str:
-    """Whether connections between hosts are encrypted, as the user has it: auto, always or never."""
-    env = os.environ if environ is None else environ
-    return EngineConfig.from_env({"HORA_ENCRYPT": env.get("HORA_ENCRYPT", "")}).encrypt
 
 
 def on_databricks(environ: Mapping[str, str] | None = None) -> bool:

@@ -11,7 +11,7 @@ from test_security_local import Victim, attacks, reaction
 import other_user
 from hora.errors import AuthenticationError
 from hora.net.connection import connect
-from hora.net.wire import Credentials, new_secret
+from hora.net.wire import REFUSAL, Credentials, new_secret
 
 # Starts its two ranks as mpirun does it: with variables, and nothing else.
 JOB = """
@@ -79,7 +79,7 @@ def test_with_a_secret_file_a_foreign_launchers_job_is_closed_to_strangers(tmp_p
         hello, said = attacks(victim.trap)
         for port in victim.ports:
             for attack in said:
-                assert len(reaction(port, attack)) in ((0, 65) if attack.startswith(hello) else (0,))
+                assert reaction(port, attack) in ((b"", REFUSAL) if attack.startswith(hello) else (b"",))
             with pytest.raises(AuthenticationError):
                 connect(("127.0.0.1", port), Credentials(new_secret(), "job"), timeout_s=30)
         stranger = other_user.start(STRANGER, *map(str, victim.ports))

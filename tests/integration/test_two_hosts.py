@@ -96,12 +96,13 @@ def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
 
 
 def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
-    """Without encryption, which shows that the recording would find what can be read."""
+    """Without encryption, which shows that the recording would find what can be read: tensors, and objects, which travel
+    as tensors. Control messages are encrypted all the same."""
     with recording(hosts) as found:
         seen = run_ranks(hosts, secret, "killed", address=ADDRESSES[0], lost=(3,), HORA_ENCRYPT="never")
     for rank in (0, 1, 2):
         assert "rank 3" in seen[rank]["error"]
-    assert len(found[1]) == 4
+    assert found[1] == [two_hosts_rank.TENSOR_TEXT, two_hosts_rank.OBJECT_TEXT.encode()]
 
 
 def test_a_cut_cable_is_noticed_on_both_sides(hosts, secret):

@@ -324,7 +324,7 @@ def test_a_crowd_of_strangers_harms_itself_only(place: Place, monkeypatch: pytes
         # The only stranger from its address is still welcome although it came first.
         handshake = ClientHandshake(Credentials(place.secret, "job"))
         patient.sendall(handshake.hello)
-        assert handshake.answer(patient.recv(handshake.challenge_bytes, socket.MSG_WAITALL))
+        assert handshake.finish(patient.recv(handshake.answer_bytes, socket.MSG_WAITALL))
     finally:
         for sock in (patient, *crowd):
             sock.close()

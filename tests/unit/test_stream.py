@@ -13,10 +13,9 @@ import torch
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import cipher
-from hora.net.cipher import Records, available
+from hora.net.cipher import Records
 from hora.net.connection import Stream
 
-needs_cryptography = pytest.mark.skipif(not available(), reason="the package cryptography is not installed")
 KEY = bytes(range(32))
 NUM_BYTES = 700_000  # three records
 
@@ -94,14 +93,13 @@ def swapped(first: StreamGroup, second: StreamGroup) -> list[torch.Tensor]:
     return got
 
 
-@pytest.mark.parametrize("encrypted", [False, pytest.param(True, marks=needs_cryptography)])
+@pytest.mark.parametrize("encrypted", [False, True])
 def test_two_members_swap(encrypted):
     with two_members(encrypted=encrypted) as groups:
         swapped(*groups)
         swapped(*groups)
 
 
-@needs_cryptography
 @pytest.mark.parametrize("at", [0, 100_000, 262_144 + 3, 600_000])
 @pytest.mark.parametrize("how", ["flip", "repeat"])
 def test_what_is_changed_on_the_way_is_an_error(at, how, monkeypatch):
@@ -113,7 +111,7 @@ def test_what_is_changed_on_the_way_is_an_error(at, how, monkeypatch):
         swapped(*groups)
 
 
-@pytest.mark.parametrize("encrypted", [False, pytest.param(True, marks=needs_cryptography)])
+@pytest.mark.parametrize("encrypted", [False, True])
 def test_a_wire_that_is_cut_is_an_error(encrypted, monkeypatch):
     monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
     with (
@@ -123,7 +121,17 @@ def test_a_wire_that_is_cut_is_an_error(encrypted, monkeypatch):
         swapped(*groups)
 
 
-@needs_cryptography
+def test_no_two_records_have_the_same_key_and_number(monkeypatch):
+    """Those of the same text would be the same."""
+    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)
+    sealer, sealed = Records(KEY), set()
+    for _ in range(10):
+        record = bytearray(100 + Records.tag_bytes)
+        sealer.seal(memoryview(bytes(100)), memoryview(record))
+        sealed.add(bytes(record))
+    assert len(sealed) == 10
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_records_are_opened_in_their_order_and_once(monkeypatch, in_place):
     monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)  # so that the key changes

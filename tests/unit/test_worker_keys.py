@@ -194,15 +194,3 @@ def test_what_the_launcher_laid_out_for_all_stays_as_it_is(job: Job):
         with pytest.raises(HorovodInternalError, match="set by the launcher alone"):
             attempt()
     assert job.connect(0).get(FUNCTION_KEY, timeout_s=LIMIT_S) == b"the caller's function"
-
-
-def test_keys_are_hidden_from_who_listens(job: Job):
-    """Each time in another way, and under the key of the worker that asked."""
-    with job.taken_over(1) as connection:
-        seen = set()
-        for number in range(2):
-            connection.send({"op": "keys", "id": number, "rank": 1, "generation": 0, "epoch": "0.0"})
-            seen.add(connection.receive(limit_s=LIMIT_S)[1])
-    assert len(seen) == 2
-    keys = rank_keys(job.connect(1), job.worlds[1])
-    assert not any(keys.shared in masked for masked in seen)

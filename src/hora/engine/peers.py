@@ -27,7 +27,6 @@ from hora.engine.transport.stream import Streams
 from hora.engine.validation import check_ranks_at_init
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
-from hora.net.cipher import available, leaves_the_host
 from hora.net.connection import Stream
 from hora.net.keys import RankKeys
 from hora.world import World
@@ -65,7 +64,6 @@ class _Introduction:
     hostname: str
     process_sets: list[list[int]]
     secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive their keys from
-    can_encrypt: bool
     has_native: bool
     encrypts_natively: bool
     settings: _CommonSettings
@@ -114,18 +112,21 @@ class Peers:
             world.hostname,
             process_sets,
             secret,
-            available(),
             library() is not None,
             usable(),
             common,
         )
         self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
         self._check_agreement_on_sets()
+        self._check_encryption()
         self.config = replace(self.config, **asdict(self._introductions[0].settings))
         self._keys = keys or RankKeys.derived(bytes.fromhex(self._introductions[0].secret), world.rank)
         self.hub.start(self._keys)
         self.hosts = self._prove_hosts()
-        self._settle_encryption()
+        if self.config.transport == "gloo" and len(self.hosts) > 1:
+            accept_risk(
+                "tensors travel between hosts over gloo, neither authenticated nor encrypted", warn=not world.rank
+            )
         with self.peers_may_go():
             self._join_hub()
         return self._introductions[0].process_sets
@@ -170,6 +171,15 @@ class Peers:
         for ranks in expected:
             check_ranks_at_init(ranks, self._world.size)
 
+    def _check_encryption(self) -> None:
+        """Rank 0's wish is that of all, unless one of them wants more (all of them notice)."""
+        wish = self._introductions[0].settings.encrypt
+        strict = [peer.rank for peer in self._introductions if peer.settings.encrypt == "always"]
+        if strict and wish != "always":
+            raise ValueError(
+                f"HORA_ENCRYPT=always on rank(s) {strict}, but {wish} on rank 0: set it to the same value on all hosts"
+            )
+
     def _prove_hosts(self) -> list[list[int]]:
         """Groups of ranks that really share memory: every other rank fetched the first one's."""
         rank = self._world.rank
@@ -187,25 +197,6 @@ class Peers:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
         answers = self.gather("hosts", json.dumps([leader if proven else rank]).encode())
         return _same_host_groups([json.loads(answer)[0] for answer in answers])
-
-    def _settle_encryption(self) -> None:
-        """All ranks come to the same decision, from what all of them said. Rank 0 tells of a risk."""
-        apart, rank_0 = len(self.hosts) > 1, self._world.rank == 0
-        if self.config.transport == "gloo":
-            if apart:
-                accept_risk("tensors travel between hosts over gloo, neither authenticated nor encrypted", warn=rank_0)
-            return
-        unable = [peer for peer in self._introductions if not peer.can_encrypt]
-        if not unable:
-            return
-        names = ", ".join(sorted({peer.hostname for peer in unable}))
-        missing = f"the package cryptography is not installed on {names} (pip install 'hora[tls]')"
-        if self.config.encrypt == "always":
-            raise ValueError(f"HORA_ENCRYPT=always, but {missing}")
-        if self.config.encrypt == "auto" and apart:
-            wish = "HORA_ENCRYPT=never says that it is meant so"
-            accept_risk(f"tensors travel between hosts unencrypted: {missing}; {wish}", warn=rank_0)
-        self.config = replace(self.config, encrypt="never")
 
     def _join_hub(self) -> None:
         hub, world, limit_s = self.hub, self._world, self.config.init_timeout_s
@@ -283,12 +274,12 @@ class Peers:
         try:
             for rank in ranks:
                 if rank != me:
-                    outgoing[rank] = self.hub.open_stream(rank, self._places[rank], key, limit_s=limit_s)
-                    self._check_encryption(outgoing[rank], rank)
+                    outgoing[rank] = self._protected(
+                        self.hub.open_stream(rank, self._places[rank], key, limit_s=limit_s), rank
+                    )
             for rank in ranks:
                 if rank != me:
-                    incoming[rank] = self.hub.take_stream(key, rank, limit_s=limit_s)
-                    self._check_encryption(incoming[rank], rank)
+                    incoming[rank] = self._protected(self.hub.take_stream(key, rank, limit_s=limit_s), rank)
         except BaseException:
             for stream in (*outgoing.values(), *incoming.values()):
                 stream.sock.close()
@@ -299,14 +290,10 @@ class Peers:
             {index[rank]: stream for rank, stream in incoming.items()},
         )
 
-    def _check_encryption(self, stream: Stream, rank: int) -> None:
-        """Both ends of a connection decide about it; rank 0's wish is that of all."""
-        wish = self.config.encrypt
-        if stream.records is None and (wish == "always" or (wish == "auto" and leaves_the_host(stream.sock))):
-            raise HorovodInternalError(
-                f"the connection between rank {self._world.rank} and rank {rank} is not encrypted, but rank 0 has "
-                f"HORA_ENCRYPT={wish}: set it to the same value on all hosts"
-            )
+    def _protected(self, stream: Stream, rank: int) -> Stream:
+        """The stream to or from this rank, in clear where the user has it so. Both ends come to the same decision."""
+        wish, near = self.config.encrypt, bool(self.near([rank]))
+        return stream if wish == "always" or (wish == "auto" and not near) else Stream(stream.sock)
 
     def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
         """What a transport of these ranks needs to know. `label` names their set for good."""

@@ -20,7 +20,7 @@ from typing import Any
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
-from hora.net.wire import VALUE_LENGTH, Credentials, Header, mask
+from hora.net.wire import VALUE_LENGTH, Credentials, Header
 from hora.world import MeetingPoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient"]
@@ -162,8 +162,7 @@ class ControlClient:
         """
         request = {"op": "keys", "rank": world.rank, "generation": world.generation, "epoch": epoch}
         ranks = struct.pack(f">{len(towards)}I", *towards)
-        header, masked = self._ask(request, ranks, waiting_for="the keys of this world", limit_s=timeout_s)
-        return mask(read_held_secret(self._meeting.secret_file), bytes.fromhex(header["nonce"]), masked)
+        return self._ask(request, ranks, waiting_for="the keys of this world", limit_s=timeout_s)[1]
 
     # ---- reporting home -----------------------------------------------------------------------------------
 

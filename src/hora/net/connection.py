@@ -11,14 +11,18 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from hora.net import sockets
-from hora.net.cipher import Records, wanted
 from hora.net.sockets import Where
-from hora.net.wire import MAX_FRAME_BYTES, ClientHandshake, Credentials, Header, Keys, Opener, Sealer
+from hora.net.wire import REFUSAL, ClientHandshake, Credentials, Header, Session
+
+if TYPE_CHECKING:
+    from hora.net.cipher import Records
 
 __all__ = ["Connection", "Stream", "connect"]
 
+_RECEIVE_BYTES = 256 * 1024
 _SHORTEST_REST_S, _LONGEST_REST_S = 0.005, 0.2
 
 
@@ -28,24 +32,28 @@ def connect(where: Where, credentials: Credentials, *, timeout_s: float, silence
     AuthenticationError if the server does not hold the secret, TimeoutError after the limit, another OSError (refused,
     unreachable, another user's socket) at once.
     """
-    deadline, rest_s = time.monotonic() + timeout_s, _SHORTEST_REST_S
+    deadline, rest_s, what = time.monotonic() + timeout_s, _SHORTEST_REST_S, "did not answer"
     while True:
         try:
             return _attempt(where, credentials, deadline, silence_limit_s)
         except EOFError:
             # A crowd of strangers can push a handshake out of the server's waiting room: come again.
-            if time.monotonic() + rest_s >= deadline:
-                name = where if isinstance(where, str) else f"{where[0]}:{where[1]}"
-                raise TimeoutError(f"{name} closed every connection during the handshake for {timeout_s:g} s") from None
-            time.sleep(rest_s)
-            rest_s = min(2 * rest_s, _LONGEST_REST_S)
+            what = "closed every connection during the handshake"
+            if time.monotonic() + rest_s < deadline:
+                time.sleep(rest_s)
+                rest_s = min(2 * rest_s, _LONGEST_REST_S)
+                continue
+        except TimeoutError:
+            pass
+        name = where if isinstance(where, str) else f"{where[0]}:{where[1]}"
+        raise TimeoutError(f"{name} {what} for {timeout_s:g} s")
 
 
 def _attempt(where: Where, credentials: Credentials, deadline: float, silence_limit_s: int) -> Connection:
     sock = sockets.open_socket(where, limit_s=deadline - time.monotonic())
     try:
         sockets.tune(sock, silence_limit_s=silence_limit_s)
-        keys = _shake_hands(sock, credentials, deadline)
+        session = _shake_hands(sock, credentials, deadline)
         sock.settimeout(None)
     except (ConnectionResetError, BrokenPipeError):
         sock.close()
@@ -53,23 +61,25 @@ def _attempt(where: Where, credentials: Credentials, deadline: float, silence_li
     except BaseException:
         sock.close()
         raise
-    return Connection(sock, keys)
+    return Connection(sock, session)
 
 
-def _shake_hands(sock: socket.socket, credentials: Credentials, deadline: float) -> Keys:
+def _shake_hands(sock: socket.socket, credentials: Credentials, deadline: float) -> Session:
     """The client's part of the handshake. EOFError when the server closes the connection."""
-    handshake = ClientHandshake(credentials, wanted(sock))
+    handshake = ClientHandshake(credentials)
     sock.sendall(handshake.hello)
-    keys, proof = handshake.answer(_receive_exactly(sock, handshake.challenge_bytes, deadline))
-    sock.sendall(proof)
-    return keys
+    session, confirmation = handshake.finish(_receive_answer(sock, handshake.answer_bytes, deadline))
+    sock.sendall(confirmation)
+    return session
 
 
-def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
+def _receive_answer(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
     received = bytearray()
     while len(received) < num_bytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         data = sock.recv(num_bytes - len(received))
+        if not data and received == REFUSAL:  # all that a stranger is told; who is in between could say it, or hang up
+            break
         if not data:
             raise EOFError
         received += data
@@ -78,7 +88,7 @@ def _receive_exactly(sock: socket.socket, num_bytes: int, deadline: float) -> by
 
 @dataclass(frozen=True)
 class Stream:
-    """A connection that carries bytes in one direction, and messages no more; `records` protect them if it is encrypted."""
+    """A connection that carries bytes in one direction, and messages no more. Without `records` they are in clear."""
 
     sock: socket.socket
     records: Records | None = None
@@ -87,11 +97,9 @@ class Stream:
 class Connection:
     """An authenticated connection on a blocking socket. One sender and one receiver at a time."""
 
-    def __init__(self, sock: socket.socket, keys: Keys) -> None:
+    def __init__(self, sock: socket.socket, session: Session) -> None:
         self.sock = sock
-        self.encrypted = keys.encrypted
-        self.sealer = Sealer(keys.to_server, encrypted=keys.encrypted)
-        self.opener = Opener(keys.to_client, encrypted=keys.encrypted)
+        self.sealer, self.opener = session
         self._ready: deque[tuple[Header, bytes]] = deque()
 
     def __enter__(self) -> Connection:
@@ -111,7 +119,7 @@ class Connection:
         if limit_s is not None:
             self.sock.settimeout(limit_s)
         while not self._ready:
-            data = self.sock.recv(MAX_FRAME_BYTES)
+            data = self.sock.recv(_RECEIVE_BYTES)
             if not data:
                 raise EOFError("the server closed the connection")
             self._ready.extend(self.opener.feed(data))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import heapq
 import itertools
-import logging
 import selectors
 import socket
 import struct
@@ -20,23 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from hora.config import encryption
 from hora.errors import AuthenticationError
 from hora.net import sockets, strangers
-from hora.net.cipher import leaves_the_host, wanted
 from hora.net.connection import Connection
 from hora.net.peer import Peer
 from hora.net.sockets import Where
-from hora.net.wire import (
-    MAX_FRAME_BYTES,
-    MAX_PAYLOAD_BYTES,
-    Credentials,
-    CredentialsOf,
-    Header,
-    Opener,
-    Sealer,
-    ServerHandshake,
-)
+from hora.net.wire import MAX_PAYLOAD_BYTES, REFUSAL, Credentials, CredentialsOf, Header, ServerHandshake
 
 __all__ = ["Handler", "Peer", "Server", "Timer"]
 
@@ -54,9 +42,7 @@ _MALFORMED = (
 )  # what comes of a message that makes no sense
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
-
-
-_log = logging.getLogger("hora.net")
+_RECEIVE_BYTES = 256 * 1024
 
 
 class Handler(Protocol):
@@ -101,7 +87,6 @@ class Server:
         self._handler, self._failed = handler, failed
         self._silence_limit_s, self._max_payload_bytes = silence_limit_s, max_payload_bytes
         self._credentials: Credentials | CredentialsOf | None = None
-        self._encryption, self._told_of_plain_text = encryption(), False
         self._listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._strangers = strangers.WaitingRoom()
@@ -282,7 +267,7 @@ class Server:
         sockets.tune(sock, silence_limit_s=self._silence_limit_s)
         assert self._credentials is not None
         peer = self._peer(sock, host=host, where=where)
-        peer.handshake = ServerHandshake(self._credentials, wanted(sock, self._encryption))
+        peer.handshake = ServerHandshake(self._credentials, max_payload_bytes=self._max_payload_bytes)
         self._strangers.add(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
@@ -303,7 +288,7 @@ class Server:
     def _read(self, peer: Peer) -> None:
         handshake = peer.handshake
         try:
-            data = peer.sock.recv(MAX_FRAME_BYTES if handshake is None else handshake.wanted_bytes)
+            data = peer.sock.recv(_RECEIVE_BYTES if handshake is None else handshake.wanted_bytes)
         except BlockingIOError:
             return
         except OSError:
@@ -323,29 +308,19 @@ class Server:
             self._drop(peer)
 
     def _greet(self, peer: Peer, handshake: ServerHandshake, data: bytes) -> None:
-        answer = handshake.feed(data)
+        try:
+            answer = handshake.feed(data)
+        except AuthenticationError:
+            if handshake.refuses:
+                peer.sock.send(REFUSAL)
+            raise
         if answer and peer.sock.send(answer) != len(answer):
             self._drop(peer)
-        elif handshake.done:
-            keys = handshake.keys
-            assert keys is not None
-            limit, encrypted = self._max_payload_bytes, keys.encrypted
-            peer.opener = Opener(keys.to_server, encrypted=encrypted, max_payload_bytes=limit)
-            peer.sealer = Sealer(keys.to_client, encrypted=encrypted)
-            self._notice(peer, encrypted)
+        elif handshake.session is not None:
+            peer.sealer, peer.opener = handshake.session
             peer.handshake, peer.speaker = None, handshake.speaker
             self._strangers.remove(peer)
             self._peers[peer] = None
-
-    def _notice(self, peer: Peer, encrypted: bool) -> None:
-        """Say once what can be read on the wire."""
-        if self._encryption == "auto" and not encrypted and not self._told_of_plain_text and leaves_the_host(peer.sock):
-            self._told_of_plain_text = True
-            _log.warning(
-                "control messages to and from %s are not encrypted: the package cryptography is missing there or here "
-                "(pip install 'hora[tls]'; HORA_ENCRYPT=never says that it is meant so)",
-                peer.host,
-            )
 
     def _admit(self, peer: Peer) -> None:
         self._peers[peer] = None

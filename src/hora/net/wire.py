@@ -1,69 +1,72 @@
-"""The authenticated wire: who may speak on the control plane, and how bytes become messages.
+"""The wire of the control plane: who may speak on it, and how bytes become messages.
 
-Both ends prove with HMAC-SHA256 that they hold the job's secret before anything else is read; then every
-frame carries a MAC under a key that belongs to this connection and this direction and covers the frame's
-number, so that frames can be neither forged nor replayed nor reordered nor carried to another job. Between hosts
-they are encrypted as well, where both ends can (`cipher`); their nonces then are halves of an exchange of keys. A message is a
-small JSON header and a raw payload, cut into bounded frames: nothing here unpickles or evaluates.
+Every connection begins with a Noise handshake (`noise`) under the key that both ends hold; from then on all that is said is
+encrypted and authenticated. A message is a small JSON header and a raw payload, cut into bounded frames: nothing here
+unpickles or evaluates.
 
-    client -> server   hello      magic, offers encryption, speaker, client nonce
-    server -> client   challenge  is encrypted, server nonce, server's proof
-    client -> server   proof      client's proof
-    both               frames     length, MAC(number, length, body), body
+    client -> server   hello         magic, speaker, Noise's first message
+    server -> client   answer        Noise's second message, or a refusal
+    client -> server   confirmation  an empty frame: the hello alone could have been recorded and sent again
+    both               frames        length, a message of Noise's
 
-The classes hold state and move no bytes: `server` drives them from its event loop, `connection` from a blocking socket.
-What messages mean is decided by the owners of servers and connections; who is given which key, in `keys`.
+docs/protocol.md says it to the byte. The classes hold state and move no bytes: `server` drives them from its event loop,
+`connection` from a blocking socket. What messages mean is decided by the owners of servers and connections; who is given which
+key, in `keys`. The package cryptography is loaded with the first connection of a process: many have none.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hora.errors import AuthenticationError
-from hora.net.cipher import Cipher, Encryption, Exchange, Records
+
+if TYPE_CHECKING:
+    from hora.net.cipher import Records
+    from hora.net.noise import Handshake
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_HEADER_BYTES",
     "MAX_PAYLOAD_BYTES",
+    "REFUSAL",
     "ClientHandshake",
     "Credentials",
     "CredentialsOf",
     "Header",
-    "Keys",
     "Opener",
     "Sealer",
     "ServerHandshake",
+    "Session",
     "derived_secret",
-    "mask",
     "new_secret",
 ]
 
 Header = dict[str, Any]
 
 SECRET_BYTES = 32
-MAX_FRAME_BYTES = 256 * 1024
-MAX_HEADER_BYTES = 64 * 1024
+MAX_FRAME_BYTES = 65535 - 16  # of a frame's body: a message of Noise's has 65,535 at most, with its tag
+MAX_HEADER_BYTES = 60 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024**3
 
 ANYBODY = -1
 VALUE_LENGTH = struct.Struct(">Q")  # of a value in a payload that holds several
+REFUSAL = b"refused\n"
 
-_MAGIC = b"HORA/2\r\n"
-_NONCE_BYTES = 32
-_MAC_BYTES = 32
+_MAGIC = b"HORA/3\r\n"
 _SPEAKER = struct.Struct(">i")
-_HELLO_BYTES = len(_MAGIC) + 1 + _SPEAKER.size + _NONCE_BYTES
-_CHALLENGE_BYTES = 1 + _NONCE_BYTES + _MAC_BYTES
-_LENGTH = struct.Struct(">I")
-_NUMBER = struct.Struct(">Q")
+_TAG_BYTES = 16
+_NOISE_BYTES = 32 + _TAG_BYTES
+_LENGTH = struct.Struct(">H")
+_LONG = struct.Struct(">I")
+_BEGIN_BYTES = len(_MAGIC) + _SPEAKER.size
+_HELLO_BYTES = _BEGIN_BYTES + _NOISE_BYTES
+_CONFIRMATION_BYTES = _LENGTH.size + _TAG_BYTES
 
 
 def new_secret() -> bytes:
@@ -76,22 +79,11 @@ def derived_secret(secret: bytes, purpose: str) -> bytes:
     return hmac.digest(secret, b"derived secret: " + purpose.encode(), "sha256")
 
 
-def mask(secret: bytes, nonce: bytes, data: bytes) -> bytes:
-    """The data, hidden from listeners; applied twice it is itself again. The nonce must be new for every message.
-
-    For what has to stay secret on a connection that authenticates what it carries but does not encrypt it.
-    """
-    key = derived_secret(secret, "mask")
-    pad = b"".join(hmac.digest(key, nonce + block.to_bytes(4, "big"), "sha256") for block in range(-(-len(data) // 32)))
-    masked = int.from_bytes(data, "big") ^ int.from_bytes(pad[: len(data)], "big")
-    return masked.to_bytes(len(data), "big")
-
-
 @dataclass(frozen=True)
 class Credentials:
     """What both ends of a connection must hold: a secret, what it is for, and who is at the client's end.
 
-    The purpose (a job, the hub of a world, a session of workers) is part of every proof, so that what was said in one
+    The purpose (a job, the hub of a world, a session of workers) is part of every handshake, so that what was said in one
     place is worth nothing in another. `speaker`: the number of the worker or the rank whose key it is, where each has its own.
     """
 
@@ -100,153 +92,116 @@ class Credentials:
     speaker: int = ANYBODY
 
     def __post_init__(self) -> None:
-        if len(self.secret) < SECRET_BYTES:
+        if len(self.secret) != SECRET_BYTES:
             raise ValueError(f"a job's secret must have {SECRET_BYTES} bytes, but this one has {len(self.secret)}")
+
+    @property
+    def begin(self) -> bytes:
+        """What a client says before Noise's first message."""
+        return _MAGIC + _SPEAKER.pack(self.speaker)
+
+    def handshake(self, *, initiator: bool) -> Handshake:
+        """Begin one that succeeds only where the other end has the same secret, purpose and speaker."""
+        from hora.net.noise import Handshake
+
+        name = self.purpose.encode()
+        return Handshake(self.secret, self.begin + _LONG.pack(len(name)) + name, initiator=initiator)
 
 
 CredentialsOf = Callable[[int], Credentials]  # a server's: those of the one for whom a client says that it speaks
 
 
-class Keys:
-    """The proofs and the two directions' keys of one connection.
+class Session(NamedTuple):
+    """The result of a handshake: what an end sends and receives with."""
 
-    `offered`: the client can encrypt. `exchanged`: what the two ends' halves give, if the connection is encrypted.
-    """
-
-    def __init__(
-        self,
-        credentials: Credentials,
-        client_nonce: bytes,
-        server_nonce: bytes,
-        *,
-        offered: bool = False,
-        exchanged: bytes = b"",
-    ) -> None:
-        name = credentials.purpose.encode()
-        self.encrypted = bool(exchanged)
-        self._secret = credentials.secret
-        speaker = _SPEAKER.pack(credentials.speaker)
-        said = _LENGTH.pack(len(name)) + name + bytes([offered, self.encrypted]) + speaker
-        self._transcript = _MAGIC + said + client_nonce + server_nonce + exchanged
-        self.server_proof = self._derive(b"server proof")
-        self.client_proof = self._derive(b"client proof")
-        self.to_server = self._derive(b"client to server")
-        self.to_client = self._derive(b"server to client")
-
-    def _derive(self, purpose: bytes) -> bytes:
-        return hmac.digest(self._secret, _LENGTH.pack(len(purpose)) + purpose + self._transcript, "sha256")
+    sealer: Sealer
+    opener: Opener
 
 
 class ServerHandshake:
-    """The server's half. It reads at most 77 bytes of a stranger and stores no more than these.
+    """The server's half. It reads at most 78 bytes of a stranger and stores no more than these.
 
-    `speaker`: for whom the client speaks, which is proven when the handshake is `done`.
+    `speaker`: for whom the client speaks, which is proven when there is a `session`. `refuses`: this client spoke the protocol,
+    but under another key; with `REFUSAL` as the answer it need not come again.
     """
 
-    def __init__(self, credentials: Credentials | CredentialsOf, encryption: Encryption = Encryption.NONE) -> None:
-        self._credentials, self._encryption = credentials, encryption
+    def __init__(self, credentials: Credentials | CredentialsOf, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        self._credentials, self._max_payload_bytes = credentials, max_payload_bytes
         self.speaker = ANYBODY
+        self.refuses = False
+        self.session: Session | None = None
         self._received = bytearray()
-        self.keys: Keys | None = None
-        self.done = False
+        self._unconfirmed: Session | None = None
 
     @property
     def wanted_bytes(self) -> int:
-        """How many bytes may be read from the peer now."""
-        whole = _HELLO_BYTES if self.keys is None else _MAC_BYTES
-        return whole - len(self._received)
+        """Number of bytes that may be read from the peer now."""
+        return (_HELLO_BYTES if self._unconfirmed is None else _CONFIRMATION_BYTES) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the peer (no more than `wanted_bytes`); returns what to answer."""
+        """Take bytes of the peer (no more than `wanted_bytes`); return what to answer."""
         self._received += data
-        if self.keys is None and not _MAGIC.startswith(bytes(self._received[: len(_MAGIC)])):
+        if self._unconfirmed is None and not _MAGIC.startswith(bytes(self._received[: len(_MAGIC)])):
             raise AuthenticationError("it does not speak the control protocol")
         if self.wanted_bytes > 0:
             return b""
         received, self._received = bytes(self._received), bytearray()
-        if self.keys is None:
-            return self._challenge(received[len(_MAGIC)], received[len(_MAGIC) + 1 :])
-        if not hmac.compare_digest(received, self.keys.client_proof):
-            raise AuthenticationError("it does not hold the job's secret")
-        self.done = True
+        if self._unconfirmed is None:
+            return self._answer(received)
+        if list(self._unconfirmed.opener.bodies(received)) != [b""]:
+            raise AuthenticationError("it does not hold the job's secret: what it said was recorded")
+        self.session = self._unconfirmed
         return b""
 
-    def _challenge(self, offered: int, rest: bytes) -> bytes:
-        (self.speaker,), theirs = _SPEAKER.unpack_from(rest), rest[_SPEAKER.size :]
-        if offered > 1:
-            raise AuthenticationError("it does not speak the control protocol")
-        if self._encryption is Encryption.REQUIRED and not offered:
-            raise AuthenticationError("it does not encrypt, which HORA_ENCRYPT=always asks for")
-        expected, exchanged, nonce = self._expected(self.speaker), b"", os.urandom(_NONCE_BYTES)
-        if offered and self._encryption:
-            exchange = Exchange()
-            exchanged, nonce = exchange.shared(theirs), exchange.public
-        self.keys = Keys(expected, theirs, nonce, offered=bool(offered), exchanged=exchanged)
-        return bytes([self.keys.encrypted]) + nonce + self.keys.server_proof
-
-    def _expected(self, speaker: int) -> Credentials:
-        found = self._credentials if isinstance(self._credentials, Credentials) else self._credentials(speaker)
-        if found.speaker != speaker:
-            raise AuthenticationError(f"it wants to speak for number {speaker}, which has no key here")
-        return found
+    def _answer(self, hello: bytes) -> bytes:
+        (self.speaker,) = _SPEAKER.unpack_from(hello, len(_MAGIC))
+        self.refuses = True
+        expected = self._credentials if isinstance(self._credentials, Credentials) else self._credentials(self.speaker)
+        if expected.speaker != self.speaker:
+            raise AuthenticationError(f"it wants to speak for number {self.speaker}, which has no key here")
+        handshake = expected.handshake(initiator=False)
+        try:
+            handshake.read(hello[_BEGIN_BYTES:])
+        except AuthenticationError:
+            raise AuthenticationError("it does not hold the job's secret") from None
+        self.refuses = False
+        answer = handshake.write()
+        to_server, to_client = handshake.split()
+        self._unconfirmed = Session(Sealer(to_client), Opener(to_server, max_payload_bytes=self._max_payload_bytes))
+        return answer
 
 
 class ClientHandshake:
-    """The client's half: say `hello`, then answer the challenge."""
+    """The client's half: say `hello`, then `finish` with the server's answer."""
 
-    def __init__(self, credentials: Credentials, encryption: Encryption = Encryption.NONE) -> None:
-        self._credentials, self._encryption = credentials, encryption
-        self._exchange = Exchange() if encryption else None
-        self._nonce = os.urandom(_NONCE_BYTES) if self._exchange is None else self._exchange.public
-        self.hello = _MAGIC + bytes([bool(encryption)]) + _SPEAKER.pack(credentials.speaker) + self._nonce
-        self.challenge_bytes = _CHALLENGE_BYTES
+    answer_bytes = _NOISE_BYTES
 
-    def answer(self, challenge: bytes) -> tuple[Keys, bytes]:
-        """The connection's keys and the proof to send. AuthenticationError if the server has no secret."""
-        encrypted, theirs, proof = challenge[0], challenge[1 : 1 + _NONCE_BYTES], challenge[1 + _NONCE_BYTES :]
-        exchanged = self._exchange.shared(theirs) if encrypted and self._exchange is not None else b""
-        keys = Keys(self._credentials, self._nonce, theirs, offered=bool(self._encryption), exchanged=exchanged)
-        if not hmac.compare_digest(proof, keys.server_proof):
-            raise AuthenticationError("the server does not hold this job's secret")
-        if self._encryption is Encryption.REQUIRED and not keys.encrypted:
-            raise AuthenticationError("the server does not encrypt, which HORA_ENCRYPT=always asks for")
-        return keys, keys.client_proof
+    def __init__(self, credentials: Credentials) -> None:
+        self._handshake = credentials.handshake(initiator=True)
+        self.hello = credentials.begin + self._handshake.write()
 
-
-class _Mac:
-    """Numbers and signs the frames of one direction. Takes turns with `Cipher`, which also encrypts them."""
-
-    tag_bytes = _MAC_BYTES
-
-    def __init__(self, key: bytes) -> None:
-        self._key, self._number = key, 0
-
-    def seal(self, body: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
-        """The frame's tag, and what takes the place of its body."""
-        return self._next(body), body
-
-    def open(self, tag: bytes, body: bytes) -> bytes:
-        if not hmac.compare_digest(tag, self._next(body)):
-            raise AuthenticationError("a frame carried a wrong signature")
-        return body
-
-    def _next(self, body: bytes | bytearray | memoryview) -> bytes:
-        mac = hmac.new(self._key, _NUMBER.pack(self._number) + _LENGTH.pack(len(body)), hashlib.sha256)
-        mac.update(body)
-        self._number += 1
-        return mac.digest()
+    def finish(self, answer: bytes) -> tuple[Session, bytes]:
+        """Return the session, and the confirmation to send. AuthenticationError if the server has no secret."""
+        try:
+            self._handshake.read(answer)
+        except AuthenticationError:
+            raise AuthenticationError("the server does not hold this job's secret") from None
+        to_server, to_client = self._handshake.split()
+        session = Session(Sealer(to_server), Opener(to_client))
+        return session, session.sealer.frame(b"")
 
 
 class Sealer:
-    """Turns messages into signed frames."""
+    """Turns messages into encrypted frames. `key`: of this direction of the connection."""
 
-    def __init__(self, key: bytes, *, encrypted: bool = False) -> None:
-        self._protection = Cipher(key) if encrypted else _Mac(key)
-        self._key, self._encrypted = key, encrypted
+    def __init__(self, key: bytes) -> None:
+        from hora.net.noise import Cipher
 
-    def records(self) -> Records | None:
-        """What protects a stream that begins after the messages; None if it is not encrypted."""
-        return Records(derived_secret(self._key, "records")) if self._encrypted else None
+        self._key, self._cipher = key, Cipher(key)
+
+    def records(self) -> Records:
+        """Return what encrypts a stream of tensors that begins after the messages."""
+        return _records(self._key)
 
     def frames(self, header: Header, payload: bytes | memoryview = b"") -> Iterator[bytes]:
         """The frames of one message, made one at a time so that a large payload is never held twice.
@@ -260,49 +215,52 @@ class Sealer:
         if len(text) > MAX_HEADER_BYTES:
             raise ValueError(f"a message's header may have {MAX_HEADER_BYTES} bytes, but it has {len(text)}")
         taken = min(view.nbytes, MAX_FRAME_BYTES - _LENGTH.size - len(text))
-        yield self._frame(b"".join((_LENGTH.pack(len(text)), text, view[:taken])))
+        yield self.frame(b"".join((_LENGTH.pack(len(text)), text, view[:taken])))
         for start in range(taken, view.nbytes, MAX_FRAME_BYTES):
-            yield self._frame(view[start : start + MAX_FRAME_BYTES])
+            yield self.frame(view[start : start + MAX_FRAME_BYTES])
 
-    def _frame(self, body: bytes | memoryview) -> bytes:
-        return b"".join((_LENGTH.pack(len(body)), *self._protection.seal(body)))
+    def frame(self, body: bytes | memoryview) -> bytes:
+        """Return one frame; the other end takes what it holds for a part of a message."""
+        return _LENGTH.pack(len(body) + _TAG_BYTES) + self._cipher.seal(body)
 
 
 class Opener:
     """Turns received bytes back into messages; AuthenticationError at the first frame that is not genuine."""
 
-    def __init__(self, key: bytes, *, encrypted: bool = False, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-        self._protection = Cipher(key) if encrypted else _Mac(key)
-        self._key, self._encrypted = key, encrypted
-        self._prefix_bytes = _LENGTH.size + self._protection.tag_bytes
+    def __init__(self, key: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
+        from hora.net.noise import Cipher
+
+        self._key, self._cipher = key, Cipher(key)
         self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
         self._header: Header | None = None
         self._payload = bytearray()
         self._missing = 0
 
-    def records(self) -> Records | None:
-        """The other end of `Sealer.records`."""
-        return Records(derived_secret(self._key, "records")) if self._encrypted else None
+    def records(self) -> Records:
+        """Return what decrypts the stream at the other end of `Sealer.records`."""
+        return _records(self._key)
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[Header, bytes]]:
         """Messages completed by these bytes."""
-        self._buffer += data
-        prefix_bytes = self._prefix_bytes
-        while True:
-            if len(self._buffer) < prefix_bytes:
-                return
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_FRAME_BYTES:
-                raise AuthenticationError(f"a frame of {length} bytes was announced; the limit is {MAX_FRAME_BYTES}")
-            if len(self._buffer) < prefix_bytes + length:
-                return
-            with memoryview(self._buffer) as view:
-                tag, body = bytes(view[_LENGTH.size : prefix_bytes]), bytes(view[prefix_bytes : prefix_bytes + length])
-            del self._buffer[: prefix_bytes + length]
-            message = self._take(self._protection.open(tag, body))
+        for body in self.bodies(data):
+            message = self._take(body)
             if message is not None:
                 yield message
+
+    def bodies(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Bodies of the frames completed by these bytes."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if end < _LENGTH.size + _TAG_BYTES:
+                raise AuthenticationError(f"a frame of {end - _LENGTH.size} bytes was announced, which is none")
+            if len(self._buffer) < end:
+                return
+            with memoryview(self._buffer) as view:
+                sealed = bytes(view[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield self._cipher.open(sealed)
 
     def _take(self, body: bytes) -> tuple[Header, bytes] | None:
         if self._header is None:
@@ -336,6 +294,12 @@ def _opened(body: bytes) -> tuple[Header, bytes]:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise AuthenticationError("a message had no proper header")
     return header, body[_LENGTH.size + length :]
+
+
+def _records(key: bytes) -> Records:
+    from hora.net.cipher import Records
+
+    return Records(key)
 
 
 def _no_number(text: str) -> float:

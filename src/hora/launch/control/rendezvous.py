@@ -10,7 +10,6 @@ meeting as the rank that it is, and gets the keys of the generation in which it 
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from typing import Protocol
 from hora.net.keys import rank_keys, worker_credentials, world_secret
 from hora.net.server import Peer
 from hora.net.table import NAME_CHARACTERS, Operation, Parked, Table
-from hora.net.wire import Credentials, Header, mask
+from hora.net.wire import Credentials, Header
 from hora.world import World
 
 __all__ = ["ErrorReport", "OnlyLines", "Rendezvous", "RendezvousEvents"]
@@ -201,7 +200,7 @@ class Rendezvous(Table):
             self._events.joined(peer.number)
 
     def _keys(self, peer: Peer, header: Header, payload: bytes) -> None:
-        """Its keys in its world, for it alone: hidden under its own key, since a connection may be listened to."""
+        """Give a rank its keys in its world, which its own connection hides from all others."""
         rank, generation, epoch = int(header["rank"]), int(header["generation"]), str(header["epoch"])
         if generation != self.generation or (peer.speaker >= 0 and rank != self._rank_of(peer.speaker)):
             place = f"rank {rank} of generation {generation}"
@@ -210,9 +209,8 @@ class Rendezvous(Table):
         if len(payload) > _KEYS_BYTES:
             raise ValueError(f"keys towards {len(payload) // 4} ranks were asked for at once")
         towards = struct.unpack(f">{len(payload) // 4}I", payload)
-        world, nonce = world_secret(self._secret, f"{generation} {epoch}"), os.urandom(32)
-        secret = self._credentials_of(peer.speaker).secret
-        peer.send({"re": header["id"], "nonce": nonce.hex()}, mask(secret, nonce, rank_keys(world, rank, towards)))
+        world = world_secret(self._secret, f"{generation} {epoch}")
+        peer.send({"re": header["id"]}, rank_keys(world, rank, towards))
 
     def _returned(self, peer: Peer, header: Header, payload: bytes) -> None:
         self._events.returned(peer.number, payload)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from hora.launch.spark.driver import StageDriver, TaskConnections
 from hora.launch.spark.placement import Placement, TaskPlace, place_tasks
 from hora.launch.spark.variables import GPU_VARIABLE
 from hora.launch.watching import Watching
-from hora.net.wire import Header, mask
+from hora.net.wire import Header
 
 __all__ = ["SparkJob", "SparkLauncher", "meet_all", "run_on_spark"]
 
@@ -176,7 +175,6 @@ class SparkLauncher:
 
     def _order(self, worker: WorkerSpec, placement: Placement) -> tuple[Header, bytes]:
         """The message that makes a task start the worker's process."""
-        nonce = secrets.token_bytes(32)
         env = dict(worker.env)
         env[GPU_VARIABLE] = ",".join(placement.own_gpus)
         if placement.visible_gpus and self._bind_gpus:
@@ -189,11 +187,10 @@ class SparkLauncher:
             "arguments": list(worker.argv[1:]),
             "grace_s": worker.grace_s,
             "preload": worker.preload,
-            "nonce": nonce.hex(),
         }
         files = {name: data.hex() for name, data in worker.private_files.items()}
         private = json.dumps({"env": env, "files": files}).encode()
-        return header, mask(self._driver.secret, nonce, private)
+        return header, private
 
     def _message(self, task: int, header: Header, payload: bytes) -> None:
         assert self._events is not None

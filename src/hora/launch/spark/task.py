@@ -29,7 +29,7 @@ from hora.launch.spark.warm import fork_supervisor, prepare
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
-from hora.net.wire import Credentials, Header, mask
+from hora.net.wire import Credentials, Header
 
 __all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
 
@@ -68,7 +68,7 @@ class SparkTask:
                 "set spark.driver.host to an address of the driver that executors can reach"
             ) from error
         try:
-            _TaskAgent(connection, self, secret).serve(task)
+            _TaskAgent(connection, self).serve(task)
         finally:
             connection.close()
 
@@ -76,8 +76,8 @@ class SparkTask:
 class _TaskAgent:
     """Obeys the driver until it says leave or is gone. Implements LaunchEvents for its launcher."""
 
-    def __init__(self, connection: Connection, task: SparkTask, secret: bytes) -> None:
-        self._connection, self._task, self._secret = connection, task, secret
+    def __init__(self, connection: Connection, task: SparkTask) -> None:
+        self._connection, self._task = connection, task
         self._launcher: HostLauncher | None = None
         self._sending = threading.Lock()
         self._tails: dict[str, Tail] = {}
@@ -115,7 +115,7 @@ class _TaskAgent:
         return fork_supervisor() if prepare(worker.preload, worker.env) else None
 
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
-        private = json.loads(mask(self._secret, bytes.fromhex(header["nonce"]), payload))
+        private = json.loads(payload)
         executable = header["executable"]
         inherited = variables() if self._task.own_worker else first_variables()
         if not executable:

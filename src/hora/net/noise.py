@@ -1,0 +1,128 @@
+"""Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org, revision 34): the handshake of every connection, and its ciphers.
+
+Two messages: the initiator's opens only under the pre-shared key, so that of a stranger nothing else is ever looked at; the
+responder's completes a fresh exchange of keys, so that who learns the pre-shared key later cannot read what was recorded.
+It moves no bytes and knows nothing of Hora: `wire` gives it the key and the prologue. docs/protocol.md says how it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from hora.errors import AuthenticationError
+
+__all__ = ["HANDSHAKE_BYTES", "TAG_BYTES", "Cipher", "Handshake", "hkdf"]
+
+TAG_BYTES = 16
+_PUBLIC_BYTES = 32
+HANDSHAKE_BYTES = _PUBLIC_BYTES + TAG_BYTES  # of either message, with an empty payload
+
+_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # 32 bytes, as many as the hash: it is not hashed
+_NONCE = struct.Struct(">4xQ")
+_REKEY_NONCE = _NONCE.pack(2**64 - 1)
+_MESSAGES_OF_A_KEY = 2**16
+
+
+def hkdf(chaining_key: bytes, material: bytes, num_outputs: int) -> list[bytes]:
+    """Return Noise's HKDF of the two."""
+    temporary, outputs = hmac.digest(chaining_key, material, "sha256"), [b""]
+    for number in range(1, num_outputs + 1):
+        outputs.append(hmac.digest(temporary, outputs[-1] + bytes([number]), "sha256"))
+    return outputs[1:]
+
+
+class Cipher:
+    """Noise's CipherState: numbers, encrypts and authenticates the messages of one direction.
+
+    After every 65,536 messages both ends go on under the next key (Noise's Rekey); nobody says so, because both count.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._aead, self._number = AESGCM(key), 0
+
+    def seal(self, plain: bytes | memoryview, data: bytes | None = None) -> bytes:
+        """Return what to send: as long as the message, and `TAG_BYTES`. `data` is authenticated with it."""
+        nonce = self._nonce()  # which may change the key: before it is used
+        return self._aead.encrypt(nonce, plain, data)
+
+    def open(self, sealed: bytes, data: bytes | None = None) -> bytes:
+        """Return the message; AuthenticationError unless it is the next one that the other end has sealed."""
+        nonce = self._nonce()
+        try:
+            return self._aead.decrypt(nonce, sealed, data)
+        except InvalidTag:
+            raise AuthenticationError(
+                "a message was changed on the way, or is not this connection's next one"
+            ) from None
+
+    def _nonce(self) -> bytes:
+        if self._number and self._number % _MESSAGES_OF_A_KEY == 0:
+            self._aead = AESGCM(self._aead.encrypt(_REKEY_NONCE, bytes(32), None)[:32])
+        number, self._number = self._number, self._number + 1
+        return _NONCE.pack(number)
+
+
+class Handshake:
+    """One end of a handshake: `write` the first message and `read` the second, or the other way round; then `split`.
+
+    `ephemeral`: for test vectors only.
+    """
+
+    def __init__(
+        self, psk: bytes, prologue: bytes, *, initiator: bool, ephemeral: X25519PrivateKey | None = None
+    ) -> None:
+        self._initiator, self._ephemeral = initiator, ephemeral
+        self._theirs = b""
+        self.hash = self._chaining_key = _NAME
+        self._mix_hash(prologue)
+        self._chaining_key, mixed, _ = hkdf(self._chaining_key, psk, 3)
+        self._mix_hash(mixed)
+
+    def write(self, payload: bytes = b"") -> bytes:
+        """Return this end's message."""
+        try:
+            private = self._ephemeral = self._ephemeral or X25519PrivateKey.generate()
+            public = private.public_key().public_bytes_raw()
+            cipher = self._mix(public, exchange=not self._initiator)
+        except UnsupportedAlgorithm as error:
+            raise AuthenticationError(
+                f"the OpenSSL of this host lacks what every connection of Hora needs, X25519 and AES-GCM: {error} "
+                "(a FIPS mode that refuses X25519? pip's own build of cryptography has it)"
+            ) from None
+        sealed = cipher.seal(payload, self.hash)
+        self._mix_hash(sealed)
+        return public + sealed
+
+    def read(self, message: bytes) -> bytes:
+        """Return the payload of the other end's message; AuthenticationError if it does not hold the same key."""
+        self._theirs, sealed = message[:_PUBLIC_BYTES], message[_PUBLIC_BYTES:]
+        payload = self._mix(self._theirs, exchange=self._initiator).open(sealed, self.hash)
+        self._mix_hash(sealed)
+        return payload
+
+    def split(self) -> tuple[bytes, bytes]:
+        """Return the keys of what the initiator and of what the responder sends from now on."""
+        to_responder, to_initiator = hkdf(self._chaining_key, b"", 2)
+        return to_responder, to_initiator
+
+    def _mix(self, public: bytes, *, exchange: bool) -> Cipher:
+        """Take in an end's half of the exchange of keys, and in the second message what both halves give."""
+        self._mix_hash(public)
+        self._chaining_key, key = hkdf(self._chaining_key, public, 2)
+        if exchange:
+            assert self._ephemeral is not None, "write comes before the exchange"
+            try:
+                shared = self._ephemeral.exchange(X25519PublicKey.from_public_bytes(self._theirs))
+            except ValueError:
+                raise AuthenticationError("the other end's half of the exchange of keys gives no key") from None
+            self._chaining_key, key = hkdf(self._chaining_key, shared, 2)
+        return Cipher(key)
+
+    def _mix_hash(self, data: bytes) -> None:
+        self.hash = hashlib.sha256(self.hash + data).digest()
