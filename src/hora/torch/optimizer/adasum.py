@@ -14,7 +14,7 @@ import torch
 
 from hora import engine
 from hora.engine.request import Kind, ReduceOp
-from hora.torch.optimizer.base import _DistributedOptimizer
+from hora.torch.optimizer.base import StepState, _DistributedOptimizer
 
 __all__ = ["DeltaOptimizer"]
 
@@ -85,7 +85,7 @@ class DeltaOptimizer(_DistributedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         super().synchronize()
-        self._synchronized = False
+        self._step = StepState()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]

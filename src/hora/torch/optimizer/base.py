@@ -2,20 +2,20 @@
 
 This file holds Horovod's behaviour: budgets of backward passes, `synchronize`, `skip_synchronize`, `zero_grad`'s guard,
 closures. How gradients travel is a `Reducer`'s business: the first step goes through `PerParameterReducer`, later ones
-through `buckets.Buckets` once the ranks have agreed on an order. `sharded.py` extends this class, `delta_optimizer.py`
-is the Adasum one.
-
-States of a parameter within a step: budget N --hook--> … --hook--> 0, handed to the reducer --synchronize--> budget N.
+through `buckets.Buckets` once the ranks have agreed on an order. `sharded.optimizer` extends this class, `adasum` is the
+Adasum one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.process_sets import ProcessSet
 
-__all__ = ["SliceNorm", "bare_copy", "optimizers_of", "takes_part"]
+__all__ = ["SliceNorm", "StepState", "bare_copy", "optimizers_of", "takes_part"]
 
 
 class SliceNorm(NamedTuple):
@@ -40,7 +40,26 @@ class SliceNorm(NamedTuple):
     scale: Callable[[torch.Tensor], None]
 
 
-_live: weakref.WeakSet[_DistributedOptimizer] = weakref.WeakSet()
+@dataclass(slots=True)
+class StepState:
+    """Progress of one step, replaced as a whole, so that nothing of a step that is left out reaches the next one.
+
+        fresh --a gradient--> backward --synchronize, clip_grad_norm_--> reduced --step, zero_grad, a gradient--> fresh
+
+    Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
+    """
+
+    passes: dict[int, int] = field(default_factory=dict)  # backward passes that each gradient has seen
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters handed to the reducer, in order
+    held_back: list[torch.Tensor] = field(default_factory=list)  # complete, but to be looked at first (`finite`)
+    backward_began: float = 0.0  # 0.0: no gradient yet
+    reduced: Literal["", "slices", "whole"] = ""  # "whole": in `.grad`
+    synchronized: bool = False  # reduced by the user's own synchronize(), after which step() warns
+
+
+# In the order in which they were made, which is the same on all ranks.
+_live: weakref.WeakValueDictionary[int, _DistributedOptimizer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -48,12 +67,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     # Defaults for an object that was made by copying (`copy.deepcopy`): a copy is a local optimizer.
     _active = False
-    _synchronized = False
     _should_synchronize = True
     _base_class: type
-    _clipped = False  # clip_grad_norm_ has reduced already
-    _backward_seen = False
-    _backward_began = 0.0
+    _step = StepState()  # never changed in place: an optimizer that takes part has its own
 
     def _distribute(
         self,
@@ -69,13 +85,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._requires_update: set[torch.Tensor] = set()
         self._hooked: list[torch.Tensor] = []
         self._frozen: list[torch.Tensor] = []
-        # Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
-        self._budgets: dict[int, int] = {}
-        self._handed_over: set[int] = set()
-        self._held_back: list[torch.Tensor] = []
-        self._arrivals: list[torch.Tensor] = []
+        self._step = StepState()
         self._last_arrivals: list[torch.Tensor] = []
-        self._backward_seen = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.backward_passes_per_step = backward_passes_per_step
         self.op = options.op
@@ -86,7 +97,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         meter.restart_step()
         if self._active:
             self._register_hooks()
-            _live.add(self)
+            _live[next(_numbers)] = self
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +119,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         for parameter in fresh:
             self._requires_update.add(parameter)
             self._hooked.append(parameter)
-            self._budgets[id(parameter)] = self.backward_passes_per_step
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         everything = [p for group in self.param_groups for p in group["params"]]
         self._frozen = [p for p in everything if p not in self._requires_update]
@@ -119,98 +129,87 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._runtime = engine.current_runtime()
         self._reducer: Reducer = PerParameterReducer(self._options, self._parameter_names, self._hooked, self._groups)
         self._bucket_order = BucketOrder(self._options, self._parameter_names, self._hooked, grouped=bool(self._groups))
-        self._reset_budgets()
-
-    def _reset_budgets(self) -> None:
-        self._handed_over.clear()
-        self._held_back.clear()
-        self._arrivals.clear()
-        self._backward_seen = False
-        self._budgets = dict.fromkeys(self._budgets, self.backward_passes_per_step)
+        self._step = StepState()
 
     @property
     def _allreduce_delay(self) -> dict[torch.Tensor, int]:
-        """How many backward passes each parameter's gradient still waits for."""
-        return {parameter: self._budgets[id(parameter)] for parameter in self._hooked}
+        """Number of backward passes that each parameter's gradient still waits for."""
+        passes = self._step.passes
+        return {parameter: self.backward_passes_per_step - passes.get(id(parameter), 0) for parameter in self._hooked}
 
     @property
     def _handles(self) -> dict[torch.Tensor, Reducer]:
         """The parameters whose reduction has begun."""
-        return {parameter: self._reducer for parameter in self._hooked if id(parameter) in self._handed_over}
+        return dict.fromkeys(self._step.arrived.values(), self._reducer)
 
     def _gradient_accumulated(self, parameter: torch.Tensor) -> None:
-        key = id(parameter)
-        budget = self._budgets[key] - 1
-        if budget < 0:
+        gradient = parameter.grad
+        if gradient is not None and gradient.requires_grad:
+            raise AssertionError("gradients that require a gradient themselves (create_graph=True) cannot be reduced")
+        if not self._step.backward_began:
+            self._begin_backward()
+        passes, key = self._step.passes, id(parameter)
+        num_passes = passes.get(key, 0) + 1
+        if num_passes > self.backward_passes_per_step:
             raise AssertionError(
                 f"the gradient of {self._parameter_names[parameter]} was computed more than backward_passes_per_step times "
                 f"before a call to step(); increase backward_passes_per_step (now {self.backward_passes_per_step}) to "
                 "accumulate gradients locally"
             )
-        gradient = parameter.grad
-        if gradient is not None and gradient.requires_grad:
-            raise AssertionError("gradients that require a gradient themselves (create_graph=True) cannot be reduced")
-        if not self._backward_seen:
-            self._backward_seen = True
-            self._backward_began = time.perf_counter()
-            if engine.current_runtime() is not self._runtime:
-                self._start_over()
-                self._backward_seen = True
-        self._budgets[key] = budget
-        if budget == 0:
+        passes[key] = num_passes
+        if num_passes == self.backward_passes_per_step:
             self._allreduce_grad_async(parameter)
+
+    def _begin_backward(self) -> None:
+        """The first gradient since the last step, or since one that was reduced and left out."""
+        if engine.current_runtime() is not self._runtime:
+            self._start_over()
+        self._step = StepState(backward_began=time.perf_counter())
 
     def _allreduce_grad_async(self, parameter: torch.Tensor) -> None:
         """Begin to reduce the gradient of a parameter. Horovod's name: programs look for it, and some override it."""
         if self._runtime.config.nan_check:
             if parameter.device.type != "cpu":
-                self._held_back.append(parameter)
+                self._step.held_back.append(parameter)
                 return
             check_finite([parameter], self._parameter_names, self._runtime.world.rank)
         self._hand_over(parameter)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
-        self._handed_over.add(id(parameter))
-        self._arrivals.append(parameter)
+        self._step.arrived[id(parameter)] = parameter
         self._reducer.ready(parameter)
-
-    def _hand_over_held_back(self) -> None:
-        """Backward is over: gradients that were to be looked at before they are reduced (`finite`) are, and go."""
-        held_back, self._held_back = self._held_back, []
-        check_finite(held_back, self._parameter_names, self._runtime.world.rank)
-        for parameter in held_back:
-            self._hand_over(parameter)
 
     # --- the steps of a user's loop ----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Reduce whatever has not been reduced yet and wait; afterwards `.grad` holds the reduced gradients."""
-        self._synchronized = True
-        self._end_backward()
-        if not self._active:
-            return
-        if engine.current_runtime() is not self._runtime:
-            self._start_over()
-        reducer, handed_over = self._reducer, self._handed_over
-        try:
-            if self._held_back:
-                self._hand_over_held_back()
-            if len(handed_over) < len(self._hooked):
-                reducer.note_missing()
-                for parameter in self._hooked:
-                    if id(parameter) not in handed_over:
-                        reducer.ready(parameter)
-            reducer.finish()
-            self._last_arrivals = list(self._arrivals)
-            self._reducer = self._bucket_order.next_reducer(reducer, self._arrivals)
-        finally:
-            self._reset_budgets()
-        self._take_in_thawed()
+        if self._active:
+            if engine.current_runtime() is not self._runtime:
+                self._start_over()
+            self._finish_reduction()
+            self._reducer = self._bucket_order.next_reducer(self._reducer, self._last_arrivals)
+            self._take_in_thawed()
+        self._step = StepState(reduced="whole", synchronized=True)
 
-    def _end_backward(self) -> None:
-        """What is left to do from here on is to wait."""
-        if self._backward_seen:
-            meter.backward_s += time.perf_counter() - self._backward_began
+    def _finish_reduction(self) -> None:
+        """Hand over what has not arrived by itself, and wait."""
+        step, reducer = self._step, self._reducer
+        if step.backward_began:
+            meter.backward_s += time.perf_counter() - step.backward_began
+        held_back, step.held_back = step.held_back, []
+        check_finite(held_back, self._parameter_names, self._runtime.world.rank)
+        for parameter in held_back:
+            self._hand_over(parameter)
+        if len(step.arrived) < len(self._hooked):
+            reducer.note_missing()
+            for parameter in self._hooked:
+                if id(parameter) not in step.arrived:
+                    reducer.ready(parameter)
+        self._last_arrivals = list(step.arrived.values())
+        try:
+            reducer.finish()
+        finally:
+            self._step = StepState()
 
     def _thawed(self) -> list[torch.Tensor]:
         """Parameters that were frozen when hooks were registered and have been set to require gradients since."""
@@ -237,27 +236,23 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronise (unless skipped), then the base optimizer's step."""
-        synchronize = self._should_synchronize and not self._clipped
-        self._clipped = False
-        if synchronize and self._synchronized:
+        step, synchronize = self._step, self._should_synchronize
+        if synchronize and step.synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "This can cause training slowdown. You may want to consider using the optimizer.skip_synchronize() "
                 "context if you use optimizer.synchronize() in your code.",
                 stacklevel=2,
             )
-        if closure is None:
-            if synchronize and self._active:
-                self.synchronize()
-            self._synchronized = False
-            return self._base_step()
         if synchronize and self._active:
-            closure = self._synchronising(closure)
-        self._synchronized = False
+            if closure is not None:
+                closure = self._synchronising(closure)
+            elif step.synchronized or not step.reduced:
+                self.synchronize()
         try:
             return self._base_step(closure)
         finally:
-            self._synchronized = False
+            self._step = StepState()
 
     # Optimizer.__init__ wraps `step` to run step hooks and the profiler's range; the base class's step has them already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -277,7 +272,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         def synchronised() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self.synchronize()
+            if not self._step.reduced:
+                self.synchronize()
             # A line search decides by the loss: different values would send the ranks different ways.
             return self._averaged(loss) if average_loss else loss
 
@@ -306,18 +302,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._backward_seen_since_step():
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. To leave a step out, call "
+                "optimizer.synchronize() on all ranks, then optimizer.zero_grad()."
             )
+        self._step = StepState()
         super().zero_grad(*args, **kwargs)
 
     def _backward_seen_since_step(self) -> bool:
-        return self._active and self._backward_seen
+        return self._step.backward_began > 0.0
 
     def _prepare_to_clip(self) -> None:
         """Reduce now; the next `step` will neither reduce again nor warn."""
-        if self._active and not self._synchronized:
+        if not self._step.reduced:
             self.synchronize()
-        self._clipped = True
+        self._step.synchronized = False
 
     def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
         """None: gradients are whole on every rank. A sharded optimizer has slices of them."""
@@ -328,16 +326,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if passes <= 0:
             raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
         self.backward_passes_per_step = passes
-        if self._active:
-            self._reset_budgets()
+        self._step = StepState()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """The base one; reductions under way are forgotten."""
-        self._synchronized = False
         # Between steps there is nothing to forget, and what the ranks agreed on must stay: often one rank alone loads a
         # checkpoint, and broadcast_optimizer_state brings the others up to it.
         changed = engine.is_initialized() and engine.current_runtime() is not self._runtime
-        if self._active and (self._backward_seen or changed):
+        if self._active and (self._step.backward_began or changed):
             self._start_over()
         super().load_state_dict(*args, **kwargs)
 
@@ -356,7 +352,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[_DistributedOptimizer]:
     """The distributed optimizers that reduce any of these parameters' gradients."""
     wanted = set(parameters)
-    return [optimizer for optimizer in _live if not wanted.isdisjoint(optimizer._requires_update)]
+    return [optimizer for optimizer in _live.values() if not wanted.isdisjoint(optimizer._requires_update)]
 
 
 def takes_part(process_set: ProcessSet) -> bool:

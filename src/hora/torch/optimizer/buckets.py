@@ -137,11 +137,11 @@ class Bucket:
     def _note_residuals(
         self, indices: Sequence[int], places: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
     ) -> None:
-        """What the cast has lost, to be added in the next step."""
+        """Keep what the cast has lost, to be added in the next step; of what is not finite the ranks hear in this one."""
         for index in indices:
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
-                torch.sub(gradient, places[index], out=residuals[index])
+                torch.sub(gradient, places[index], out=residuals[index]).nan_to_num_(0.0, 0.0, 0.0)
 
     def give_back(self) -> None:
         """Copy results to gradients that are not where the results are."""

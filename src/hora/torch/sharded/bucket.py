@@ -76,13 +76,16 @@ class ShardBucket:
         self.before: ShardBucket | None = None
         self.held: list[tuple[int, torch.Tensor | None]] = []  # gradients that came while the place was in use
         self.num_ready = 0
-        self._gradients = gradients  # this rank's, to be reduced
         self._views = [view_like(gradients, offset, p) for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
         self._is_small = [view.nbytes < SMALL_BYTES for view in self._views]
         # Places and their gradients, which are copied when all have come.
         self._small: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scale = scale  # not 1.0 only where gradients are not cast
-        self._gaps: list[torch.Tensor] = []
+        # Between the gradients and behind them: numbers there would count in a norm.
+        ends = [offset + p.numel() for offset, p in zip(spec.offsets, spec.parameters, strict=True)]
+        begins = [*spec.offsets[1:], spec.num_elements]
+        self._gaps = [gradients[end:begin] for end, begin in zip(ends, begins, strict=True) if begin > end]
+        self._in_turn = False
         self._reduction = reduction
         self._reduced: torch.Tensor | None = None
 
@@ -102,11 +105,7 @@ class ShardBucket:
     def comes_after(self, before: ShardBucket | None) -> None:
         """The place of the gradients is used by other buckets too, in this step by `before`."""
         self.before = before
-        # Between the gradients and behind them the others leave numbers, which must not count in a norm.
-        ends = [offset + p.numel() for offset, p in zip(self.spec.offsets, self.spec.parameters, strict=True)]
-        begins = [*self.spec.offsets[1:], self.spec.num_elements]
-        pairs = zip(ends, begins, strict=True)
-        self._gaps = [self._gradients[end:begin] for end, begin in pairs if begin > end]
+        self._in_turn = True
 
     def is_free(self) -> bool:
         """Whether all members are done with the bucket that uses the place earlier in this step."""
@@ -152,5 +151,10 @@ class ShardBucket:
             if self._scale != 1.0:
                 torch._foreach_mul_(targets, self._scale)
             self._small.clear()
+        if self._in_turn:
+            self.clear_gaps()
+
+    def clear_gaps(self) -> None:
+        """Zero what lies between the gradients."""
         if self._gaps:
             torch._foreach_zero_(self._gaps)

@@ -23,7 +23,7 @@ from hora.engine.malloc import give_back_freed_memory
 from hora.engine.request import ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
-from hora.torch.optimizer.base import SliceNorm, _DistributedOptimizer, bare_copy
+from hora.torch.optimizer.base import SliceNorm, StepState, _DistributedOptimizer, bare_copy
 from hora.torch.optimizer.bucket_plan import plan_buckets
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
@@ -75,7 +75,6 @@ class ShardedOptimizer(_DistributedOptimizer):
     _shard_state: ShardState
     _inner: Any = None
     _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
-    _reduced = ""  # since the last step: "" not yet, "slices", or "whole" (in .grad)
 
     @property
     def is_sharded(self) -> bool:
@@ -89,24 +88,18 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._unshard()
         super()._start_over()
         self._bucket_order.possible = False
-        self._reduced = ""
 
     def _reduce_slices(self) -> None:
-        """Hand over what has not arrived by itself, and wait until this rank has its slices."""
-        shards = self._shards
-        assert shards is not None
-        self._end_backward()
-        try:
-            if self._held_back:
-                self._hand_over_held_back()
-            if len(self._handed_over) < len(self._hooked):
-                for parameter in self._hooked:
-                    if id(parameter) not in self._handed_over:
-                        shards.ready(parameter)
-            shards.finish()
-            self._reduced = "slices"
-        finally:
-            self._reset_budgets()
+        """Reduce what has not been reduced yet, and wait until this rank has its slices."""
+        if not self._step.reduced:
+            self._finish_reduction()
+            self._step.reduced = "slices"
+
+    def _materialise(self) -> None:
+        """Give every rank the whole reduced gradients, in `.grad`."""
+        assert self._shards is not None
+        self._shards.materialise()
+        self._step.reduced = "whole"
 
     def synchronize(self) -> None:
         """As in the unsharded optimizer: afterwards `.grad` holds the whole reduced gradients, on every rank."""
@@ -114,37 +107,28 @@ class ShardedOptimizer(_DistributedOptimizer):
             self._start_over()
         if self._shards is None:
             super().synchronize()
-        else:
-            self._synchronized = True
-            if self._reduced == "whole" and not self._backward_seen:
-                return
-            self._reduce_slices()
-            self._shards.materialise()
+            return
+        self._reduce_slices()
+        if self._step.reduced == "slices":
+            self._materialise()
             self._take_in_thawed()
-        self._reduced = "whole"
+        self._step = StepState(reduced="whole", synchronized=True)
 
     def _prepare_to_clip(self) -> None:
-        if self._shards is None or self._reduced:
+        if self._shards is None:
             super()._prepare_to_clip()
         else:
             self._reduce_slices()
-            self._clipped = True
+            self._step.synchronized = False
 
     def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
         shards = self._shards
-        if shards is None or self._reduced != "slices":
+        if shards is None or self._step.reduced != "slices":
             return None
         if not self._requires_update <= set(parameters):  # only some are to be clipped: do it the plain way
-            shards.materialise()
-            self._reduced = "whole"
+            self._materialise()
             return None
-
-        def scale(factor: torch.Tensor) -> None:
-            for shard in shards.owned:
-                assert shard.parameter.grad is not None
-                shard.parameter.grad.mul_(factor.to(shard.parameter.grad.device))
-
-        return SliceNorm(shards.gradient_norm(norm_type), self._requires_update, scale)
+        return SliceNorm(shards.gradient_norm(norm_type), self._requires_update, shards.scale_gradients)
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -159,16 +143,15 @@ class ShardedOptimizer(_DistributedOptimizer):
         if engine.current_runtime() is not self._runtime:
             self._start_over()
         self._reduce_for_step()
-        self._synchronized = self._clipped = False
+        are_whole = self._step.reduced == "whole"
+        self._step = StepState()
         is_first = self._shards is None
         if is_first and not self._shard():
-            self._reduced = ""
             self._base_step()  # a rank has joined: this step as if unsharded, and another attempt in the next
             return loss
         assert self._shards is not None
-        if self._reduced == "whole":
+        if are_whole:
             self._shards.take_whole()
-        self._reduced = ""
         self._inner_step()
         if is_first:
             give_back_freed_memory()  # private parameters, state and whole gradients
@@ -177,7 +160,7 @@ class ShardedOptimizer(_DistributedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _reduce_for_step(self) -> None:
-        if self._should_synchronize and self._synchronized and not self._clipped:
+        if self._should_synchronize and self._step.synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "The gradients are not reduced again.",
@@ -185,7 +168,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             )
         if self._should_synchronize and self._frozen and self._thawed():
             self.synchronize()
-        if self._reduced:
+        if self._step.reduced:
             # Gradients were reduced before this call: others may still be looking at the parameters.
             if self._shards is not None:
                 self._shards.meet()
@@ -193,7 +176,6 @@ class ShardedOptimizer(_DistributedOptimizer):
             raise AssertionError("a sharded optimizer cannot step without synchronize(): no rank has whole gradients")
         elif self._shards is None:
             super().synchronize()
-            self._reduced = "whole"
         else:
             self._reduce_slices()
 
@@ -296,11 +278,8 @@ class ShardedOptimizer(_DistributedOptimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a whole state, saved by any number of ranks or by a plain optimizer; on all ranks."""
         if self._shards is None or self._runtime is not engine.current_runtime():
-            self._reduced = ""
             super().load_state_dict(*args, **kwargs)
             return
-        self._synchronized = False
-        self._reset_budgets()
         torch.optim.Optimizer.load_state_dict(self, *args, **kwargs)
         if self._shard_state.fits():
             self._shard_state.load()

@@ -345,6 +345,14 @@ class Shards:
         total = value if infinite else value ** (1.0 / norm_type)
         return total.float().squeeze(0)
 
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply this rank's reduced slices."""
+        for shard in self.owned:
+            assert shard.parameter.grad is not None
+            shard.parameter.grad.mul_(factor.to(shard.parameter.grad.device))
+        for bucket in self.buckets:  # a factor that is not finite makes numbers of zeros
+            bucket.clear_gaps()
+
     def inner_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """A parameter group for each kind, with the options given for it and this rank's shards.
 
