@@ -348,12 +348,12 @@ def test_a_job_leaves_no_trace_in_the_next_one():
         assert len(set(generator)) == 4
 
 
-def test_udfs_do_not_run_in_the_workers_that_ranks_are_forked_from(spark):
+def test_udfs_do_not_run_in_the_workers_that_have_a_fork_server(spark):
     def of_task(_):
         import os
         import sys
 
-        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.spark.warm" in sys.modules
+        return "HORA_SPARK_WORKER" in os.environ, "hora.launch.spark.standby" in sys.modules
 
     HorovodRunner(np=2).run(lambda: None)
     assert spark.sparkContext.parallelize(range(2), 2).map(of_task).collect() == [(False, False)] * 2

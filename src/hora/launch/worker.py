@@ -2,7 +2,7 @@
 
 The function comes over the authenticated connection and from nowhere else. What it raises is reported with its own
 traceback; the process then ends with a non-zero status. Commands need no entry point: supervisors run them as they are.
-torch is imported when the function needs it, not before. With `--zygote module …` this is the process from which a
+torch is imported when the function needs it, not before. With `--fork-server module …` this is the process from which a
 supervisor has workers forked.
 """
 
@@ -125,10 +125,10 @@ def _leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--zygote"]:
+    if sys.argv[1:2] == ["--fork-server"]:
         # Under this module's name, because forked workers keep it: `ps` shall show what they are.
-        from hora.launch.host import zygote
+        from hora.launch.host import fork_server
 
-        zygote.serve(sys.argv[2:], work)
+        fork_server.serve_workers(sys.argv[2:], work)
     else:
         _leave(main())

@@ -105,7 +105,7 @@ class HostConnection:
         self._lock = threading.Lock()
         self._running: set[int] = set()
         self._own: set[int] = set()  # workers that were ever started here: of no other does this host say anything
-        self._has_zygote = False
+        self._has_fork_server = False
         self._over_now = threading.Event()
         self._ended: str | None = None  # why nothing can be started here any more
         self._complaints = Tail(_TAIL_BYTES)
@@ -146,8 +146,8 @@ class HostConnection:
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         orders = bytearray()
-        # One worker alone is not worth a zygote, but an elastic job's newcomer may come from the one there is.
-        self._has_zygote = self._has_zygote or len(workers) > 1
+        # One worker alone is not worth a fork server, but an elastic job's newcomer may come from the one there is.
+        self._has_fork_server = self._has_fork_server or len(workers) > 1
         for spec in workers:
             order = {
                 "op": "start",
@@ -157,7 +157,7 @@ class HostConnection:
                 "inherit_env": self._inherit_env,
                 "cwd": spec.cwd,
                 "private_files": {name: data.hex() for name, data in spec.private_files.items()},
-                "preload": spec.preload if self._has_zygote else None,
+                "preload": spec.preload if self._has_fork_server else None,
             }
             orders += json.dumps(order).encode() + b"\n"
         with self._lock:

@@ -32,6 +32,7 @@ import time
 from typing import Any
 
 from hora.launch.environment import variables
+from hora.launch.host.fork_server import WorkerForks
 from hora.launch.host.processes import (
     Execute,
     Processes,
@@ -44,7 +45,6 @@ from hora.launch.host.processes import (
     send_signal,
     spawn,
 )
-from hora.launch.host.zygote import ZygoteClient
 
 MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
 FRAME = struct.Struct(">cii")
@@ -74,7 +74,7 @@ class _Supervisor:
         self._paused = False  # the launcher is slow, workers' pipes are left unread
         self._deaf = False  # the launcher does not read any more
         self._private_files: dict[str, str] = {}  # content, in hexadecimal -> path
-        self._zygote: ZygoteClient | None = None
+        self._forks: WorkerForks | None = None
         self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = guardian_pid, execute
@@ -182,7 +182,7 @@ class _Supervisor:
         env |= command["env"] | {name: self._private_file(data) for name, data in command["private_files"].items()}
         # N ranks that each start a thread per core would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", _fair_share(env))
-        if command["preload"] is None or not self._ask_zygote(command, env):
+        if command["preload"] is None or not self._ask_to_fork(command, env):
             self._execute(command, env)
 
     def _execute(self, command: dict[str, Any], env: dict[str, str]) -> None:
@@ -199,31 +199,31 @@ class _Supervisor:
             self._listen_to(read_end, worker, kind)
         self._send(STARTED, worker, str(spawned.pid).encode())
 
-    # ---- workers from the zygote --------------------------------------------------------------------------
+    # ---- forked workers --------------------------------------------------------------------------
 
-    def _ask_zygote(self, command: dict[str, Any], env: dict[str, str]) -> bool:
-        """Have the zygote fork this worker. False if it has to be executed instead."""
+    def _ask_to_fork(self, command: dict[str, Any], env: dict[str, str]) -> bool:
+        """Have the fork server fork this worker. False if it has to be executed instead."""
         executable, modules, worker = command["argv"][0], command["preload"], command["worker"]
-        if self._zygote is None:
+        if self._forks is None:
             try:
-                # Not this worker's number: nothing that descends from the zygote shall be taken for its own.
+                # Not this worker's number: nothing that descends from the server shall be taken for its own.
                 shared = {name: value for name, value in env.items() if name != "HORA_WORKER"}
-                self._zygote = ZygoteClient(executable, modules, shared, command["cwd"])
+                self._forks = WorkerForks(executable, modules, shared, command["cwd"])
             except OSError:  # executing the worker fails for the same reason, and reports it
                 return False
-            self._selector.register(self._zygote, selectors.EVENT_READ, self._adopt_forked)
-            for read_end, kind in ((self._zygote.zygote.stdout, STDOUT), (self._zygote.zygote.stderr, STDERR)):
+            self._selector.register(self._forks, selectors.EVENT_READ, self._adopt_forked)
+            for read_end, kind in ((self._forks.process.stdout, STDOUT), (self._forks.process.stderr, STDERR)):
                 self._listen_to(read_end, worker, kind)
-        if not self._zygote.suits(executable, modules, env):
+        if not self._forks.suits(executable, modules, env):
             return False
         self._asked[worker] = (command, env)
-        self._zygote.ask(worker, env, command["cwd"])
+        self._forks.ask(worker, env, command["cwd"])
         return True
 
     def _adopt_forked(self) -> None:
-        assert self._zygote is not None
+        assert self._forks is not None
         try:
-            for worker, spawned in self._zygote.forked():
+            for worker, spawned in self._forks.forked():
                 if worker in self._asked:
                     del self._asked[worker]
                     self._adopt(worker, spawned)
@@ -234,9 +234,9 @@ class _Supervisor:
                     os.close(spawned.stdout)
                     os.close(spawned.stderr)
         except EOFError:
-            self._selector.unregister(self._zygote)
-            self._zygote.close()
-            self._zygote = None
+            self._selector.unregister(self._forks)
+            self._forks.close()
+            self._forks = None
             asked, self._asked = self._asked, {}
             for worker, (command, env) in asked.items():
                 if self._ending is None:

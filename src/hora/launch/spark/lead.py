@@ -90,7 +90,6 @@ class ConnectTasks:
             secret_file="",
             stream_output=self.stream_output,
             keep_output=self.keep_output,
-            own_worker=False,
         )
 
 

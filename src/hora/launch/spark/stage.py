@@ -139,8 +139,8 @@ class _TaskBody:
 def _own_workers(context: Any) -> Iterator[None]:
     """Have Spark run what is defined within this in Python workers of their own.
 
-    Spark keeps a set of Python workers for each environment that they ask for. No UDF shall run in ours,
-    because ranks are forked from them (`warm`), and a rank shall not inherit what a UDF did.
+    Spark keeps a set of Python workers for each environment that they ask for. So the next job gets those that have a warm
+    process beside them (`standby`), however many others UDFs have had meanwhile.
     """
     environment = context.environment
     context.environment = {**environment, "HORA_SPARK_WORKER": "1"}

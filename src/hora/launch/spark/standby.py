@@ -1,20 +1,20 @@
-"""A warm process beside a Spark Python worker in which the user's functions run as well: ranks are forked from it.
+"""A fork server beside a Python worker of Spark's: supervisors, and with them ranks, are forks of a clean, warm process.
 
-Spark Connect gives us no Python workers of our own (`warm` has them, on classic Spark), and what a UDF did to one must not
-reach a rank. So the first job on such a worker has it start a clean process, which loads what ranks import and waits. This
-and every later job's supervisor there, and with it the ranks, is a fork of that process. It ends with the worker, which Spark
-keeps for a minute without work. `begin` is called by `lead`, before the tasks meet, which takes a second; `supervisor` by
-`task`; the rest happens in the process.
+Spark keeps its Python workers, and what a UDF did to one must not reach a rank. So the first job on a worker has it start
+a clean process, which loads what ranks import and waits (`host.fork_server`). This and every later job's supervisor there,
+and its workers in turn, are forks: hundredths of a second, not seconds. User code runs in the forks only, which are gone
+when their job is over. The process ends with the worker, which Spark keeps for a minute without work.
 
-Request: a JSON list of modules to load; with the supervisor's stdin, stdout, stderr and a socket, where one is wanted. Through
-the socket comes how the supervisor ended; a byte sent into it kills the supervisor.
+`begin` has it load early, before the tasks meet, which takes a second; `supervisor` asks it for a supervisor, giving the
+supervisor's stdin, stdout, stderr and a socket. Through the socket comes how the supervisor ended; a byte sent into it kills
+the supervisor.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import gc
-import json
+import io
 import os
 import select
 import signal
@@ -22,28 +22,29 @@ import socket
 import subprocess
 import sys
 import threading
-import warnings
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from hora.launch.environment import first_variables, module_command
 from hora.launch.host.connection import SupervisorProcess
+from hora.launch.host.fork_server import ForkServer, differ_only_in, fork, run_forked, serve
 from hora.launch.host.processes import exit_code, name_process
-from hora.launch.host.zygote import differ_only_in, load
-from hora.launch.spark.warm import LATE, be_supervisor
+from hora.launch.host.supervisor import supervise
+from hora.launch.worker import work
 
 __all__ = ["begin", "supervisor"]
 
-_LATE = tuple(name for name in LATE if name != "PYTHONPATH")  # it is read when a process starts
+# Variables that a rank may have beside this process's, because nothing that is loaded in advance has read them.
+_LATE = ("HOROVOD_", "HORA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 _NO_STATUS = 255
-_MAX_REQUEST_BYTES = 64 * 1024
 _END_LIMIT_S = 10.0
 
 
 def begin(modules: Sequence[str], env: Mapping[str, str], python_path: str) -> None:
     """Have the process beside this one load these modules already, if ranks that are given `env` can come from it."""
     if all(name.startswith(_LATE) for name in env):
-        _standby(_own_variables(python_path)).ask(modules)
+        _standby(_own_variables(python_path)).ask(None, (), modules)
 
 
 def supervisor(modules: Sequence[str], env: Mapping[str, str]) -> SupervisorProcess | None:
@@ -72,31 +73,23 @@ def _standby(env: Mapping[str, str]) -> _Standby:
     return _beside
 
 
-class _Standby:
-    """The process, seen from the worker."""
+class _Standby(ForkServer):
+    """The fork server, seen from the worker."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = dict(env)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                module_command(sys.executable, __name__),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=self._env,
-            )
+        super().__init__(self._start)
+
+    def _start(self, stdin: int) -> None:
+        command = module_command(sys.executable, __name__)
+        self._process = subprocess.Popen(command, stdin=stdin, stdout=subprocess.DEVNULL, env=self._env)
 
     def suits(self, env: Mapping[str, str]) -> bool:
-        """Whether it lives and was started with this environment."""
+        """Tell whether it lives and was started with this environment."""
         return self._process.poll() is None and env == self._env
 
-    def ask(self, modules: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        """Have it load these modules, and then be a supervisor with these descriptors, if they are given."""
-        with contextlib.suppress(OSError):  # it has ended
-            socket.send_fds(self._socket, [json.dumps(list(modules)).encode()], descriptors)
-
     def close(self) -> None:
-        self._socket.close()
+        super().close()
         try:
             self._process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -108,7 +101,7 @@ _beside: _Standby | None = None
 
 
 class _Supervisor:
-    """A supervisor that was asked for, with the part of `subprocess.Popen`'s face that a HostConnection needs."""
+    """A supervisor that was asked for, with the subset of the Popen interface that a HostConnection needs."""
 
     stdin: IO[bytes] | None
     stdout: IO[bytes] | None
@@ -119,8 +112,7 @@ class _Supervisor:
         self._control, theirs = socket.socketpair()
         given = [their_in, their_out, their_err, theirs.detach()]
         try:
-            # If the process is gone, so is the other end of all of these, which says it.
-            standby.ask(modules, given)
+            standby.ask({}, given, modules)
         finally:
             for descriptor in given:
                 os.close(descriptor)
@@ -147,31 +139,16 @@ class _Supervisor:
             self._control.send(b"k")
 
 
-def _serve() -> None:
-    """In the process: load modules and fork supervisors on request until the worker is gone."""
-    name_process("hora-standby")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks end when they like
-    with socket.socket(fileno=os.dup(0)) as worker:
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(worker, _MAX_REQUEST_BYTES, 4)
-            if not data:
-                return
-            load(json.loads(data))  # where that fails, a rank says it better
-            gc.collect()
-            gc.freeze()  # what is loaded stays in pages that the ranks share
-            if descriptors and _fork() == 0:
-                worker.close()
-                _look_after_supervisor(*descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
+# In the process.
 
 
-def _look_after_supervisor(stdin: int, stdout: int, stderr: int, control: int) -> NoReturn:
+def _look_after_supervisor(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
     """In a fork: have a supervisor for a child, kill it when told to, and tell how it ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = _fork()
+    worker.close()
+    stdin, stdout, stderr, control = descriptors
+    pid = fork()
     if pid == 0:
-        be_supervisor(stdin, stdout, stderr)
+        _be_supervisor(stdin, stdout, stderr)
     for descriptor in (stdin, stdout, stderr):
         os.close(descriptor)
     ended, heard = os.pidfd_open(pid), [control]
@@ -187,12 +164,40 @@ def _look_after_supervisor(stdin: int, stdout: int, stderr: int, control: int) -
             heard = []  # the worker is gone, and the supervisor knows it by its own pipe
 
 
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Newer Pythons warn of threads, and NumPy's BLAS has some, which take care of themselves in a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+def _be_supervisor(stdin: int, stdout: int, stderr: int) -> NoReturn:
+    """In a fork: be a supervisor with these streams, whose workers are forks as well."""
+    status = 1
+    try:
+        os.setsid()
+        name_process("hora-supervisor")
+        for source, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
+            os.dup2(source, target)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        status = supervise(execute=_be_worker)
+    except BaseException:  # this process has no caller to tell, only the pipe
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
+
+
+def _be_worker(file: str, argv: list[str], env: Mapping[str, str]) -> NoReturn:
+    """In place of exec: be what `python -m hora.launch.worker` would be, from here."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    atexit._clear()
+    # As a Python that has just started has them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.argv = ["-m"]
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), _text_stream(1), _text_stream(2)
+    run_forked(env, work)
+
+
+def _text_stream(descriptor: int) -> io.TextIOWrapper:
+    raw = os.fdopen(descriptor, "wb", buffering=0)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 if __name__ == "__main__":
-    _serve()
+    name_process("hora-standby")
+    serve((), _look_after_supervisor)

@@ -25,7 +25,6 @@ from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.launch.spark import standby
-from hora.launch.spark.warm import fork_supervisor, prepare
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
@@ -44,7 +43,6 @@ class SparkTask:
     `secret_file`: where to read the secret instead, if the driver is on this machine: Spark shows its closures around.
     `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
     failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
-    `own_worker`: nothing but tasks of ours runs in this Python process, ever.
     """
 
     address: str
@@ -54,7 +52,6 @@ class SparkTask:
     secret_file: str
     stream_output: bool
     keep_output: bool
-    own_worker: bool = True
 
     def __call__(self, task: int) -> None:
         secret = read_held_secret(self.secret_file) if self.secret_file else self.secret
@@ -110,14 +107,12 @@ class _TaskAgent:
         """One whose workers are forks, where they can be."""
         if worker.preload is None or worker.argv[0] != sys.executable:
             return None
-        if not self._task.own_worker:
-            return standby.supervisor(worker.preload, worker.env)
-        return fork_supervisor() if prepare(worker.preload, worker.env) else None
+        return standby.supervisor(worker.preload, worker.env)
 
     def _worker(self, header: Header, payload: bytes) -> WorkerSpec:
         private = json.loads(payload)
         executable = header["executable"]
-        inherited = variables() if self._task.own_worker else first_variables()
+        inherited = first_variables()
         if not executable:
             inherited["PYTHONPATH"] = python_path()
         return WorkerSpec(

@@ -1,15 +1,14 @@
-"""The zygote: a process that loads, once, what every worker of a job imports anyway, and forks workers from there.
+"""The fork server: a process that loads, once, what ranks import anyway, and forks from there what it is asked for.
 
-Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. Only workers that run a
-function come from here (commands are executed); their supervisor asks for them over the socket that is this process's
-standard input, passing each one's stdout and stderr. A worker is forked twice, so that the supervisor, a subreaper,
-becomes its parent and sees its end. Importing does not start threads that a fork would lose, and nothing is computed
-here. Started by the supervisor, as `hora.launch.worker --zygote module …`.
+Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. A supervisor has one for the
+workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of Spark
+has one for its supervisors (`spark.standby`). Importing does not start threads that a fork would lose, and nothing is
+computed here. Both ask over the socket that is the server's standard input.
 
-`serve` is the process, `ZygoteClient` its supervisor's side, `run_forked` what a fork does before it is a worker (Spark's warm
-Python workers fork ranks, too).
+`serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of a supervisor.
 
-Request: {"worker", "env", "unset", "cwd", "supervisor"} with two descriptors. Answer: {"worker", "pid"}.
+Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is asked
+for by {"worker", "env", "unset", "cwd", "supervisor"} with stdout and stderr; the answer is {"worker", "pid"}.
 """
 
 from __future__ import annotations
@@ -30,52 +29,67 @@ from typing import Any, NoReturn
 from hora.launch.environment import module_command, replace_variables, variables
 from hora.launch.host.processes import Spawned, die_with_parent, name_process, spawn
 
-__all__ = ["ZygoteClient", "differ_only_in", "load", "run_forked", "serve"]
+__all__ = ["ForkServer", "WorkerForks", "differ_only_in", "fork", "load", "run_forked", "serve", "serve_workers"]
 
 _MAX_REQUEST_BYTES = 256 * 1024
+_MAX_DESCRIPTORS = 4
+
+# Runs in a fork with what was asked for, the descriptors, and the socket for an answer.
+Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
 
 
-def serve(modules: list[str], work: Callable[[], NoReturn]) -> None:
-    """Load the modules, then fork workers, which do this work, on request until the supervisor is gone."""
-    load(modules)
-    del sys.argv[1:]  # they are no arguments of the user's function
-    gc.collect()
-    gc.freeze()  # what is loaded stays in pages that the workers share
-    name_process("hora-zygote")
-    with socket.socket(fileno=os.dup(0)) as supervisor:
+def serve(modules: Iterable[str], role: Role) -> None:
+    """Load these modules, and more when asked to, and fork processes, which do the role, until the asker is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks end when they like
+    _load_and_share(modules)
+    with socket.socket(fileno=os.dup(0)) as asker:
         while True:
-            data, descriptors, _, _ = socket.recv_fds(supervisor, _MAX_REQUEST_BYTES, 2)
+            data, descriptors, _, _ = socket.recv_fds(asker, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
             if not data:
                 return
             request = json.loads(data)
-            if _fork(request, supervisor):
-                break
+            if request["load"]:
+                _load_and_share(request["load"])
+            if request["fork"] is not None and fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                role(request["fork"], descriptors, asker)
             for descriptor in descriptors:
                 os.close(descriptor)
-    _become_worker(request, descriptors, work)
 
 
-def _fork(request: dict[str, Any], supervisor: socket.socket) -> bool:
-    """Fork a worker whose parent is the supervisor. True in the worker."""
+def _load_and_share(modules: Iterable[str]) -> None:
+    load(modules)  # where that fails, a worker says it better
+    gc.collect()
+    gc.freeze()  # what is loaded stays in pages that the forks share
+
+
+def fork() -> int:
+    """Fork."""
     with warnings.catch_warnings():
         # Newer Pythons warn of threads, and NumPy's BLAS has some, which take care of themselves in a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
-        middle = os.fork()
-        if middle:
-            os.waitpid(middle, 0)
-            return False
-        middle = os.getpid()
-        pid = os.fork()
+        return os.fork()
+
+
+def serve_workers(modules: list[str], work: Callable[[], NoReturn]) -> None:
+    """Be the fork server of a supervisor. `work` is `worker.work`."""
+    del sys.argv[1:]  # they are no arguments of the user's function
+    name_process("hora-forks")
+    serve(modules, lambda request, descriptors, supervisor: _be_worker(request, descriptors, supervisor, work))
+
+
+def _be_worker(
+    request: dict[str, Any], descriptors: list[int], supervisor: socket.socket, work: Callable[[], NoReturn]
+) -> NoReturn:
+    """Fork once more, so that the supervisor, a subreaper, becomes the parent and sees the end; then work."""
+    middle = os.getpid()
+    pid = fork()
     if pid:
         supervisor.send(json.dumps({"worker": request["worker"], "pid": pid}).encode())
         os._exit(0)
     while os.getppid() == middle:  # it has nothing left to do but to end
         os.sched_yield()
-    return True
-
-
-def _become_worker(request: dict[str, Any], descriptors: list[int], work: Callable[[], NoReturn]) -> NoReturn:
-    """In the worker: put on its environment and work."""
+    supervisor.close()
     os.setsid()
     if not die_with_parent(request["supervisor"], signal.SIGKILL):
         os._exit(128 + signal.SIGKILL)
@@ -89,27 +103,48 @@ def _become_worker(request: dict[str, Any], descriptors: list[int], work: Callab
     run_forked(inherited | request["env"], work)
 
 
-# What may differ between the environment that the zygote started with and a worker's.
+class ForkServer:
+    """The asker's end of a fork server. `start` starts its process, which gets this descriptor for its standard input."""
+
+    def __init__(self, start: Callable[[int], None]) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            start(theirs.fileno())
+
+    def ask(self, fork: Mapping[str, Any] | None, descriptors: Sequence[int], modules: Sequence[str] = ()) -> None:
+        """Have it load these modules, and then fork what is described, if anything is. If it has ended, so have the other
+        ends of the descriptors, which says it."""
+        with contextlib.suppress(OSError):
+            request = {"load": list(modules), "fork": fork}
+            socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
+
+    def close(self) -> None:
+        """Let it end."""
+        self.socket.close()
+
+
+# What may differ between the environment that the server started with and a worker's.
 _OWN = ("HOROVOD_", "HORA_")
 
 
-class ZygoteClient:
-    """A running zygote and the workers that were asked of it. `zygote` is its process."""
+class WorkerForks:
+    """A supervisor's fork server and the workers that were asked of it. `process` is the server's."""
 
     def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            argv = module_command(executable, "hora.launch.worker", "--zygote", *modules)
-            self.zygote = spawn(argv, env, cwd, stdin=theirs.fileno())
-        ours.setblocking(False)
-        self._socket = ours
+        argv = module_command(executable, "hora.launch.worker", "--fork-server", *modules)
+
+        def start(stdin: int) -> None:
+            self.process = spawn(argv, env, cwd, stdin=stdin)
+
+        self._server = ForkServer(start)
+        self._server.socket.setblocking(False)
         self._env = dict(env)
         self._executable, self._modules = executable, tuple(modules)
         self._waiting: deque[dict[str, Any]] = deque()
         self._output: dict[int, tuple[int, int]] = {}  # the worker asked for -> read ends of its output
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._server.socket.fileno()
 
     def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
         """Whether a worker with this environment can come from here."""
@@ -129,23 +164,21 @@ class ZygoteClient:
         self._ask_next()
 
     def _ask_next(self) -> None:
-        # One at a time: the zygote may be busy loading, and the socket holds only so much.
+        # One at a time: the server may be busy loading, and the socket holds only so much.
         if not self._waiting or self._output:
             return
         request = self._waiting.popleft()
         out, err = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
         self._output[request["worker"]] = out[0], err[0]
-        # If the zygote is gone, so is its answer: `forked` tells.
-        with contextlib.suppress(OSError):
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [out[1], err[1]])
+        self._server.ask(request, [out[1], err[1]])
         os.close(out[1])
         os.close(err[1])
 
     def forked(self) -> Iterator[tuple[int, Spawned]]:
-        """Workers that run now. Ends with EOFError when the zygote is gone."""
+        """Yield the workers that run now. Ends with EOFError when the server is gone."""
         while True:
             try:
-                data = self._socket.recv(4096)
+                data = self._server.socket.recv(4096)
             except BlockingIOError:
                 return
             except OSError:
@@ -160,7 +193,7 @@ class ZygoteClient:
             yield answer["worker"], Spawned(answer["pid"], *output)
 
     def close(self) -> None:
-        self._socket.close()
+        self._server.close()
         for descriptors in self._output.values():
             for descriptor in descriptors:
                 os.close(descriptor)

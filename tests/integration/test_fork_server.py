@@ -18,13 +18,13 @@ from waiting import wait_until
 pytestmark = pytest.mark.usefixtures("by_value")
 
 
-def zygotes() -> list[psutil.Process]:
+def servers() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             # Workers that were forked show its command line too; only its own input is a socket.
             reads = os.readlink(f"/proc/{process.pid}/fd/0")
-            if "--zygote" in process.cmdline() and reads.startswith("socket:"):
+            if "--fork-server" in process.cmdline() and reads.startswith("socket:"):
                 found.append(process)
         except (psutil.NoSuchProcess, OSError):
             continue
@@ -100,12 +100,12 @@ def test_exit_handlers_run_and_threads_are_waited_for(tmp_path: Path):
     assert (tmp_path / "logs/rank.1/stdout").read_text() == "[1]<stdout>:a last word\n"
 
 
-def test_a_zygote_that_dies_while_it_loads_is_done_without():
+def test_a_fork_server_that_dies_while_it_loads_is_done_without():
     killed = []
 
     def kill() -> None:
-        wait_until("a zygote runs", zygotes)
-        zygotes()[0].kill()
+        wait_until("a fork server runs", servers)
+        servers()[0].kill()
         killed.append(True)
 
     def work() -> str:
@@ -120,7 +120,7 @@ def test_a_zygote_that_dies_while_it_loads_is_done_without():
     assert killed
 
 
-def test_workers_survive_the_zygote(tmp_path: Path):
+def test_workers_survive_the_fork_server(tmp_path: Path):
     flag, here = tmp_path / "go on", tmp_path / "here"
 
     def work() -> int:
@@ -134,8 +134,8 @@ def test_workers_survive_the_zygote(tmp_path: Path):
 
     def kill() -> None:
         wait_until("both ranks work", lambda: len(list(tmp_path.glob("here ?"))) == 2)
-        zygotes()[0].kill()
-        wait_until("it is dead", lambda: not zygotes())
+        servers()[0].kill()
+        wait_until("it is dead", lambda: not servers())
         flag.touch()
 
     thread = threading.Thread(target=kill)
@@ -161,19 +161,19 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path, moment: str
     if moment == "working":
         for rank in range(3):
             job.wait_for_text(f"working {rank}")
-        assert len(job.processes()) == 3 + 1 + 3  # launcher, guardian, supervisor; zygote; ranks
+        assert len(job.processes()) == 3 + 1 + 3  # launcher, guardian, supervisor; fork server; ranks
     else:
-        wait_until("the zygote loads", lambda: len(job.processes()) == 3 + 1)
+        wait_until("the fork server loads", lambda: len(job.processes()) == 3 + 1)
     job.process.kill()
     job.wait()
     job.assert_nothing_left()
 
 
-def test_a_single_worker_needs_no_zygote():
+def test_a_single_worker_needs_no_fork_server():
     def look() -> bool:
         import psutil
 
-        return any("--zygote" in p.cmdline() for p in psutil.Process(os.getppid()).children())
+        return any("--fork-server" in p.cmdline() for p in psutil.Process(os.getppid()).children())
 
     assert horovod.run(look, num_proc=1) == [False]
     assert horovod.run(look, num_proc=2) == [True, True]
