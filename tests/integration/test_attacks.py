@@ -5,6 +5,10 @@ docs/security.md lists them with those that other files repeat.
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import pickle
 import re
 import socket
 import subprocess
@@ -12,10 +16,19 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
 from job_process import BIN, HOROVODRUN, CommandProcess, JobProcess, run_command
 
+import other_user
+from waiting import wait_until
+
+APART = ["unshare", "--pid", "--fork", "--mount-proc"]
 MEET = """
 import torch
 import horovod.torch as hvd
@@ -152,3 +165,345 @@ def test_commands_that_look_for_a_session_are_not_taken_for_strangers(tmp_path: 
     assert job.wait() == 0
     assert "closed a connection" not in job.text()
     job.assert_nothing_left()
+
+
+# ---- below: `make test-security`; other files of `make test` attack the same places from inside ----------------------------
+
+MEETING = """
+import pathlib, sys
+import torch
+import horovod.torch as hvd
+hvd.init()
+rounds, over = 0, False
+while not over:
+    finish = torch.tensor([float(pathlib.Path(sys.argv[1]).exists()), float(hvd.rank())])
+    over, total = hvd.allreduce(finish, op=hvd.Sum, name=f"round {rounds % 10}").tolist()
+    assert total == 1.0, total
+    rounds += 1
+    if rounds == 1:
+        print("meeting", hvd.rank(), flush=True)
+assert hvd.allgather_object({"rank": hvd.rank()}) == [{"rank": 0}, {"rank": 1}]
+print("done", hvd.rank(), flush=True)
+"""
+
+
+class Meeting:
+    """A job of two ranks that meet until they are told to finish."""
+
+    def __init__(self, folder: Path, *, limits: str = "true", **environment: str) -> None:
+        self.flag = folder / "finish"
+        line = [*HOROVODRUN, "-np", "2", sys.executable, script(folder, MEETING), str(self.flag)]
+        self.job = JobProcess(["sh", "-c", f'{limits}; exec "$@"', "sh", *line], folder, **environment)
+
+    def begun(self) -> Meeting:
+        for rank in (0, 1):
+            self.job.wait_for_text(f"meeting {rank}")
+        return self
+
+    def ports(self) -> set[int]:
+        return {
+            connection.laddr.port
+            for process in self.job.processes()
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+
+    def finish(self) -> None:
+        self.flag.touch()
+        assert self.job.wait() == 0, self.job.text()
+        assert all(f"done {rank}" in self.job.text() for rank in (0, 1))
+        self.job.assert_nothing_left()
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("transport", ["auto", "tcp", "gloo"])
+def test_more_silent_connections_than_a_rank_has_descriptors(tmp_path: Path, transport: str):
+    meeting = Meeting(tmp_path, limits="ulimit -S -n 300", HORA_TRANSPORT=transport).begun()
+    with ExitStack() as crowd:
+        for port in meeting.ports():
+            for _ in range(400):
+                silent = crowd.enter_context(socket.socket())
+                silent.setblocking(False)
+                silent.connect_ex(("127.0.0.1", port))
+        meeting.finish()
+
+
+# Another user, who connects to every port and local socket of the job's user as soon as it opens, from one address or many.
+CROWD = """
+user, num_addresses, held, count = int(sys.argv[1]), int(sys.argv[2]), [], 0
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+print("crowding", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    places = []
+    with open("/proc/net/tcp") as file:
+        for line in file.readlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and int(words[7]) == user:
+                places.append(int(words[1].split(":")[1], 16))
+    with open("/proc/net/unix") as file:
+        places += {line.split()[-1] for line in file if "@hora-" in line}
+    for place in places:
+        for _ in range(60):
+            sock = socket.socket(socket.AF_INET if isinstance(place, int) else socket.AF_UNIX)
+            sock.setblocking(False)
+            count += 1
+            with contextlib.suppress(OSError):
+                if isinstance(place, int) and num_addresses > 1:
+                    sock.bind((f"127.{1 + count // 250 % 4}.7.{1 + count % 250}", 0))
+                sock.connect(("127.0.0.1", place) if isinstance(place, int) else "\\0" + place[1:])
+            held.append(sock)
+    while len(held) > 1500:
+        held.pop(0).close()
+"""
+
+
+@pytest.mark.security
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+@pytest.mark.parametrize("num_addresses", [1, 1000])
+def test_another_user_who_crowds_every_door_does_not_keep_a_job_from_starting(tmp_path: Path, num_addresses: int):
+    crowd = other_user.start(CROWD, str(os.getuid()), str(num_addresses))
+    try:
+        assert crowd.stdout is not None
+        assert crowd.stdout.readline() == "crowding\n"
+        Meeting(tmp_path).begun().finish()
+    finally:
+        crowd.communicate("over\n", timeout=60)
+
+
+@pytest.mark.security
+def test_a_running_job_shows_its_secret_to_nobody(tmp_path: Path):
+    meeting = Meeting(tmp_path, HOROVOD_LOG_LEVEL="trace").begun()
+    processes = meeting.job.processes()
+    files = {process.environ().get("HORA_SECRET_FILE", "") for process in processes} - {""}
+    held = {secret for path in files for secret in [Path(path).read_bytes()] if len(secret) >= 32}
+    assert held
+    for process in processes:
+        shown = b"".join(Path(f"/proc/{process.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        assert not any(secret in shown or secret.hex().encode() in shown for secret in held)
+    for process in processes:
+        addresses = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert addresses <= {"127.0.0.1"}
+    if other_user.possible:
+        spy = "for one in sys.argv[1:]:\n    with contextlib.suppress(OSError), open(one, 'rb') as f: print(one, f.read(1))"
+        private = [f"/proc/{process.pid}/{name}" for process in processes for name in ("environ", "maps", "mem")]
+        assert other_user.run(spy, *private, *files) == ""
+    meeting.finish()
+    text = meeting.job.log.read_bytes()
+    assert not any(secret in text or secret.hex().encode() in text for secret in held)
+
+
+@pytest.mark.security
+def test_whichever_process_of_a_job_is_killed_nothing_of_it_is_left(tmp_path: Path):
+    """The launcher, the two that watch over the ranks, the ranks: each in a job of its own."""
+    victim, num_processes = 0, 1
+    while victim < num_processes:
+        folder = tmp_path / str(victim)
+        folder.mkdir()
+        meeting = Meeting(folder).begun()
+        processes = sorted(meeting.job.processes(), key=lambda process: process.create_time())
+        num_processes = len(processes)
+        assert num_processes >= 5
+        processes[victim].kill()
+        assert meeting.job.wait() != 0
+        meeting.job.wait_for_the_last(60)
+        victim += 1
+
+
+# The ranks of a foreign launcher, with variables and a secret file.
+@pytest.mark.security
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_a_foreign_launchers_store_tells_another_user_nothing(tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("5" * 64)
+    train, flag = script(tmp_path, MEETING), tmp_path / "finish"
+    ranks = []
+    for rank in "01":
+        place = {"RANK": rank, "SIZE": "2", "LOCAL_RANK": rank, "LOCAL_SIZE": "2"}
+        variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}
+        (tmp_path / rank).mkdir()
+        job = {"OMPI_MCA_ess_base_jobid": str(os.getpid()), "HORA_SECRET_FILE": str(secret), "HORA_STRICT": "1"}
+        ranks.append(JobProcess([sys.executable, train, str(flag)], tmp_path / rank, **variables, **job))
+    for number, rank in enumerate(ranks):
+        rank.wait_for_text(f"meeting {number}")
+    ports = {
+        connection.laddr.port
+        for rank in ranks
+        for connection in psutil.Process(rank.process.pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert ports
+    for port in ports:
+        with pytest.raises(dist.DistError):
+            dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+    ask = (
+        "for port in map(int, sys.argv[1:]):\n"
+        "    for said in (bytes([0]) + struct.pack('=I', 0x3C85F7CE), bytes([1]) + struct.pack('=Q', 4) + b'salt'):\n"
+        "        with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), timeout=5) as sock:\n"
+        "            sock.sendall(said)\n"
+        "            sock.shutdown(socket.SHUT_WR)\n"
+        "            print(sock.recv(1000))\n"
+    )
+    assert set(other_user.run(ask, *map(str, ports)).split()) <= {"b''"}
+    flag.touch()
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.text() for rank in ranks]
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "lie", ["b'o' + b'\\xff' * 8", "b'\\x7f' * 100_000", "b'x' + bytes(7) + b'\\x03{}}'", "b'not a frame at all'"]
+)
+def test_a_host_that_begins_to_lie_is_given_up(tmp_path: Path, lie: str):
+    """`ssh` runs the command on this machine, and after the first answer it puts in words of its own."""
+    fake = tmp_path / "ssh"
+    fake.write_text(
+        f"#!{sys.executable}\n"
+        "import os, subprocess, sys, threading\n"
+        "if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()\n"
+        "command = subprocess.Popen(['sh', '-c', sys.argv[-1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)\n"
+        "asked = threading.Event()\n"
+        "def forward():\n"
+        "    while data := os.read(0, 65536):\n"
+        "        command.stdin.write(data)\n"
+        "        asked.set()\n"
+        "    command.stdin.close()\n"
+        "threading.Thread(target=forward, daemon=True).start()\n"
+        "said = False\n"
+        "while data := os.read(command.stdout.fileno(), 65536):\n"
+        "    os.write(1, data)\n"
+        f"    if asked.is_set() and not said: os.write(1, {lie}); said = True\n"
+    )
+    fake.chmod(0o755)
+    line = ["horovodrun", "-np", "1", "-H", "nodez:1", "sh", "-c", "echo begun; sleep 100"]
+    status, _, err = run_command(*line, env={"HORA_SSH": str(fake)})
+    assert status != 0
+    assert "nodez" in err
+    assert "Traceback" not in err
+
+
+HOSTS = [
+    "$(touch {trap}):1",
+    "-oProxyCommand=touch${{IFS}}{trap}:1",
+    "a;touch {trap}:1",
+    "a b:1",
+    "a\n-oProxyCommand=x:1",
+    "`touch {trap}`:1",
+]
+
+
+@pytest.mark.security
+def test_names_of_hosts_and_files_of_settings_run_nothing(tmp_path: Path):
+    trap, never = tmp_path / "trap", {"HORA_SSH": str(tmp_path / "no-such-ssh")}
+    named = [host.format(trap=trap) for host in HOSTS]
+    lines = [["-H", host] for host in named]
+    (tmp_path / "hosts").write_text("".join(f"{host.partition(':')[0]} slots=1\n" for host in named[:2]))
+    (tmp_path / "settings.yaml").write_text(f'x: !!python/object/apply:os.system ["touch {trap}"]\n')
+    lines += [["--hostfile", "hosts"], ["--config-file", "settings.yaml"]]
+    (tmp_path / "discover").write_text(f"#!/bin/sh\nprintf '%s\\n' '-oProxyCommand=touch {trap}:1'\n")
+    (tmp_path / "discover").chmod(0o755)
+    lines.append(["--min-np", "1", "--host-discovery-script", "./discover", "--start-timeout", "5"])
+    for line in lines:
+        status, out, err = run_command("horovodrun", "-np", "1", *line, "true", cwd=tmp_path, env=never)
+        assert status != 0, line
+        assert "Traceback" not in out + err, (line, err)
+    assert not trap.exists()
+
+
+SQUAT = """
+held = []
+for name in sys.argv[1:]:
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].bind("\\0" + name)
+    held[-1].listen(1)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.security
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_another_user_who_takes_a_sessions_name_does_not_keep_it_from_starting(tmp_path: Path):
+    """And a process of the same user in another container, which shares the network alone, does not find the session."""
+    launch = [
+        "hora",
+        "workers",
+        "launch",
+        "-n",
+        "1",
+        "--cpu",
+        "0.1",
+        "--memory",
+        "0.1",
+        "--code",
+        "import time; time.sleep(600)",
+    ]
+
+    def names() -> set[str]:
+        with open("/proc/net/unix") as file:
+            return {line.split()[-1][1:] for line in file if "@hora-workers-" in line}
+
+    @contextmanager
+    def session() -> Iterator[str]:
+        done = subprocess.run([BIN / launch[0], *launch[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        try:
+            assert done.returncode == 0, done.stderr
+            yield done.stderr
+        finally:
+            ended = subprocess.run([BIN / "hora", "workers", "end"], cwd=tmp_path, capture_output=True, timeout=100)
+            assert ended.returncode == 0
+
+    before = names()
+    with session():
+        mine = names() - before
+        assert mine
+        if subprocess.run([*APART, "true"], capture_output=True).returncode == 0:
+            apart = [*APART, str(BIN / "hora"), "workers", "list"]
+            seen = subprocess.run(apart, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+            assert "running" not in seen.stdout, seen.stdout
+    wait_until("the name is free", lambda: not names() & mine)
+    squatter = other_user.start(SQUAT, *mine)
+    try:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == "held\n"
+        with session():
+            listed = subprocess.run(
+                [BIN / "hora", "workers", "list"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+            )
+            assert "running" in listed.stdout, listed.stderr
+    finally:
+        squatter.communicate("\n", timeout=60)
+
+
+@pytest.mark.security
+@pytest.mark.spark
+def test_a_tampered_model_of_spark_runs_nothing_under_strict(spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from horovod.spark.torch import TorchModel
+
+    trap, folder = tmp_path / "trap", tmp_path / "model"
+    module = torch.nn.Linear(2, 1)
+    TorchModel(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5), run_id="run").save(
+        f"file://{folder}"
+    )
+    assert torch.equal(TorchModel.load(f"file://{folder}").getModel().weight, module.weight)
+    (part,) = (folder / "metadata").glob("part-*")
+    card = json.loads(part.read_text())
+    evil = base64.b64encode(pickle.dumps(Exploit(trap))).decode()
+    for values in card["paramMap"], card["defaultParamMap"]:
+        values.update(dict.fromkeys(values, evil))
+    part.write_text(json.dumps(card))
+    for leftover in folder.rglob(".*.crc"):
+        leftover.unlink()
+    monkeypatch.setenv("HORA_STRICT", "1")
+    with pytest.raises((ValueError, pickle.UnpicklingError)):
+        TorchModel.load(f"file://{folder}")
+    assert not trap.exists()
+
+
+class Exploit:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.trap}",)
