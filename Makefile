@@ -9,13 +9,14 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-perfetto test-hosts test-slow lint format bench scale chaos fuzz clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-perfetto test-hosts test-slow test-security lint format bench scale chaos fuzz clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
 	@echo "make test     lint, types and the tests"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
 	@echo "make test-slow                  tests that make test leaves out to stay near twenty minutes"
+	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-hosts                 two and three hosts: every collective, strangers, deaths; needs root and namespaces"
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
@@ -61,10 +62,13 @@ format: $(STAMP)
 # Three test processes with one thread each: tests often wait, and threads that spin would fight for the cores. Tests
 # with real processes, signals and networks get another chance or two on a noisy machine; pytest's summary names the reruns.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 3 --dist loadgroup --reruns 2 -rfER --durations 40
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" -n 3 --dist loadgroup --reruns 2 -rfER --durations 40
 
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rfER
+
+test-security: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER --durations 12 tests/integration/test_attacks.py tests/integration/test_defects.py
 
 # Another Spark than the pinned one, beside everything else that is pinned. Minutes: not part of `make test`. Spark 3 comes
 # without a Connect server: its clients then talk to the pinned one's.

@@ -1,0 +1,41 @@
+"""docs/security.md lists attacks with the tests that repeat them: each is there, and those from outside know public names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TABLE = (TESTS.parent / "docs" / "security.md").read_text().partition("| attack | tests")[2]
+FROM_OUTSIDE = ("test_attacks.py", "test_defects.py")
+# What a user imports; inside the package every other path may change.
+PUBLIC = ("horovod", "sparkdl", "hora", "hora.workers", "hora.workflow", "hora.errors")
+PACKAGES = ("horovod", "sparkdl", "hora")
+
+
+def test_every_test_in_the_table_of_attacks_exists():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", TABLE)
+    assert len(named) > 40
+    missing = [
+        f"{path}::{name}" for path, name in named if not re.search(rf"^def {name}\(", (TESTS / path).read_text(), re.M)
+    ]
+    assert missing == []
+
+
+def test_every_attack_from_outside_is_in_the_table():
+    for file in FROM_OUTSIDE:
+        names = re.findall(r"^def (test_\w+)\(", (TESTS / "integration" / file).read_text(), re.M)
+        assert [name for name in names if f"integration/{file}::{name}`" not in TABLE] == []
+
+
+def test_attacks_from_outside_rest_on_no_private_path():
+    for file in FROM_OUTSIDE:
+        text = (TESTS / "integration" / file).read_text()
+        scripts = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+        for source in (text, *(one for one in scripts if isinstance(one, str) and "import " in one)):
+            paths = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", source, re.M)
+            inside = [path for path in paths if path.split(".")[0] in PACKAGES]
+            assert [
+                path for path in inside if path not in PUBLIC and not path.startswith(("horovod.", "sparkdl."))
+            ] == []
