@@ -73,6 +73,12 @@ class DeltaOptimizer(_DistributedOptimizer):
     def synchronize(self) -> None:
         """Nothing to do: the changes are reduced by `step`."""
 
+    def _make_whole(self) -> None:
+        raise ValueError(
+            "with op=Adasum every parameter is stepped while backward runs, so its gradient can be neither unscaled nor "
+            "clipped afterwards; use op=Average"
+        )
+
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         raise AssertionError("skipping synchronization is not supported when using the Adasum optimizer")

@@ -44,7 +44,7 @@ class SliceNorm(NamedTuple):
 class StepState:
     """Progress of one step, replaced as a whole, so that nothing of a step that is left out reaches the next one.
 
-        fresh --a gradient--> backward --synchronize, clip_grad_norm_--> reduced --step, zero_grad, a gradient--> fresh
+        fresh --a gradient--> backward --synchronize, clipping, unscaling--> reduced --step, zero_grad, a gradient--> fresh
 
     Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
     """
@@ -96,6 +96,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._active = takes_part(options.process_set)
         meter.restart_step()
         if self._active:
+            # A fused step would have a GradScaler look for infinities in gradients that are still to be reduced.
+            self._step_supports_amp_scaling = False
             self._register_hooks()
             _live[next(_numbers)] = self
 
@@ -311,11 +313,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _backward_seen_since_step(self) -> bool:
         return self._step.backward_began > 0.0
 
-    def _prepare_to_clip(self) -> None:
-        """Reduce now; the next `step` will neither reduce again nor warn."""
-        if not self._step.reduced:
+    def _make_whole(self) -> None:
+        """Have the reduced gradients in `.grad` now; the next `step` will neither reduce again nor warn."""
+        if self._step.reduced != "whole":
             self.synchronize()
         self._step.synchronized = False
+
+    def _prepare_to_clip(self) -> None:
+        """Reduce now, as `_make_whole` does. A sharded optimizer needs no more than its slices."""
+        self._make_whole()
 
     def _shard_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> SliceNorm | None:
         """None: gradients are whole on every rank. A sharded optimizer has slices of them."""

@@ -15,6 +15,7 @@ from hora import engine
 from hora.engine.request import ReduceOp
 from hora.torch.compression import Compression, Compressor
 from hora.torch.optimizer.base import _DistributedOptimizer, bare_copy, takes_part
+from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
 from hora.torch.optimizer.order import in_common_order
 from hora.torch.optimizer.parameters import parameter_groups, parameter_names
 from hora.torch.optimizer.reducer import ReduceOptions
@@ -69,6 +70,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
     )
+    reduce_before_unscaling()
     result = _of_class(optimizer, _kind_of_optimizer(options, optimizer, grouped, sharded=sharded))
     result._distribute(options, names=names, groups=grouped, backward_passes_per_step=backward_passes_per_step)
     return result
