@@ -69,6 +69,7 @@ test-slow: $(STAMP)
 
 test-security: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER --durations 12 tests/integration/test_attacks.py tests/integration/test_defects.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_man_in_the_middle.py --cases 50000 --timeout 0
 
 # Another Spark than the pinned one, beside everything else that is pinned. Minutes: not part of `make test`. Spark 3 comes
 # without a Connect server: its clients then talk to the pinned one's.
@@ -112,7 +113,7 @@ chaos: $(STAMP)
 
 # What reads bytes of others: the handshake, frames, headers, the rendezvous' operations (five tests: a million cases), and
 # model files, of which every eighth case is tried because each writes and reads files.
-PARSERS := tests/unit/test_fuzz_control.py tests/unit/test_man_in_the_middle.py tests/unit/test_model_file.py::test_tampered_files_load_or_raise_a_model_file_error
+PARSERS := tests/unit/test_fuzz_control.py tests/unit/test_model_file.py::test_tampered_files_load_or_raise_a_model_file_error
 
 # As long as it takes: a target of its own, not part of `make test`, which plays the first fifty programs and ten
 # thousand of the parsers' cases.
