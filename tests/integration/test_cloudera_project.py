@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from job_process import JobProcess
+from job_process import BIN, JobProcess
 
 from waiting import wait_until
 
@@ -42,7 +44,7 @@ import horovod.torch as hvd
 hvd.init()
 total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 print("rank", hvd.rank(), "of", hvd.size(), "sum", total, os.environ["OMPI_COMM_WORLD_RANK"], flush=True)
-while not os.path.exists("go on"):
+while True:
     time.sleep(0.1)
 """
 
@@ -69,16 +71,70 @@ def wait_for_both_ranks(job: JobProcess) -> None:
     job.wait_for_text("rank 1 of 2 sum 2.0 1")
 
 
+def ranks_of(job: JobProcess) -> list[psutil.Process]:
+    return [
+        process
+        for process in job.processes()
+        if b"\0HOROVOD_RANK=" in Path(f"/proc/{process.pid}/environ").read_bytes()
+    ]
+
+
 def test_it_runs_as_it_is_and_a_second_terminal_stops_the_workers(project):
     job = start(project)
     wait_for_both_ranks(job)
     second = subprocess.run([*COMPAT, "stopper.py"], cwd=project, capture_output=True, text=True, timeout=280)
     assert second.stdout == "['running', 'running']\n[204, 204]\n", second.stderr
-    (project / "go on").touch()
+    assert ranks_of(job) == []  # whoever stops workers finds their ranks gone
     assert job.wait() == 0
-    assert "status 0 ['stopped', 'stopped']" in job.text()
+    assert re.search(r"hora: process \d on host 127\.0\.1\.\d failed .*its worker \w+ was stopped", job.text())
+    assert f"status {143 << 8} ['stopped', 'stopped']" in job.text()
     if len(os.sched_getaffinity(0)) < 4:
         assert "workers with 2 CPU cores each were asked for" in job.text()
+    job.assert_nothing_left()
+
+
+ELASTIC = """
+import subprocess
+from hora import workers
+
+launched = workers.launch_workers(2, cpu=0.5, memory=1, code="import time; time.sleep(3600)")
+running = workers.await_workers(launched, wait_for_completion=False, timeout_seconds=120)["workers"]
+hosts = ",".join(worker["ip_address"] + ":1" for worker in running)
+line = ["horovodrun", "-np", "2", "--min-np", "1", "-H", hosts, "python", "elastic.py"]
+print("status", subprocess.run(line).returncode, flush=True)
+"""
+ELASTIC_TRAIN = """
+import os, time
+import horovod.torch as hvd
+
+@hvd.elastic.run
+def train(state):
+    print("rank", hvd.rank(), "of", hvd.size(), flush=True)
+    while hvd.size() > 1:
+        hvd.barrier()
+        time.sleep(0.05)
+    print("alone", flush=True)
+    while not os.path.exists("go on"):
+        time.sleep(0.05)
+
+hvd.init()
+train(hvd.elastic.TorchState(epoch=0))
+"""
+
+
+def test_an_elastic_job_goes_on_without_a_worker_that_was_stopped(project):
+    (project / "starter.py").write_text(ELASTIC)
+    (project / "elastic.py").write_text(ELASTIC_TRAIN)
+    job = JobProcess([sys.executable, "starter.py"], project, PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}")
+    job.wait_for_text("rank 1 of 2")
+    stop = "from hora import workers; print(len(workers.stop_workers(workers.list_workers()[1])))"
+    second = subprocess.run([sys.executable, "-c", stop], cwd=project, capture_output=True, text=True, timeout=280)
+    assert second.stdout == "1\n", second.stderr
+    assert len(ranks_of(job)) == 1
+    job.wait_for_text("alone")
+    (project / "go on").touch()
+    assert job.wait() == 0
+    assert "status 0" in job.text()
     job.assert_nothing_left()
 
 

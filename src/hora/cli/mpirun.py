@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hora.cli.run import set_up_log, status_of, with_workers_devices
+from hora.cli.run import on_workers, set_up_log, status_of
 from hora.launch import environment
 from hora.launch.job import Job, OutputOptions
 from hora.launch.mpirun import MpiCommand, parse
@@ -143,7 +143,7 @@ def _adjusted(job: Job, asked: MpiCommand, placed: Sequence[str]) -> Job:
     slots = tuple(place_ranks(placed)) if placed else job.slots
     if asked.verbose:
         _say("ranks on hosts: " + ", ".join(f"{slot.rank} {slot.hostname}" for slot in slots))
-    return replace(with_workers_devices(job), slots=slots, output=output, mpi_names=True)
+    return on_workers(replace(job, slots=slots, output=output, mpi_names=True))
 
 
 def _end_after(limit_s: float) -> None:

@@ -19,7 +19,7 @@ from hora.launch.options import Options, all_options
 if TYPE_CHECKING:
     from hora.launch.job import Job
 
-__all__ = ["HorovodArgs", "horovodrun", "main", "parse_args", "run", "set_up_log", "status_of", "with_workers_devices"]
+__all__ = ["HorovodArgs", "horovodrun", "main", "on_workers", "parse_args", "run", "set_up_log", "status_of"]
 
 
 class HorovodArgs:
@@ -84,17 +84,23 @@ def _run(options: Options) -> None:
         status = serve_node(options, environment.variables())
         if status is not None:
             raise SystemExit(status)
-    start(options, environment.variables(), adjust=with_workers_devices)
+    start(options, environment.variables(), adjust=on_workers)
 
 
-def with_workers_devices(job: Job) -> Job:
-    """Ranks at the addresses of a session's workers (`launch_workers`) use the GPUs of these workers."""
-    if not environment.variables().get("CDSW_API_URL", "").startswith("unix:hora-"):
+def on_workers(job: Job) -> Job:
+    """Ranks at the addresses of a session's workers (`launch_workers`) use the GPUs of these workers, and end with them."""
+    hosts = {slot.hostname for slot in job.slots}
+    # Workers of this machine have loopback addresses of their own; those of a cluster are known by what the environment says.
+    of_a_session = environment.variables().get("CDSW_API_URL", "").startswith("unix:hora-")
+    if not of_a_session and not any(host.startswith("127.") for host in hosts):
         return job
-    from hora.workers.api import devices_by_address  # other jobs start faster without
+    from hora.workers.lease import lease_of  # other jobs start faster without
 
-    devices = devices_by_address().items()
-    return replace(job, host_env={host: {"CUDA_VISIBLE_DEVICES": gpus} for host, gpus in devices})
+    lease = lease_of(hosts)
+    if lease is None:
+        return job
+    env = {host: {"CUDA_VISIBLE_DEVICES": gpus} for host, gpus in lease.devices.items()}
+    return replace(job, host_env=env, lease=lease)
 
 
 def horovodrun() -> int:

@@ -8,7 +8,7 @@ is in `slots`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
@@ -16,6 +16,7 @@ from hora.launch.slots import Slot
 from hora.launch.watching import Watching
 
 __all__ = [
+    "HostLease",
     "Job",
     "JobResult",
     "LaunchEvents",
@@ -52,7 +53,8 @@ class Job:
     connection. `env` is what workers get besides their place in the world: local workers get exactly this,
     remote ones get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its
     place under the names that Open MPI's mpirun gives it, for scripts that look there. `secret`: the job's, where its nodes
-    know it already; otherwise it gets a new one. `host_env`: further variables for the ranks on a host, by its name.
+    know it already; otherwise it gets a new one. `host_env`: further variables for the ranks on a host, by its name. `lease`:
+    of hosts that are the job's for as long as somebody else wants.
     """
 
     slots: tuple[Slot, ...]
@@ -70,6 +72,7 @@ class Job:
     mpi_names: bool = False
     secret: bytes | None = field(default=None, repr=False)
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
+    lease: HostLease | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.command) == (self.function is not None):
@@ -122,6 +125,17 @@ class JobResult:
     job: str
     exits: tuple[WorkerExit, ...]
     results: tuple[bytes | None, ...] = field(repr=False)
+
+
+class HostLease(Protocol):
+    """Hosts that may be taken away from a job while it runs."""
+
+    def watch(self, end_host: Callable[[str, str], Callable[[], bool]]) -> None:
+        """Call `end_host(name, reason)`, from any thread, for each host that is taken away; what it returns tells whether the
+        job's processes there have ended."""
+
+    def close(self) -> None:
+        """All processes of the job have ended."""
 
 
 class LaunchEvents(Protocol):

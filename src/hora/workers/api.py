@@ -31,7 +31,6 @@ from hora.workers.session import Session
 __all__ = [
     "StopResponse",
     "await_workers",
-    "devices_by_address",
     "end_session",
     "keep_session",
     "launch_workers",
@@ -268,16 +267,6 @@ def keep_session() -> None:
 def end_session() -> bool:
     """End the session that `keep_session` or `hora workers launch` made, with its workers. False when there is none."""
     return daemon.end(os.getcwd())
-
-
-def devices_by_address() -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of the running workers that have GPUs, by their addresses, where the environment speaks of a
-    session: ranks that are started at these addresses use their devices."""
-    given = _given_name()
-    if given is None or not directory.runs(given[0]):
-        return {}
-    workers = RemoteSession(*given).workers()
-    return {w["ip_address"]: ",".join(w["gpus"]) for w in workers if w["status"] == "running" and w["gpus"]}
 
 
 def worker_output(worker: Any) -> str:

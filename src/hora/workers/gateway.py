@@ -2,7 +2,7 @@
 
 The gateway listens on an abstract local socket, which exists in no file system and vanishes with the session. It answers
 processes of the same user (or root) that prove to hold the session's key; a client makes sure of both as well, because
-any process can take a socket's name first. One request in, one answer out, both JSON; nothing is unpickled.
+any process can take a socket's name first. Requests and answers are JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, Header
 from hora.workers.session import Session
 
-__all__ = ["Gateway", "ask", "server_pid"]
+__all__ = ["Gateway", "ask", "exchange", "open_connection", "server_pid"]
 
 _MAX_REQUEST_BYTES = 64 * 1024**2
 _MAX_CALLS = 256
@@ -67,7 +67,8 @@ class Gateway:
         threading.Thread(target=self._answer, args=(peer, call, payload), name="hora-workers-call", daemon=True).start()
 
     def closed(self, peer: Peer) -> None:
-        """A call that waits sees it by itself."""
+        if self._session is not None:
+            self._session.release(peer)  # a call that waits sees it by itself
 
     # ---- in a call's thread -------------------------------------------------------------------------------
 
@@ -101,6 +102,8 @@ class Gateway:
                     timeout_s=float(request["timeout_s"]),
                     abandoned=lambda: not peer.open,
                 )
+            case "hold":
+                return session.hold(request["ids"], peer, abandoned=lambda: not peer.open)
             case "stop":
                 return session.stop(request["ids"])
             case "tail":
@@ -113,11 +116,17 @@ class Gateway:
 
 def ask(name: str, key: str, *, call: str, limit_s: float | None = 60.0, **request: Any) -> Any:
     """Call the session behind a gateway. ConnectionError when there is none; ValueError with what it refused."""
+    with open_connection(name, key) as connection:
+        return exchange(connection, call, limit_s=limit_s, **request)
+
+
+def exchange(connection: Connection, call: str, *, limit_s: float | None = 60.0, **request: Any) -> Any:
+    """One call of several over a connection. ConnectionError when the session has ended."""
     try:
-        with _connect(name, key) as connection:
-            connection.send({"call": call}, json.dumps(request).encode())
-            _, answer = connection.receive(limit_s=limit_s)
-    except (AuthenticationError, EOFError):
+        connection.send({"call": call}, json.dumps(request).encode())
+        connection.sock.settimeout(limit_s)  # None too: an earlier call has had another
+        _, answer = connection.receive()
+    except EOFError:
         raise ConnectionError("the session of workers refused the connection") from None
     reply = json.loads(answer)
     if "error" in reply:
@@ -127,9 +136,12 @@ def ask(name: str, key: str, *, call: str, limit_s: float | None = 60.0, **reque
     return reply["result"]
 
 
-def _connect(name: str, key: str) -> Connection:
+def open_connection(name: str, key: str) -> Connection:
+    """A connection to the session behind a gateway, for several calls."""
     try:
         return connect(name, _credentials(key), timeout_s=_CONNECT_LIMIT_S)
+    except (AuthenticationError, EOFError):
+        raise ConnectionError("the session of workers refused the connection") from None
     except TimeoutError:
         raise TimeoutError(f"the session of workers took no connection within {_CONNECT_LIMIT_S:g} s") from None
 

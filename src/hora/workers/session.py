@@ -63,6 +63,7 @@ class Session:
         self._records: dict[str, Record] = {}
         self._by_number: dict[int, Record] = {}
         self._stopping: set[str] = set()
+        self._holders: dict[object, set[str]] = {}  # jobs -> the workers on whose addresses their ranks run
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         self._output = Output(output or OutputOptions(), {})
@@ -152,8 +153,31 @@ class Session:
                 self._changed.wait(min(left_s, _CHECK_S))
             return self._sorted(wanted, good)
 
+    def hold(self, ids: Iterable[str], holder: object, *, abandoned: Callable[[], bool]) -> list[str]:
+        """Wait until one of these workers ends, or is about to; all that do. `stop` waits for their holder, which says that
+        its ranks there have ended by holding fewer, or none (`release`)."""
+        with self._changed:
+            self._holders[holder] = set(ids)
+            self._changed.notify_all()
+            while not (ending := [worker for worker in self._holders.get(holder, ()) if self._is_ending(worker)]):
+                if abandoned():
+                    self._holders.pop(holder, None)
+                    break
+                self._changed.wait(_CHECK_S)
+            return ending
+
+    def release(self, holder: object) -> None:
+        """The ranks of this holder have ended."""
+        with self._changed:
+            self._holders.pop(holder, None)
+            self._changed.notify_all()
+
+    def _is_ending(self, worker: str) -> bool:
+        return worker in self._stopping or worker not in self._records or self._records[worker].ended
+
     def stop(self, ids: Iterable[str] | None) -> list[tuple[str, int]]:
-        """End these workers, or all that run; pairs of id and an HTTP-like status. Returns when they have ended."""
+        """End these workers, or all that run, with the ranks at their addresses; pairs of id and an HTTP-like status.
+        Returns when they have ended."""
         with self._changed:
             chosen = list(self._records) if ids is None else list(ids)
             running = [worker for worker in chosen if worker in self._records and not self._records[worker].ended]
@@ -161,7 +185,13 @@ class Session:
             numbers = [number for number, record in self._by_number.items() if record.id in running]
             for backend in {id(self._backends[number]): self._backends[number] for number in numbers}.values():
                 backend.terminate(numbers, grace_s=GRACE_S)
-            self._changed.wait_for(lambda: all(self._records[worker].ended for worker in running), self._stop_limit_s)
+            self._changed.notify_all()
+
+            def all_ended() -> bool:
+                held: set[str] = set().union(*self._holders.values())
+                return all(self._records[worker].ended and worker not in held for worker in running)
+
+            self._changed.wait_for(all_ended, self._stop_limit_s)
             return [(worker, 204 if worker in self._records else 404) for worker in chosen]
 
     def tail(self, worker: str) -> str:

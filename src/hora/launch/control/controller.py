@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -59,6 +59,8 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
     pickled, its exception as the cause; StartTimeoutError when too few workers came in time.
     """
     with contextlib.ExitStack() as stack:
+        if job.lease is not None:
+            stack.callback(job.lease.close)
         stack.callback(launcher.close)
         signals = stack.enter_context(ended_by_signals())
         output = Output(job.output, {slot.rank: slot.rank for slot in job.slots})
@@ -68,6 +70,8 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
         stack.callback(controller.run.rendezvous.close)
         if elastic is not None:
             signals.first = lambda: controller.run.call(lambda: controller.leave(elastic.leave_s))
+        if job.lease is not None:
+            job.lease.watch(controller.end_host)
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
         return controller.to_the_end()
 
@@ -291,6 +295,20 @@ class _Controller:
     def leave(self, limit_s: float) -> NoReturn:
         """A scheduler wants its machines back."""
         leave(self.run, [worker.number for worker in self._roster], self._notify, limit_s=limit_s)
+
+    def end_host(self, host: str, why: str) -> Callable[[], bool]:
+        """End the processes on a host that is taken away, and tell whether they have ended. From any thread."""
+        found: list[int] | None = None
+
+        def end() -> None:
+            nonlocal found
+            found = [worker.number for worker in self._roster if worker.host == host]
+            for number in found:
+                if number not in self.run.exits:
+                    self.run.remove(number, why)
+
+        self.run.call(end)
+        return lambda: found is not None and self.run.exits.keys() >= set(found)
 
     def _give_up(self, message: str) -> NoReturn:
         everyone = [worker.number for worker in self._roster]

@@ -1,0 +1,97 @@
+"""Ranks belong to the workers on whose addresses they run: they use these workers' GPUs, and end when the workers do.
+
+A job that is started at such addresses (`mpirun -H <workers>`, `horovodrun -H …`) takes a lease of them from their session: a
+connection that stays open while the ranks live, so that a session that stops workers can wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from hora.launch.environment import variables
+from hora.workers import directory
+from hora.workers.gateway import exchange, open_connection
+
+__all__ = ["Lease", "lease_of"]
+
+_POLL_S = 0.05
+
+
+class Lease:
+    """The workers at the addresses of a job's ranks. See `launch.job.HostLease`."""
+
+    def __init__(self, session: tuple[str, str], hosts: Collection[str]) -> None:
+        self._connection = open_connection(*session)
+        try:
+            found: list[dict[str, Any]] = exchange(self._connection, "list")
+        except BaseException:
+            self._connection.close()
+            raise
+        workers = [worker for worker in found if worker["finished_at"] is None and worker["ip_address"] in hosts]
+        self._addresses = {str(worker["id"]): str(worker["ip_address"]) for worker in workers}
+        self.devices = {worker["ip_address"]: ",".join(worker["gpus"]) for worker in workers if worker["gpus"]}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._addresses)
+
+    def watch(self, end_host: Callable[[str, str], Callable[[], bool]]) -> None:
+        self._thread = threading.Thread(target=self._watch, args=(end_host,), name="hora-workers-lease", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._connection.shutdown()
+        if self._thread is not None:
+            self._thread.join()
+        self._connection.close()
+
+    def _watch(self, end_host: Callable[[str, str], Callable[[], bool]]) -> None:
+        left = dict(self._addresses)
+        while left:
+            try:
+                ended, why = (
+                    exchange(self._connection, "hold", limit_s=None, ids=list(left)),
+                    "was stopped or has ended",
+                )
+            except (OSError, EOFError):
+                ended, why = list(left), "has ended with its session"
+            if self._over.is_set():
+                return
+            gone = [end_host(address, f"its worker {worker} {why}") for address, worker in _emptied(left, ended)]
+            while not all(is_gone() for is_gone in gone):
+                if self._over.wait(_POLL_S):
+                    return
+
+
+def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]]:
+    """Take these workers out of `left`; each address that has none left, and the last one that it had."""
+    gone = {left.pop(worker): worker for worker in ended if worker in left}
+    return [(address, worker) for address, worker in gone.items() if address not in left.values()]
+
+
+def lease_of(hosts: Collection[str]) -> Lease | None:
+    """The lease of a job on these hosts; None where none of them is an address of a worker. The workers are those of the
+    session that the environment speaks of, else of this folder's."""
+    session = _session(variables())
+    if session is None:
+        return None
+    with contextlib.suppress(OSError, EOFError):  # it ended just now
+        lease = Lease(session, hosts)
+        if lease:
+            return lease
+        lease.close()
+    return None
+
+
+def _session(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    name = environ.get("CDSW_API_URL", "").removeprefix("unix:")
+    if name.startswith("hora-") and directory.runs(name):
+        return name, environ.get("CDSW_API_KEY", "")
+    folder = os.getcwd()
+    return directory.find(folder) or directory.find(folder, "script")
