@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-perfetto test-hosts test-slow test-security lint format bench scale chaos fuzz clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-perfetto test-hosts test-slow test-security lint format bench scale chaos fuzz sanitize clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -26,6 +26,7 @@ help:
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages"
+	@echo "make sanitize the native part under ThreadSanitizer, ASan, UBSan and valgrind, and on 64-bit ARM under qemu"
 	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
 	@echo "make wheels   dist/: a wheel with the native part for this kind of machine, one without for all, and the source"
 	@echo "make setup    only the virtual environment in $(VENV)"
@@ -120,6 +121,11 @@ PARSERS := tests/unit/test_fuzz_control.py tests/unit/test_model_file.py::test_t
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/engine.py --programs 2000
 	$(BIN)/python -m pytest $(PARSERS) --cases 200000 --timeout 0
+
+# Needs clang, valgrind, gcc-aarch64-linux-gnu and qemu-user-static, and no Python. A million operations on two ranks and on three.
+OPERATIONS ?= 1000000
+sanitize:
+	tests/native/sanitize.sh $(OPERATIONS)
 
 clean:
 	rm -rf $(VENV) .venv-spark-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse
