@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from groups import make_group
-from transport_checks import PORTION_BYTES, Checker, check_everything, data
+from transport_checks import PORTION_BYTES, Checker, check_everything, data, fingerprint
 
 from hora.engine.request import Reduce, ReduceOp
+from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment
-from hora.engine.transport import distributed, hierarchical, relay
+from hora.engine.transport import distributed, hierarchical, native_hosts
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
@@ -48,8 +50,18 @@ def shared_memory(store, index, num):
     return provide
 
 
+def within(place, name):
+    """The same rank, whose store has a room of this name."""
+    inner = copy.copy(place)
+    inner.store = dist.PrefixStore(name, place.store)
+    return inner
+
+
 @contextlib.contextmanager
-def made(place, hosts, guard=lambda: None, native=False, kind="tcp"):
+def made(place, hosts, guard=lambda: None, native=None, kind="tcp", name=""):
+    """`native`: as the engine would do it, unless a test says what it wants."""
+    native = library() is not None and kind != "gloo" if native is None else native
+    place = within(place, name) if name else place
     (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[number]
     near, index = dist.PrefixStore(f"host{number}", place.store), host.index(place.rank)
@@ -58,9 +70,8 @@ def made(place, hosts, guard=lambda: None, native=False, kind="tcp"):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(hierarchical, "_PORTION_BYTES", 2**17)
-        patch.setattr(hierarchical, "RESIDENT_PIECE_BYTES", 2**14)
-        patch.setattr(hierarchical, "SMALL_PIECE_BYTES", 2**12)
-        patch.setattr(hierarchical, "LARGE_PIECE_BYTES", 2**18)  # several hundred pieces are under way in a test
+        patch.setattr(native_hosts, "_MESSAGE_BYTES", 2**11)  # several hundred pieces are under way in a test
+        patch.setattr(native_hosts, "_ONE_STEP_BYTES", 2**12)
 
         def connect(name, members):
             store = dist.PrefixStore(name, place.store)
@@ -94,24 +105,65 @@ def test_sums_go_through_each_host_first(place):
     assert torch.equal(tensor, (parts[0] + parts[2]) + (parts[1] + parts[3]))
 
 
-@pytest.mark.parametrize("kind", ["tcp", "encrypted"])
-@pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 2, 3], [1]]], ids=["even", "one alone"])
+CASES = [
+    (torch.float32, Reduce(ReduceOp.AVERAGE)),
+    (torch.float32, Reduce(ReduceOp.SUM, 0.3, 0.7)),
+    (torch.float64, Reduce(ReduceOp.AVERAGE, 0.3)),
+    (torch.float16, Reduce(ReduceOp.AVERAGE)),
+    (torch.float16, Reduce(ReduceOp.SUM, 0.3, 0.7)),
+    (torch.bfloat16, Reduce(ReduceOp.AVERAGE, 0.3)),
+    (torch.bfloat16, Reduce(ReduceOp.SUM)),
+    (torch.int16, Reduce(ReduceOp.SUM)),
+    (torch.float32, Reduce(ReduceOp.AVERAGE, 1.0, 1.0, "fp16")),
+    (torch.float32, Reduce(ReduceOp.SUM, 0.5, 0.3, "bf16+")),
+    (torch.float32, Reduce(ReduceOp.AVERAGE, 1.0, 1.0, "int8")),
+    (torch.float32, Reduce(ReduceOp.AVERAGE, 0.3, 0.7, "int8+")),
+]
+
+
+def reduced(place, hosts, transport, number, dtype, reduce, sizes):
+    """Private tensors, and data in the host's memory, reduced twice; the second time with what was lost the first time."""
+    (index,) = (h for h, host in enumerate(hosts) if place.rank in host)
+    host = hosts[index]
+    keeps = reduce.code.endswith("+")
+    lost = [torch.zeros(size) for size in sizes] if keeps else []
+    share = shared_memory(dist.PrefixStore(f"places{number}/{index}", place.store), host.index(place.rank), len(host))
+    count = sum(sizes)
+    segment = share(len(host) * count * dtype.itemsize)
+    places = [segment.tensor(count * dtype.itemsize * i, count, dtype) for i in range(len(host))]
+    mine, residual = places[host.index(place.rank)], torch.zeros(count) if keeps else None
+    found = []
+    for turn in range(2):
+        tensors = [data(10 * turn + i, place.rank, size, dtype) for i, size in enumerate(sizes)]
+        outputs = tensors if turn else [torch.empty_like(tensor) for tensor in tensors]
+        transport.allreduce_compressed(tensors, outputs, reduce, lost)
+        mine.copy_(torch.cat([data(10 * turn + i, place.rank, size, dtype) for i, size in enumerate(sizes)]))
+        transport.barrier()
+        transport.allreduce_resident(places, reduce, residual)
+        found += [*outputs, mine.clone()]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(70_001, 0, 1, 999, 33_000), (1,), (900,)], ids=["several", "one", "few"])
+@pytest.mark.parametrize("hosts", [*PLACES.values(), [[0, 2, 3], [1]]], ids=[*PLACES.keys(), "one alone"])
 @pytest.mark.ranks(4)
-def test_who_has_the_native_part_works_with_who_has_not(place, hosts, kind, monkeypatch):
-    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 300)  # so that the key changes, in the third one of five
-    if place.rank in (1, 2):
-        monkeypatch.setattr(relay, "library", lambda: None)
-    native = hosts == PLACES["even"]  # small pieces, or large ones
-    sizes = (70_001, 0, 1, 999, 33_000)
-    tensors = [data(number, place.rank, size, torch.float32) for number, size in enumerate(sizes)]
-    with made(place, hosts, native=native, kind=kind) as transport:
-        for _ in range(5):
-            outputs = [torch.empty_like(tensor) for tensor in tensors]
-            transport.allreduce(tensors, outputs, Reduce(ReduceOp.AVERAGE))
-    for number, (size, output) in enumerate(zip(sizes, outputs, strict=True)):
-        parts = [data(number, member, size, torch.float32) for member in range(4)]
-        first, second = ([parts[member] for member in host] for host in hosts)
-        assert torch.equal(output, (sum(first[1:], first[0]) + sum(second[1:], second[0])) / 4)
+def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
+    if library() is None:
+        pytest.skip("there is no native part")
+    monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 300)  # so that the key changes
+    found = {}
+    for native, kind in ((True, "encrypted"), (True, "tcp"), (False, "tcp")):
+        name = f"{native} {kind}"
+        with made(place, hosts, native=native, kind=kind, name=name) as transport:
+            inner = within(place, name)
+            found[name] = [reduced(inner, hosts, transport, n, *case, sizes) for n, case in enumerate(CASES)]
+    *natively, plainly = found.values()
+    for case, tensors, *others in zip(CASES, plainly, *natively, strict=True):
+        for other in others:
+            for one, two in zip(tensors, other, strict=True):
+                assert torch.equal(one, two), (case, one, two)
+    bits = [fingerprint(tensor) for tensors in plainly for tensor in tensors]
+    assert place.gather(bits) == [bits] * 4
 
 
 @pytest.mark.parametrize("altered", ["a record", "the next one"])
@@ -127,7 +179,7 @@ def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monke
         if place.store.check(["lost"]):
             raise HorovodInternalError("the guard knows")
 
-    with made(place, PLACES["even"], guard, native=True, kind="encrypted") as transport:
+    with made(place, PLACES["even"], guard, kind="encrypted") as transport:
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
         assert torch.equal(tensor, torch.full_like(tensor, 4.0))
         if place.rank == 0:

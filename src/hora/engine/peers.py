@@ -112,7 +112,7 @@ class Peers:
             world.hostname,
             process_sets,
             secret,
-            library() is not None,
+            (compiled := library()) is not None and compiled.has_float16,
             usable(),
             common,
         )

@@ -56,25 +56,28 @@ class Records:
         except InvalidTag:
             raise AuthenticationError("what came from a peer was changed on the way") from None
 
-    @property
-    def num_left(self) -> int:
-        """Number of records until the next key."""
-        return _RECORDS_OF_A_KEY - self._number
+    def lend(self, most: int) -> tuple[bytes, int]:
+        """Return the key and the number of the next record, for who seals or opens up to `most` of them itself. Both ends lend
+        alike, so where this key would not last for them the next one begins at both."""
+        if self._number + most > _RECORDS_OF_A_KEY:
+            self._rekey()
+        return self._key[:_KEY_BYTES], self._number
 
-    def take(self, count: int) -> tuple[bytes, int]:
-        """Return the key and the first number of the next `count` records, for who seals or opens them itself."""
-        assert count <= self.num_left, (count, self.num_left)
-        number, self._number = self._number, self._number + count
-        return self._key[:_KEY_BYTES], number
+    def take_back(self, number: int) -> None:
+        """Go on with this number, after records were made elsewhere."""
+        self._number = number
 
     def _begin(self) -> None:
         self._cipher = AESGCM(self._key[:_KEY_BYTES])
         self._in_place = hasattr(self._cipher, "encrypt_into")  # older versions make new bytes of everything
 
+    def _rekey(self) -> None:
+        self._key, self._number = _expand(self._key, b"hora next key"), 0
+        self._begin()
+
     def _next(self) -> bytes:
-        if self._number == _RECORDS_OF_A_KEY:
-            self._key, self._number = _expand(self._key, b"hora next key"), 0
-            self._begin()
+        if self._number >= _RECORDS_OF_A_KEY:
+            self._rekey()
         number, self._number = self._number, self._number + 1
         return _NONCE.pack(number)
 

@@ -1,6 +1,6 @@
 /* What the transports do most often, without Python: copy in, wait, reduce, encode. Called through ctypes by
  * `native.py`, which says when; libc only, nothing of Python's. Everything here is also written in Python, and both give
- * the same bits (`sums.h`, `codes.h`, `lone.h`, `records.h`, `relay.h`).
+ * the same bits (`sums.h`, `codes.h`, `lone.h`, `records.h`, `hosts.h`).
  * Built with -ffp-contract=off: a multiplication and an addition that became one would give other bits.
  */
 #define _GNU_SOURCE
@@ -17,7 +17,7 @@
 
 #include "codes.h"
 
-#define VERSION 7 /* native.py asks for the one that it was written for */
+#define VERSION 8 /* native.py asks for the one that it was written for */
 
 int hora_version(void) { return VERSION; }
 
@@ -325,4 +325,4 @@ int hora_meet(struct meeting *meeting, int64_t number, long slice_ns) {
 
 #include "records.h"
 
-#include "relay.h"
+#include "hosts.h"

@@ -8,7 +8,6 @@ Python does the same work, with the same bits. `absence` says why, for `hora doc
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ from typing import NamedTuple
 import torch
 
 from hora.config import EngineConfig
-from hora.engine.shm.records import RecordsOfOneDirection
-from hora.errors import AuthenticationError
 
 __all__ = [
     "CALL",
@@ -35,9 +32,7 @@ __all__ = [
     "Library",
     "Lone",
     "Meeting",
-    "Numbers",
-    "Relay",
-    "RelayJob",
+    "Patience",
     "Ring",
     "Sum",
     "What",
@@ -46,7 +41,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 7  # VERSION of native.c
+_VERSION = 8  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -65,7 +60,7 @@ DTYPE_NUMBERS = {
 }
 
 
-class _Patience(ctypes.Structure):
+class Patience(ctypes.Structure):
     """How long to look before sleeping: `struct patience`."""
 
     _fields_ = (
@@ -82,10 +77,10 @@ _MANY_LOOKS = 600
 _MANY_LOOKS_TO_SPARE = 4000
 
 
-def new_patience(num_members: int) -> _Patience:
+def new_patience(num_members: int) -> Patience:
     """Of one member of so many on this host."""
     spare = len(os.sched_getaffinity(0)) >= 2 * num_members
-    return _Patience(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
+    return Patience(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
 
 
 class Ring(ctypes.Structure):
@@ -101,7 +96,7 @@ class Ring(ctypes.Structure):
         ("num_members", ctypes.c_int32),
         ("depth", ctypes.c_int32),
         ("ahead", ctypes.c_int32),
-        ("patience", _Patience),
+        ("patience", Patience),
     )
 
 
@@ -156,67 +151,7 @@ class Meeting(ctypes.Structure):
         ("members", ctypes.c_void_p),
         ("member", ctypes.c_int32),
         ("num_members", ctypes.c_int32),
-        ("patience", _Patience),
-    )
-
-
-class Relay(ctypes.Structure):
-    """Where the memory of a relay is, and the sockets between hosts: `struct relay`."""
-
-    _fields_ = (
-        ("memory", ctypes.c_void_p),
-        ("counter_bytes", ctypes.c_int64),
-        ("inputs_at", ctypes.c_int64),
-        ("ours_at", ctypes.c_int64),
-        ("theirs_at", ctypes.c_int64),
-        ("slice_room", ctypes.c_int64),
-        ("piece_room", ctypes.c_int64),
-        ("member", ctypes.c_int32),
-        ("num_local", ctypes.c_int32),
-        ("num_carriers", ctypes.c_int32),
-        ("host", ctypes.c_int32),
-        ("outgoing", ctypes.c_int32),
-        ("incoming", ctypes.c_int32),
-        ("sealing", ctypes.POINTER(RecordsOfOneDirection)),
-        ("opening", ctypes.POINTER(RecordsOfOneDirection)),
-        ("patience", _Patience),
-    )
-
-
-class Numbers(ctypes.Structure):
-    """What is done to numbers: `struct numbers`."""
-
-    _fields_ = (
-        ("prescale", ctypes.c_double),
-        ("factor", ctypes.c_double),
-        ("dtype", ctypes.c_int32),
-        ("finish", ctypes.c_int32),
-    )
-
-
-class RelayJob(ctypes.Structure):
-    """An allreduce over two hosts, and how far it has come: `struct relay_job`."""
-
-    _fields_ = (
-        ("relay", ctypes.POINTER(Relay)),
-        ("inputs", ctypes.c_void_p),
-        ("outputs", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("num_tensors", ctypes.c_int64),
-        ("most", ctypes.c_int64),
-        ("num_slices", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("num_pieces", ctypes.c_int64),
-        ("inside", Numbers),
-        ("between", Numbers),
-        ("number", ctypes.c_int64),
-        ("combined", ctypes.c_int64),
-        ("sealed", ctypes.c_int64),
-        ("sent", ctypes.c_int64),
-        ("received", ctypes.c_int64),
-        ("stage", ctypes.c_int32),
-        ("late", ctypes.c_int32),
-        ("error", ctypes.c_int32),
+        ("patience", Patience),
     )
 
 
@@ -244,7 +179,7 @@ class Lone(ctypes.Structure):
         ("round", ctypes.c_void_p),
         ("fed", ctypes.c_void_p),
         ("head_bytes", ctypes.c_int64),
-        ("patience", _Patience),
+        ("patience", Patience),
         ("late", ctypes.c_int32),
         ("what", ctypes.c_void_p),  # from here on: of one call, written by CALL
         ("source", ctypes.c_void_p),
@@ -275,14 +210,6 @@ class Sum(NamedTuple):
     how: int
     factor: float
 
-    @property
-    def finishes_nothing(self) -> bool:
-        return self.how == NOTHING
-
-    @property
-    def numbers(self) -> Numbers:
-        return Numbers(self.prescale, self.factor, self.dtype_number, self.how)
-
 
 class Library:
     """The functions of native.c."""
@@ -292,6 +219,7 @@ class Library:
         found = int(long.hora_version())
         if found != _VERSION:
             raise OSError(f"{path.name} is version {found}, not {_VERSION}: it was built from another source")
+        self.long = long  # for who has structures of its own
         self.has_float16 = bool(long.hora_has_f16())
         for reduce in (long.hora_reduce, short.hora_reduce):
             reduce.argtypes = (
@@ -311,8 +239,6 @@ class Library:
         # 1: all members have come, 2: and one has joined, 0: one has not come yet.
         self.meet = long.hora_meet
         self.meet.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_long)
-        self._relay = long.hora_relay
-        self._relay.argtypes = (ctypes.POINTER(RelayJob), ctypes.c_long)
         # 1: done, 0: a member has not come yet, -1: the members want different things. The short one keeps the GIL.
         self.lone, self.short_lone = long.hora_lone, short.hora_lone
         for lone in (self.lone, self.short_lone):
@@ -351,15 +277,6 @@ class Library:
     def in_place(self, job: InPlace, slice_s: float) -> bool:
         """The same for data in memory that all members map."""
         return bool(self._in_place(job, int(slice_s * 1e9)))
-
-    def relay(self, job: RelayJob, slice_s: float) -> bool:
-        """The same over two hosts. OSError when the connection between them is broken."""
-        outcome = self._relay(job, int(slice_s * 1e9))
-        if outcome < 0 and job.error == errno.EBADMSG:
-            raise AuthenticationError("what came from a peer was changed on the way")
-        if outcome < 0:
-            raise OSError(job.error, os.strerror(job.error))
-        return bool(outcome)
 
 
 @lru_cache(maxsize=1)

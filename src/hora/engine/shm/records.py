@@ -68,14 +68,9 @@ class NativeRecords:
         functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _FUNCTIONS]
         self._description = RecordsOfOneDirection(context, *functions, ctypes.addressof(self._room), 0)
 
-    @property
-    def num_left(self) -> int:
-        """How many more can be sealed or opened with the key that is now in use."""
-        return self._records.num_left
-
-    def take(self, count: int) -> RecordsOfOneDirection:
-        """For the next `count` records, of which as many must be left."""
-        key, number = self._records.take(count)
+    def lend(self, most: int) -> RecordsOfOneDirection:
+        """For at most so many records. Both ends of a connection lend alike."""
+        key, number = self._records.lend(most)
         if key != self._key:
             library, context = _libcrypto(), self._description.context
             if library.EVP_CipherInit_ex(context, library.EVP_aes_128_gcm(), None, key, None, int(self._seals)) != 1:
@@ -83,3 +78,7 @@ class NativeRecords:
             self._key = key
         self._description.number = number
         return self._description
+
+    def take_back(self) -> None:
+        """The native part has made all the records that it will."""
+        self._records.take_back(self._description.number)

@@ -77,6 +77,11 @@ class DistributedTransport:
             if any(source.numel() for source in sources)
         )
 
+    def start_reduce(self, tensor: torch.Tensor, turn: int, reduce: Reduce) -> InTwoHalves:
+        """An allreduce of one tensor in place; of two that overlap, one has turn 0 and one turn 1."""
+        arithmetic = arithmetic_of(reduce, tensor.dtype, self._num_members, weights=self._weights)
+        return self._reduce(_Portion([tensor], [tensor], turn), reduce.op, arithmetic)
+
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         n, me, dtype = self._num_members, self._member, inputs[0].dtype
         assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"

@@ -69,7 +69,7 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
             member,
             share=lambda num_bytes: topology.share([topology.ranks[one] for one in here], num_bytes),
             connect=lambda name, some: _group(topology, name, some),
-            native=topology.native,
+            native=topology.native and topology.streams is not None,
             guard=topology.guard,
             limit_s=limit_s,
         )

@@ -12,21 +12,18 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hora.engine.shm.records import NativeRecords
 from hora.engine.transport.base import Guard
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
-__all__ = ["SLICE", "Group", "Pending", "ProcessGroup", "Sockets", "connect"]
+__all__ = ["SLICE", "Group", "Pending", "ProcessGroup", "connect"]
 
 SLICE = timedelta(milliseconds=50)
 # A backend notices a broken connection before the engine has learnt who died, but only the engine can name the rank.
@@ -36,17 +33,6 @@ T = TypeVar("T")
 
 # Work under way, and what it is called in messages.
 Pending = tuple[Any, str]
-
-
-@dataclass(frozen=True)
-class Sockets:
-    """To and from another member, for who sends and receives through them itself; with records, where what passes is
-    encrypted: those of this member, and those of the other one."""
-
-    outgoing: int
-    incoming: int
-    sealing: NativeRecords | None
-    opening: NativeRecords | None
 
 
 class Group(ABC):
@@ -72,19 +58,6 @@ class Group(ABC):
     @abstractmethod
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """The root's bytes into all members' tensors."""
-
-    def sockets_with(self, peer: int, num_slices: int, slice_bytes: int) -> Sockets | None:
-        """The sockets to and from this member, where there are any through which others than this group can send so many
-        slices each way; `using_sockets` uses them."""
-        return None
-
-    @contextmanager
-    def using_sockets(self) -> Iterator[None]:
-        """For who sends and receives through the sockets itself: what goes wrong there is what goes wrong here."""
-        try:
-            yield
-        except (RuntimeError, OSError) as error:
-            self._fail(error, "allreduce")
 
     def finish(self, pending: Pending) -> None:
         """Wait for what was started; several may be under way."""

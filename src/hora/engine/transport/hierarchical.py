@@ -8,44 +8,63 @@ Reductions combine the members of each host in member order, then the hosts in t
 members; every element is combined that way on all hosts, so results are bit-identical on all members. They
 may differ in the last bit from a one-host run of the same numbers, which combines 0, 1, 2, …. Half precision
 travels between hosts as it is, so it is rounded twice: what a host's members have together, which is their own
-average where one is wanted, and the result. The engine makes it and gives it `local`.
+average where one is wanted, and the result. Two hosts swap what they have. Of more, each combines a part and gives it to
+all: as many bytes as round a ring, in two steps, or in one where that is little, and in the order of hosts.
+
+Sums and averages are the native part's where all members have it (`native_hosts`), staged or where they lie. What is here is
+the same in Python, and what else there is. The engine makes it and gives it `local`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.arithmetic import HALVES, Arithmetic, arithmetic_of, single_threaded
+from hora.engine.transport.arithmetic import HALVES, Arithmetic, arithmetic_of, single_threaded, staged
 from hora.engine.transport.base import Guard, Tensors, Transport
-from hora.engine.transport.codes import CODES
+from hora.engine.transport.codes import CODES, Code
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.division import Division, Portion, consecutive, portions, where
-from hora.engine.transport.exchange import Exchange, make_exchange
 from hora.engine.transport.group import Group
-from hora.engine.transport.packing import Buffers, InTwoHalves, complete, overlap, spread, total, unpack
-from hora.engine.transport.relay import Relay, Steps
-from hora.engine.transport.relay_memory import Place, RelayMemory
-from hora.engine.transport.resident import reduce_resident
+from hora.engine.transport.native_hosts import NativeHosts, Numbers, cut_for
+from hora.engine.transport.packing import (
+    Buffers,
+    InTwoHalves,
+    complete,
+    copy,
+    overlap,
+    pack,
+    spread,
+    total,
+    unpack,
+)
+from hora.engine.transport.packing import portions as packed_portions
+from hora.engine.transport.stream import StreamGroup
 
 __all__ = ["HierarchicalTransport"]
 
-# What goes through a host's memory and between hosts at a time: a carrier's slice is a part of it. Small pieces stay in the
-# processors' caches, large ones cost Python less. Most process sets never send much: memory for large ones is made when needed.
-SMALL_PIECE_BYTES = 128 * 2**10
-LARGE_PIECE_BYTES = 2 * 2**20
-RESIDENT_PIECE_BYTES = 256 * 2**10
-# Of an allgather or a reducescatter two portions are under way at a time, which bounds the memory.
+# Two portions are under way at a time, which bounds the memory.
 _PORTION_BYTES = 4 * 2**20
+
+
+class _Steps(NamedTuple):
+    """What an allreduce does to numbers: to those of a host's members, to those of the hosts, and in the end (`finish_`)."""
+
+    inside: Reduce
+    between: Reduce
+    end: Arithmetic
+    native: Numbers | None  # the same for the native part; None: for what it does not know
 
 
 class HierarchicalTransport:
     """See `Transport`. `hosts` lists each host's members; `local` connects those of this member's host, `share` gives them
-    the same new memory, and `connect` makes a group, with a name, of members that call it together. `native`, the same for all
-    members: most of them will have the native part do an allreduce."""
+    the same new memory, and `connect` makes a group, with a name, of members that call it together. `native`: all members
+    have the native part, for all dtypes that it knows."""
 
     def __init__(
         self,
@@ -67,101 +86,206 @@ class HierarchicalTransport:
         self._here = self._hosts[self._host]
         self._index = self._here.index(member)
         self._num_carriers = min(len(host) for host in self._hosts)
-        self._share, self._connect = share, connect
-        self._guard, self._limit_s = guard, limit_s
+        sizes = [len(host) for host in self._hosts]
+        self._weights = () if min(sizes) == max(sizes) else tuple(sizes)
+        self._connect = connect
         self._carriers: Group | None = None
         self._between: DistributedTransport | None = None
         self._flat: DistributedTransport | None = None
-        self._native = native and len(self._hosts) == 2
         self.name = local.name
         if self._index < self._num_carriers:
             group = connect(f"carrier{self._index}", [host[self._index] for host in self._hosts])
-            self._between = DistributedTransport(group, self._host, len(self._hosts), weights=self._sizes)
+            self._between = DistributedTransport(group, self._host, len(self._hosts), weights=self._weights)
             self._carriers = group
             self.name = group.backend if self._apart is not None else f"{local.name}+{group.backend}"
+        self._native: NativeHosts | None = None
+        if native:
+            assert self._carriers is None or isinstance(self._carriers, StreamGroup), self._carriers
+            self._native = NativeHosts(
+                share,
+                self._carriers,
+                index=self._index,
+                num_local=len(self._here),
+                num_carriers=self._num_carriers,
+                host=self._host,
+                num_hosts=len(self._hosts),
+                guard=guard,
+                limit_s=limit_s,
+            )
         self._buffers = Buffers(torch.device("cpu"), 2 * _PORTION_BYTES)
-        self._small = self._make_memory(SMALL_PIECE_BYTES)
-        self._large: RelayMemory | None = None
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(len(host) for host in self._hosts)
-
-    @property
-    def _place(self) -> Place:
-        return Place(self._index, len(self._here), self._num_carriers, self._host, len(self._hosts))
-
-    def _make_memory(self, piece_bytes: int) -> RelayMemory:
-        return RelayMemory(self._share, self._place, piece_bytes=piece_bytes, guard=self._guard, limit_s=self._limit_s)
-
-    def _memory_for(self, num_bytes: int, *, natively: bool = False) -> RelayMemory:
-        """The memory for so many bytes, which all members choose alike."""
-        if natively or num_bytes <= self._small.piece_bytes:
-            return self._small
-        if self._large is None:
-            self._large = self._make_memory(LARGE_PIECE_BYTES)
-        return self._large
-
-    def _goes_natively(self, reduce: Reduce, dtype: torch.dtype) -> bool:
-        """Whether the native part does it on all members. Not every processor can convert float16."""
-        return self._native and reduce.op in (ReduceOp.SUM, ReduceOp.AVERAGE) and dtype is not torch.float16
+        self._steps = lru_cache(maxsize=256)(self._make_steps)
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        dtype = inputs[0].dtype
-        steps = self._steps(reduce, dtype) if self._apart is None else self._steps_apart(reduce, dtype)
-        memory = self._memory_for(total(inputs) * dtype.itemsize, natively=self._goes_natively(reduce, dtype))
-        Relay(memory, self._exchange(steps, ""), self._buffers, steps).run(inputs, outputs)
-
-    def _steps(self, reduce: Reduce, dtype: torch.dtype) -> Steps:
-        inside, between = self._stages(reduce, dtype)
-        return Steps(
-            arithmetic_of(inside, dtype, len(self._here)),
-            arithmetic_of(between, dtype, len(self._hosts), weights=self._sizes),
-            self._end(reduce, dtype),
-        )
-
-    def _steps_apart(self, reduce: Reduce, dtype: torch.dtype) -> Steps:
-        """Every member on a host of its own: everything happens between hosts, but for what each does to its own data."""
-        between = arithmetic_of(reduce, dtype, self._num_members)
-        prescale = reduce.prescale if between.prescales else 1.0
-        return Steps(arithmetic_of(Reduce(prescale=prescale), dtype, 1, elsewhere=True), between, _nothing(dtype))
+        self.allreduce_compressed(inputs, outputs, reduce, ())
 
     def allreduce_compressed(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
-        dtype = inputs[0].dtype
-        steps = self._steps_compressed(reduce, dtype)
-        memory = self._memory_for(total(inputs) * dtype.itemsize)
-        Relay(memory, self._exchange(steps, reduce.code), self._buffers, steps).run(inputs, outputs, residuals)
+        count = total(inputs)
+        if not count:
+            return
+        steps = self._steps(reduce, inputs[0].dtype)
+        if self._native is not None and steps.native is not None:
+            self._native.allreduce(inputs, outputs, steps.native, residuals)
+        elif reduce.code:
+            with single_threaded():
+                self._allreduce_coded(inputs, outputs, reduce, residuals)
+        elif self._apart is not None:
+            self._apart.allreduce(inputs, outputs, reduce)
+        else:
+            cut = enumerate(packed_portions(inputs, outputs, self._limit(inputs[0])))
+            overlap(self._reduce(sources, results, number % 2, steps) for number, (sources, results) in cut)
 
     def allreduce_resident(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
         """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all of
         them see and have filled. `residual` is for all of it, of which this member needs its slice."""
         dtype, counts = places[0].dtype, self._carried(places[0].numel())
-        steps = self._steps_compressed(reduce, dtype) if reduce.code else self._steps(reduce, dtype)
-        exchange = self._exchange(steps, reduce.code)
-        if exchange is not None and counts[self._index]:
-            slices = [place.split(counts)[self._index] for place in places]
-            lost = None if residual is None else residual.split(counts)[self._index]
+        steps, begin, count = self._steps(reduce, dtype), sum(counts[: self._index]), counts[self._index]
+        if not count:
+            pass
+        elif self._native is not None and steps.native is not None:
+            self._native.allreduce_resident(places, begin, begin + count, steps.native, residual)
+        else:
             with single_threaded():
-                reduce_resident(
-                    slices, lost, self._place, exchange, steps, self._buffers, piece_bytes=RESIDENT_PIECE_BYTES
-                )
+                slices = [place[begin : begin + count] for place in places]
+                lost = None if residual is None else residual[begin : begin + count]
+                self._reduce_resident(slices, reduce, lost)
         self._local.barrier()
 
-    def _steps_compressed(self, reduce: Reduce, dtype: torch.dtype) -> Steps:
-        # An average is divided before it travels: a sum could be too large for half precision.
-        divided = 1.0 / self._num_members if reduce.op == ReduceOp.AVERAGE else 1.0
-        return Steps(
-            arithmetic_of(Reduce(ReduceOp.SUM, reduce.prescale, divided), dtype, len(self._here)),
-            arithmetic_of(Reduce(ReduceOp.SUM), dtype, len(self._hosts)),
-            arithmetic_of(Reduce(ReduceOp.SUM, 1.0, reduce.postscale), dtype, len(self._hosts)),
+    def _make_steps(self, reduce: Reduce, dtype: torch.dtype) -> _Steps:
+        op, prescale, postscale, code = reduce
+        num_local, num_hosts = len(self._here), len(self._hosts)
+        last = _nothing(dtype)
+        if code:  # an average is divided before it travels: a sum could be too large for half precision
+            divided = 1.0 / self._num_members if op == ReduceOp.AVERAGE else 1.0
+            inside, between = Reduce(ReduceOp.SUM, prescale, divided), Reduce(ReduceOp.SUM)
+            last = arithmetic_of(Reduce(ReduceOp.SUM, 1.0, postscale), dtype, num_hosts)
+        elif self._apart is not None:  # each member does nothing to its own data but what comes before everything
+            inside, between = Reduce(), reduce._replace(code="")
+        else:
+            inside, between = self._stages(reduce, dtype)
+            inside, last = staged(inside, dtype, num_local), self._end(reduce, dtype)
+        one, other = (
+            arithmetic_of(inside, dtype, num_local),
+            arithmetic_of(between, dtype, num_hosts, weights=self._weights),
         )
+        stage = one.stage if other.stage == 1.0 else other.stage
+        sums = [one.sum, other.sum, last.sum]
+        weighted = bool(self._weights) and dtype in HALVES and between.op == ReduceOp.AVERAGE
+        if weighted:
+            sums[1] = arithmetic_of(between._replace(op=int(ReduceOp.SUM)), dtype, num_hosts).sum
+        native = None
+        if stage is not None and sums[0] is not None and sums[1] is not None and sums[2] is not None:
+            weights = tuple(weight / self._num_members for weight in self._weights) if weighted else ()
+            native = Numbers(stage, sums[0], sums[1], sums[2], weights, code.removesuffix("+"))
+        return _Steps(inside, between, last, native)
 
-    def _exchange(self, steps: Steps, code: str) -> Exchange | None:
-        """Of a carrier."""
-        if self._carriers is None:
-            return None
-        found = CODES[code.removesuffix("+")] if code else None
-        return make_exchange(self._carriers, self._host, len(self._hosts), steps.between, self._buffers, found)
+    # The same in Python.
+
+    def _reduce(self, sources: Tensors, results: Tensors, turn: int, steps: _Steps) -> InTwoHalves:
+        """A portion of an allreduce."""
+        dtype, counts = sources[0].dtype, self._carried(total(sources))
+        (whole,) = self._take(f"whole{turn}", [sum(counts)], dtype)
+        (mine,) = self._take(f"mine{turn}", [counts[self._index]], dtype)
+        pack(sources, whole)
+        self._local.reducescatter([whole], [mine], [counts], steps.inside)
+        under_way = None
+        if self._between is not None and mine.numel():
+            under_way = self._between.start_reduce(mine, turn, steps.between)
+            next(under_way)
+        yield
+        if under_way is not None:
+            complete(under_way)
+            steps.end.finish_(mine)
+        self._local.allgather([mine], [whole], [counts])
+        unpack(whole, results)
+
+    def _allreduce_coded(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
+        """In the cut of the native part, because blocks of a code begin where slices do."""
+        steps, dtype, num_carriers = self._steps(reduce, inputs[0].dtype), inputs[0].dtype, self._num_carriers
+        cut = cut_for(total(inputs), dtype.itemsize, num_carriers, len(self._hosts))
+        whole = torch.cat(list(inputs))
+        lost = torch.cat(list(residuals)) if residuals else None
+        for begin in range(0, whole.numel(), cut.most * num_carriers):
+            piece = whole[begin : begin + cut.most * num_carriers]
+            counts = [max(min(cut.most, piece.numel() - c * cut.most), 0) for c in range(num_carriers)]
+            counts += [0] * (len(self._here) - num_carriers)
+            (mine,) = self._take("mine0", [counts[self._index]], dtype)
+            self._local.reducescatter([piece], [mine], [counts], steps.inside)
+            if mine.numel():
+                at = begin + self._index * cut.most
+                self._exchange(mine, None if lost is None else lost[at : at + cut.most], cut.two_steps, reduce)
+            self._local.allgather([mine], [piece], [counts])
+        unpack(whole, outputs)
+        if lost is not None:
+            unpack(lost, residuals)
+
+    def _reduce_resident(self, slices: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
+        """This carrier's slice of the data of all members of this host."""
+        dtype, count = slices[0].dtype, slices[0].numel()
+        steps, between, mine = self._steps(reduce, dtype), self._between, slices[self._index]
+        inside = arithmetic_of(steps.inside, dtype, len(slices))
+        for each in slices:
+            inside.prepare_(each)
+        inside.reduce(slices, mine, self._buffers.take("scratch", count, dtype))
+        if reduce.code:
+            cut = cut_for(count, dtype.itemsize, 1, len(self._hosts))
+            for begin in range(0, count, cut.most):
+                some = slice(begin, begin + cut.most)
+                self._exchange(mine[some], None if residual is None else residual[some], cut.two_steps, reduce)
+        else:
+            assert between is not None, "a carrier is connected"
+            between.allreduce([mine], [mine], steps.between)
+            steps.end.finish_(mine)
+        for each in slices:
+            if each is not mine:
+                copy(mine, each)
+
+    def _exchange(self, mine: torch.Tensor, residual: torch.Tensor | None, two_steps: bool, reduce: Reduce) -> None:
+        """Make a slice of this host's numbers that of all hosts, which travel in code."""
+        assert self._carriers is not None
+        group, code, num_hosts = self._carriers, CODES[reduce.code.removesuffix("+")], len(self._hosts)
+        steps = self._steps(reduce, mine.dtype)
+        combine = arithmetic_of(steps.between, mine.dtype, num_hosts).reduce
+        scratch = self._buffers.take("scratch", mine.numel(), mine.dtype)
+        if not two_steps:
+            gathered = self._coded("gathered", code, [mine.numel()] * num_hosts)
+            code.encode(mine, gathered[self._host], residual, self._buffers)
+            group.finish(group.start_allgather(_joined(gathered), gathered[self._host]))
+            theirs = self._take("theirs", [mine.numel()] * num_hosts, mine.dtype)
+            for data, numbers in zip(gathered, theirs, strict=True):
+                code.decode(data, numbers)
+            combine(theirs, mine, scratch)
+            steps.end.finish_(mine)
+            return
+        counts = spread(mine.numel(), num_hosts)
+        parts, lost = mine.split(counts), [None] * num_hosts if residual is None else residual.split(counts)
+        sent, own = self._coded("sent", code, counts), counts[self._host]
+        received = self._coded("gathered", code, [own] * num_hosts)
+        for part, data, gone in zip(parts, sent, lost, strict=True):
+            code.encode(part, data, gone, self._buffers)
+        sizes = [data.numel() for data in sent]
+        group.finish(group.start_alltoall(_joined(received), _joined(sent), [received[0].numel()] * num_hosts, sizes))
+        theirs = self._take("theirs", [own] * num_hosts, mine.dtype)
+        for data, numbers in zip(received, theirs, strict=True):
+            code.decode(data, numbers)
+        combine(theirs, parts[self._host], scratch[:own])
+        wanted = parts[self._host].clone()
+        code.encode(parts[self._host], received[0], None, self._buffers)
+        gone = lost[self._host]
+        if gone is not None:  # what is lost of all hosts' sum, this host adds the next time
+            gone.add_(wanted.sub_(parts[self._host]).nan_to_num_(0.0, 0.0, 0.0))
+        for data in received[1:]:
+            copy(received[0], data)
+        results = self._coded("sent", code, counts)
+        group.finish(
+            group.start_alltoall(_joined(results), _joined(received), sizes, [received[0].numel()] * num_hosts)
+        )
+        for data, numbers in zip(results, parts, strict=True):
+            code.decode(data, numbers)
+        steps.end.finish_(mine)
+
+    def _coded(self, purpose: str, code: Code, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Room for so many numbers each in code, one after the other."""
+        return self._take(purpose, [code.num_bytes(count) for count in counts], torch.uint8)
 
     @property
     def _apart(self) -> DistributedTransport | None:
@@ -295,9 +419,8 @@ class HierarchicalTransport:
         for transport in (self._flat, self._between, self._local):
             if transport is not None:
                 transport.close()
-        for memory in (self._small, self._large):
-            if memory is not None:
-                memory.close()
+        if self._native is not None:
+            self._native.close()
 
     def _stages(self, reduce: Reduce, dtype: torch.dtype) -> tuple[Reduce, Reduce]:
         """What is done to the members of a host, and what to the hosts."""
@@ -347,3 +470,8 @@ class HierarchicalTransport:
 
 def _nothing(dtype: torch.dtype) -> Arithmetic:
     return arithmetic_of(Reduce(), dtype, 1)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What was split."""
+    return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))

@@ -1,18 +1,15 @@
 """What the native part is told of a collective: the same steps through the same ring as in Python, so that one member may go
-one way and another one the other. Called by the shared-memory transport, and by `relay`."""
+one way and another one the other. Called by the shared-memory transport."""
 
 from __future__ import annotations
 
 import ctypes
-from itertools import accumulate
 
 from hora.engine.shm import native
 from hora.engine.transport.base import Tensors
-from hora.engine.transport.group import Sockets
-from hora.engine.transport.relay_memory import RelayMemory
 from hora.engine.transport.ring import AHEAD, Ring
 
-__all__ = ["LAG", "allreduce_natively", "lone_what", "reduce_in_place_natively", "relay_natively"]
+__all__ = ["LAG", "allreduce_natively", "lone_what", "reduce_in_place_natively"]
 
 # A member that has published step s + LAG has reduced its slice of step s.
 LAG = AHEAD + 1
@@ -48,38 +45,6 @@ def allreduce_natively(
         factor=what.factor,
     )
     ring.allreduce(library, job, num_pieces + lag)
-
-
-def relay_natively(
-    library: native.Library,
-    memory: RelayMemory,
-    sockets: Sockets | None,
-    num_records: int,
-    inputs: Tensors,
-    outputs: Tensors,
-    most: int,
-    what: tuple[native.Sum, native.Sum],
-) -> None:
-    """Reduce several tensors as one over two hosts, in slices of `most` elements. `what` is done to the numbers of a host's
-    members, and to those of the hosts; `sockets` are a carrier's, which sends so many slices."""
-    sources = _addresses(inputs)
-    results = sources if outputs is inputs else _addresses(outputs)
-    starts = [0, *accumulate(tensor.numel() for tensor in inputs)]
-    table = (ctypes.c_int64 * len(starts))(*starts)
-    num_slices = -(-starts[-1] // most)
-    inside, between = what
-    job = native.RelayJob(
-        inputs=ctypes.addressof(sources),
-        outputs=ctypes.addressof(results),
-        starts=ctypes.addressof(table),
-        num_tensors=len(inputs),
-        most=most,
-        num_slices=num_slices,
-        num_pieces=-(-num_slices // memory.place.num_carriers),
-        inside=inside.numbers,
-        between=between.numbers,
-    )
-    memory.run_natively(library, job, sockets, num_records)
 
 
 def reduce_in_place_natively(library: native.Library, ring: Ring, views: Tensors, what: native.Sum) -> None:

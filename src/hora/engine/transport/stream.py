@@ -22,15 +22,15 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hora.engine.shm.records import NativeRecords, usable
+from hora.engine.shm.records import NativeRecords, RecordsOfOneDirection
 from hora.engine.transport.base import Guard
-from hora.engine.transport.group import SLICE, Group, Pending, Sockets
+from hora.engine.transport.group import SLICE, Group, Pending
 from hora.engine.transport.packing import copy, spread
 from hora.errors import HorovodInternalError
 from hora.net import sockets
@@ -42,6 +42,9 @@ __all__ = ["StreamGroup", "Streams"]
 # What is smaller goes from the root to all members directly; larger ones share the way.
 _DIRECT_BYTES = 64 * 2**10
 _TIME = struct.Struct("ll")
+
+# A socket, and the records of what passes there if it is encrypted.
+Lent = tuple[int, RecordsOfOneDirection | None]
 
 
 @dataclass(frozen=True)
@@ -119,14 +122,21 @@ class StreamGroup(Group):
             return self._start("broadcast", to_all, nothing, tensor)
         return self._start("broadcast", _only(root, memoryview(b""), to_all), parts, tensor)
 
-    def sockets_with(self, peer: int, num_slices: int, slice_bytes: int) -> Sockets | None:
-        """While nothing else is under way."""
-        outgoing, incoming = self._outgoing[peer], self._incoming[peer]
-        if not self._open or not all(end.lends(num_slices, slice_bytes) for end in (outgoing, incoming)):
-            return None
-        assert not outgoing.queue, "something is under way"
-        assert not incoming.queue, "something is under way"
-        return Sockets(outgoing.sock.fileno(), incoming.sock.fileno(), outgoing.native, incoming.native)
+    @contextlib.contextmanager
+    def lent(self, most: int) -> Iterator[tuple[dict[int, Lent], dict[int, Lent]]]:
+        """The outgoing and the incoming streams, by member, for who sends and receives at most so many records on each while
+        nothing else is under way: what goes wrong there is what goes wrong here."""
+        if not self._open:
+            raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
+        try:
+            yield (
+                {peer: end.lend(most) for peer, end in self._outgoing.items()},
+                {peer: end.lend(most) for peer, end in self._incoming.items()},
+            )
+            for end in (*self._outgoing.values(), *self._incoming.values()):
+                end.take_back()
+        except (RuntimeError, OSError) as error:
+            self._fail(error, "allreduce")
 
     def close(self) -> None:
         self._open = False
@@ -222,18 +232,18 @@ class _End:
             if count < len(memory) and (self._records is None or not count):
                 return
 
-    def lends(self, num_slices: int, slice_bytes: int) -> bool:
-        """Whether the native part can take over for so many slices: each must be one record, under the key of now."""
-        if self._records is None:
-            return True
-        return self.native is not None and self.native.num_left >= num_slices and slice_bytes <= Records.most_bytes
+    def lend(self, most: int) -> Lent:
+        assert not self.queue, "something is under way"
+        return self.sock.fileno(), None if self._native is None else self._native.lend(most)
+
+    def take_back(self) -> None:
+        if self._native is not None:
+            self._native.take_back()
 
     @functools.cached_property
-    def native(self) -> NativeRecords | None:
-        """The records, for the native part. None where there are none, or it cannot make them."""
-        if self._records is None or not usable():
-            return None
-        return NativeRecords(self._records, seals=self.event == select.POLLOUT)
+    def _native(self) -> NativeRecords | None:
+        """The records, for the native part. None where nothing is encrypted."""
+        return None if self._records is None else NativeRecords(self._records, seals=self.event == select.POLLOUT)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the peer has gone already

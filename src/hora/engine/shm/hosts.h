@@ -1,0 +1,562 @@
+/* The way between hosts: an allreduce through each host's memory and connections between the carriers of the hosts. What
+ * it computes is what hierarchical.py computes in Python, bit for bit. Included by native.c alone.
+ *
+ * Carrier c of every host has slice c of each piece. It combines the slice of its host's members and exchanges it with
+ * the carriers c of the other hosts. In one step: all send all they have to all, and each combines it. In two steps, for
+ * what is larger, on more than two hosts: host h gets part h of the slice from all (A), combines it, and sends the result to
+ * all (B). The hosts are combined in their order either way, so the bits do not depend on the cut. Staged data goes through
+ * the host's memory; resident data lies there already, and each carrier has its slice of it to itself.
+ */
+enum { NUM_INPUTS = 4, QUEUE = 64, RECORD_BYTES = 256 * 1024 };
+enum stage { FILL, COMBINE, RECEIVE_A, RECEIVE_B, READ_OUT };
+enum outcome { BROKEN = -1, NOT_YET, COMPLETE };
+enum code { PLAIN, CODE_F16, CODE_BF16, CODE_INT8 }; /* the numbers are native_hosts.py's */
+
+/* One direction of a connection, with messages that are moved in order, `num_moved` of `num_queued` so far. Encrypted, each
+ * record holds up to RECORD_BYTES of one message. */
+struct stream {
+    struct records *records; /* NULL: plain */
+    int64_t num_queued, num_moved;
+    int64_t at, in_record; /* bytes of the message that have been moved; of its record */
+    int32_t socket, sealed; /* `sealed`: the record is in the room */
+    struct { char *data; int64_t num_bytes; } queue[QUEUE];
+};
+
+struct hosts { /* where a member is, and where everything is */
+    char *memory; /* of the host: counters, inputs, results */
+    char *room; /* of a carrier alone */
+    struct stream *outgoing, *incoming; /* a carrier's, one for each host (its own ones are not used); else NULL */
+    int64_t counter_bytes, inputs_at, results_at, slice_room, piece_room;
+    int32_t member, num_local, num_carriers, host, num_hosts, num_results;
+    struct patience patience;
+};
+
+struct numbers { /* what is done to them */
+    double prescale, factor;
+    int32_t dtype, finish;
+};
+
+struct hosts_job {
+    struct hosts *hosts;
+    const char *const *inputs; /* of each tensor; of each member's place where the data is resident */
+    char *const *outputs, *const *residuals; /* of each tensor; `residuals` may be NULL */
+    const int64_t *starts; /* elements before each tensor, and of all at the end */
+    const float *weights; /* of the hosts, in an average of half precision; else NULL */
+    int64_t num_tensors, begin, end; /* `begin`, `end`: this carrier's elements of resident data; of staged data all */
+    int64_t most, first, num_pieces; /* `most` elements make a slice */
+    struct numbers inside, between, last; /* of members, of hosts; of the result, where a code comes in between */
+    double stage; /* times this before anything else */
+    int32_t resident, code, two_steps, window;
+    /* How far it has come: a job that was interrupted goes on from here. */
+    int64_t number;
+    int32_t step, asked, late, error; /* `late`: who was last waited for: a member of this host, or -1 - host */
+    int64_t sent_a[QUEUE], sent_b[QUEUE]; /* messages of every outgoing stream up to the one of a piece */
+};
+
+int hora_hosts_sizes(int64_t *sizes) { /* checked by native_hosts.py, which has the same structures */
+    sizes[0] = sizeof(struct stream), sizes[1] = sizeof(struct hosts), sizes[2] = sizeof(struct hosts_job);
+    return QUEUE;
+}
+
+/* Streams. */
+
+static void enqueue(struct stream *stream, char *data, int64_t num_bytes) {
+    int64_t at = stream->num_queued++ % QUEUE;
+    stream->queue[at].data = data, stream->queue[at].num_bytes = num_bytes;
+}
+
+/* Move bytes until the kernel takes or has no more: 0. -1 when the connection is broken. */
+static int move(struct stream *stream, int incoming, int flags, int32_t *error) {
+    while (stream->num_moved < stream->num_queued) {
+        char *data = stream->queue[stream->num_moved % QUEUE].data + stream->at;
+        int64_t left = stream->queue[stream->num_moved % QUEUE].num_bytes - stream->at, length = left;
+        if (!left) {
+            stream->num_moved++, stream->at = 0;
+            continue;
+        }
+        struct records *records = stream->records;
+        char *from = data;
+        if (records) {
+            if (length > RECORD_BYTES) length = RECORD_BYTES;
+            if (!incoming && !stream->sealed && !(stream->sealed = seal(records, data, (int)length)))
+                return *error = EPROTO, -1;
+            from = (char *)records->room + stream->in_record;
+            left = length + TAG_BYTES - stream->in_record;
+        }
+        ssize_t n = incoming ? recv(stream->socket, from, (size_t)left, flags)
+                             : send(stream->socket, from, (size_t)left, flags | MSG_NOSIGNAL);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
+        if (n <= 0) return *error = n < 0 ? errno : ECONNRESET, -1;
+        if (!records) {
+            stream->at += n;
+        } else if ((stream->in_record += n) == length + TAG_BYTES) {
+            if (incoming && !unseal(records, data, (int)length)) return *error = EBADMSG, -1;
+            stream->at += length, stream->in_record = stream->sealed = 0;
+        }
+    }
+    return 0;
+}
+
+static int push_all(struct hosts_job *job) {
+    for (int h = 0; h < job->hosts->num_hosts; h++)
+        if (h != job->hosts->host && move(&job->hosts->outgoing[h], 0, MSG_DONTWAIT, &job->error) < 0) return -1;
+    return 0;
+}
+
+/* Wait until so many messages have been sent to every host, and all that were asked for have come. What else is queued is
+ * sent as well: a host may not send before it has got it. */
+static int settle(struct hosts_job *job, int64_t sent, long slice_ns) {
+    struct hosts *hosts = job->hosts;
+    struct pollfd polled[2 * hosts->num_hosts];
+    for (;;) {
+        int unsent = 0, waiting = 0, pending = 0, last = -1;
+        if (push_all(job) < 0) return BROKEN;
+        for (int h = 0; h < hosts->num_hosts; h++) {
+            if (h == hosts->host) continue;
+            struct stream *out = &hosts->outgoing[h];
+            unsent |= out->num_moved < sent;
+            pending |= out->num_moved < out->num_queued;
+        }
+        for (int h = 0; h < hosts->num_hosts; h++) {
+            if (h == hosts->host) continue;
+            struct stream *in = &hosts->incoming[h], *out = &hosts->outgoing[h];
+            /* With nothing to send, one call of the kernel waits for a whole message (at most SO_RCVTIMEO). */
+            int64_t before = in->num_moved + in->at + in->in_record;
+            if (move(in, 1, pending ? MSG_DONTWAIT : MSG_WAITALL, &job->error) < 0) return BROKEN;
+            if (in->num_moved < in->num_queued) {
+                job->late = -1 - h, last = h;
+                if (!pending && in->num_moved + in->at + in->in_record == before) return NOT_YET;
+                polled[waiting++] = (struct pollfd){in->socket, POLLIN, 0};
+            }
+            if (out->num_moved < out->num_queued) polled[waiting++] = (struct pollfd){out->socket, POLLOUT, 0};
+        }
+        if (last < 0 && !unsent) return COMPLETE;
+        if (pending && waiting && !poll(polled, (nfds_t)waiting, (int)(slice_ns / 1000000))) return NOT_YET;
+    }
+}
+
+/* Where data is. */
+
+static int64_t *filled_by(const struct hosts *hosts, int member) {
+    return (int64_t *)(void *)(hosts->memory + 2 * hosts->counter_bytes * member);
+}
+
+static int64_t *received_by(const struct hosts *hosts, int member) {
+    return (int64_t *)(void *)(hosts->memory + (2 * member + 1) * hosts->counter_bytes);
+}
+
+static char *input_of(const struct hosts *hosts, int64_t piece, int member, int carrier) {
+    int64_t at = (int64_t)member * NUM_INPUTS + piece % NUM_INPUTS;
+    return hosts->memory + hosts->inputs_at + at * hosts->piece_room + carrier * hosts->slice_room;
+}
+
+static char *result_of(const struct hosts *hosts, int64_t piece, int carrier) {
+    return hosts->memory + hosts->results_at + piece % hosts->num_results * hosts->piece_room +
+           carrier * hosts->slice_room;
+}
+
+/* A carrier's own rooms: for each of some pieces what the host has together, the same in code, and a result in code; for each
+ * host what comes from it, and that decoded; and what was lost. */
+enum room { OURS, CODED, RECODED, NUM_RINGS };
+
+static char *ring_room(const struct hosts *hosts, enum room ring, int64_t piece) {
+    return hosts->room + (ring * hosts->num_results + piece % hosts->num_results) * hosts->slice_room;
+}
+
+static char *room_of(const struct hosts *hosts, int number, int host) {
+    return hosts->room + ((int64_t)NUM_RINGS * hosts->num_results + number * hosts->num_hosts + host) * hosts->slice_room;
+}
+
+static char *theirs_of(const struct hosts *hosts, int host) { return room_of(hosts, 0, host); }
+static char *decoded_of(const struct hosts *hosts, int host) { return room_of(hosts, 1, host); }
+static char *lost_room(const struct hosts *hosts) { return room_of(hosts, 2, 0); }
+
+static int64_t size_of(const struct hosts_job *job) { return (int64_t)item_bytes[job->inside.dtype]; }
+
+struct span { int64_t begin, count; }; /* elements; none: count <= 0 */
+
+/* The slice of a carrier in a piece of this job. */
+static struct span slice_of(const struct hosts_job *job, int64_t index, int carrier) {
+    int64_t number = job->resident ? index : index * job->hosts->num_carriers + carrier;
+    struct span span = {job->begin + number * job->most, job->most};
+    if (span.count > job->end - span.begin) span.count = job->end - span.begin;
+    return span;
+}
+
+/* What host h combines of a slice. */
+static struct span part_of(const struct hosts_job *job, int64_t count, int h) {
+    if (!job->two_steps) return (struct span){0, count};
+    int64_t each = (count + job->hosts->num_hosts - 1) / job->hosts->num_hosts;
+    struct span part = {h * each, each};
+    if (part.begin > count) part.begin = count;
+    if (part.count > count - part.begin) part.count = count - part.begin;
+    return part;
+}
+
+/* The tensor that has this element. */
+static int64_t tensor_at(const struct hosts_job *job, int64_t element) {
+    int64_t low = 0, high = job->num_tensors;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (job->starts[middle] <= element)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Where these elements lie in the tensors, if they lie in one of them. */
+static char *in_one_place(const struct hosts_job *job, const char *const *tensors, struct span span) {
+    int64_t tensor = tensor_at(job, span.begin);
+    if (span.begin + span.count > job->starts[tensor + 1]) return NULL;
+    return (char *)(uintptr_t)tensors[tensor] + (span.begin - job->starts[tensor]) * size_of(job);
+}
+
+/* Copy elements of the tensors into memory, times `factor`, or out of it. */
+static void copy_elements(const struct hosts_job *job, const char *const *tensors, struct span span, char *memory, int out,
+                          double factor) {
+    int64_t begin = span.begin, end = begin + span.count, size = size_of(job);
+    for (int64_t tensor = tensor_at(job, begin); begin < end; tensor++) {
+        int64_t stop = job->starts[tensor + 1] < end ? job->starts[tensor + 1] : end;
+        char *at = (char *)(uintptr_t)tensors[tensor] + (begin - job->starts[tensor]) * size;
+        if (out)
+            memcpy(at, memory, (size_t)((stop - begin) * size));
+        else
+            stage((enum dtype)job->inside.dtype, at, memory, (size_t)(stop - begin), factor);
+        memory += (stop - begin) * size;
+        begin = stop;
+    }
+}
+
+static const char *const *constant(char *const *tensors) { return (const char *const *)(const void *)tensors; }
+
+/* Where the result of this carrier's slice is made. */
+static char *result_place(const struct hosts_job *job, int64_t index, struct span span) {
+    const struct hosts *hosts = job->hosts;
+    char *out = NULL;
+    if (job->resident) return (char *)(uintptr_t)job->inputs[hosts->member] + span.begin * size_of(job);
+    if (hosts->num_local == 1) out = in_one_place(job, constant(job->outputs), span);
+    return out ? out : result_of(hosts, job->first + index, hosts->member);
+}
+
+/* Where the members' data is combined, which is sent from there. What the only member of a host has is sent from where it is. */
+static char *combined_place(const struct hosts_job *job, int64_t index, struct span span, const char *own) {
+    const struct numbers *inside = &job->inside;
+    if (job->resident) return (char *)(uintptr_t)job->inputs[job->hosts->member] + span.begin * size_of(job);
+    int as_it_is = job->hosts->num_local == 1 && inside->prescale == 1.0 && inside->finish == NOTHING && !job->code;
+    return own && as_it_is ? (char *)(uintptr_t)own : ring_room(job->hosts, OURS, job->first + index);
+}
+
+/* What this member has of its own slice, if it need not be copied for that. */
+static const char *own_data(const struct hosts_job *job, struct span span) {
+    return job->stage == 1.0 ? in_one_place(job, job->inputs, span) : NULL;
+}
+
+/* Numbers. */
+
+static void add_up(const struct numbers *what, int k, const void *const *operands, void *out, int64_t count) {
+    sum((enum dtype)what->dtype, k, operands, out, 0, (size_t)count, what->prescale, (enum finish)what->finish,
+        what->factor);
+}
+
+/* Half precision, each host times its weight. */
+static void add_up_weighted(const struct numbers *what, const float *weights, int k, const void *const *operands, void *out,
+                            int64_t count) {
+    int is_f16 = what->dtype == F16;
+    float sums[BLOCK], next[BLOCK];
+    for (int64_t at = 0; at < count; at += BLOCK) {
+        size_t n = (size_t)(count - at < BLOCK ? count - at : BLOCK);
+        for (int h = 0; h < k; h++) {
+            float *wide = h ? next : sums;
+            (is_f16 ? widen_f16 : widen_bf16)((const uint16_t *)operands[h] + at, wide, n);
+            scale(wide, n, weights[h]);
+            if (h) add(sums, next, n);
+        }
+        if (what->finish == MULTIPLY) scale(sums, n, (float)what->factor);
+        (is_f16 ? round_f16 : round_bf16)(sums, (uint16_t *)out + at, n);
+    }
+}
+
+/* Bytes of so many numbers on the way. */
+static int64_t way_bytes(const struct hosts_job *job, int64_t count) {
+    if (job->code == PLAIN) return count * size_of(job);
+    if (job->code != CODE_INT8) return 2 * count;
+    return (count + CODE_BLOCK - 1) / CODE_BLOCK * 4 + (count + 3) / 4 * 4;
+}
+
+WIDEST static void keep_finite_loss(const float *sent, float *residual, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        float lost = residual[i] - sent[i];
+        residual[i] = lost - lost == 0.0f ? lost : 0.0f; /* what is not finite has been told, and must not come back */
+    }
+}
+
+/* As `Code.encode` of codes.py: the numbers become what the bytes say. */
+static void encode(int code, float *numbers, float *residual, char *out, int64_t count) {
+    if (code == CODE_INT8) {
+        int64_t scales = (count + CODE_BLOCK - 1) / CODE_BLOCK * 4;
+        memset(out + scales + count, 0, (size_t)((4 - count % 4) % 4));
+        hora_encode_int8(numbers, residual, (float *)(void *)out, (int8_t *)out + scales, (size_t)count);
+        return;
+    }
+    for (int64_t at = 0; at < count; at += BLOCK) {
+        size_t n = (size_t)(count - at < BLOCK ? count - at : BLOCK);
+        uint16_t *halves = (uint16_t *)(void *)out + at;
+        if (residual) add(residual + at, numbers + at, n);
+        (code == CODE_F16 ? round_f16 : round_bf16)(residual ? residual + at : numbers + at, halves, n);
+        (code == CODE_F16 ? widen_f16 : widen_bf16)(halves, numbers + at, n);
+        if (residual) keep_finite_loss(numbers + at, residual + at, n);
+    }
+}
+
+static void decode(int code, const char *data, float *out, int64_t count) {
+    if (code == CODE_INT8)
+        hora_decode_int8((const float *)(const void *)data,
+                         (const int8_t *)data + (count + CODE_BLOCK - 1) / CODE_BLOCK * 4, out, (size_t)count);
+    else
+        (code == CODE_F16 ? widen_f16 : widen_bf16)((const uint16_t *)(const void *)data, out, (size_t)count);
+}
+
+/* What was lost of these elements before, in one place; `keep_lost` puts it back there if it was copied. */
+static float *take_lost(const struct hosts_job *job, struct span span) {
+    if (!job->residuals) return NULL;
+    char *lost = in_one_place(job, constant(job->residuals), span);
+    if (!lost) copy_elements(job, constant(job->residuals), span, lost = lost_room(job->hosts), 0, 1.0);
+    return (float *)(void *)lost;
+}
+
+static void keep_lost(const struct hosts_job *job, struct span span, float *lost) {
+    if (lost && (char *)lost == lost_room(job->hosts))
+        copy_elements(job, constant(job->residuals), span, (char *)lost, 1, 1.0);
+}
+
+/* The steps of a piece. */
+
+/* Whether all these members have come so far; if not, a slice of time has passed. */
+static int all_reached(struct hosts_job *job, int64_t *(*counter)(const struct hosts *, int), int num, int64_t piece,
+                       long slice_ns) {
+    for (int m = 0; m < num; m++) {
+        const int64_t *word = counter(job->hosts, m);
+        job->late = m;
+        if (value_of(word) <= piece && !patiently(word, piece + 1, &job->hosts->patience, slice_ns, NULL)) return 0;
+    }
+    return 1;
+}
+
+static void tell(const struct hosts *hosts, int64_t *word, int64_t value) {
+    __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+    if (hosts->num_local > 1) wake(word);
+}
+
+static void fill(const struct hosts_job *job, int64_t index) {
+    const struct hosts *hosts = job->hosts;
+    for (int c = 0; c < hosts->num_carriers; c++) {
+        struct span span = slice_of(job, index, c);
+        if (span.count <= 0) return;
+        if (c == hosts->member && own_data(job, span)) continue; /* combined where it is */
+        copy_elements(job, job->inputs, span, input_of(hosts, job->first + index, hosts->member, c), 0, job->stage);
+    }
+}
+
+/* Combine the own slice of all members of this host, and begin to send it. */
+static int combine(struct hosts_job *job, int64_t index) {
+    const struct hosts *hosts = job->hosts;
+    struct span span = slice_of(job, index, hosts->member);
+    int64_t size = size_of(job), at = 0;
+    if (span.count <= 0) return 0;
+    const void *operands[hosts->num_local];
+    const char *own = job->resident ? NULL : own_data(job, span);
+    for (int m = 0; m < hosts->num_local; m++) {
+        operands[m] = job->resident ? job->inputs[m] + span.begin * size
+                                    : input_of(hosts, job->first + index, m, hosts->member);
+        if (job->resident && job->stage != 1.0) /* in the cache, just before it is read */
+            stage((enum dtype)job->inside.dtype, operands[m], (char *)(uintptr_t)operands[m], (size_t)span.count, job->stage);
+    }
+    if (own) operands[hosts->member] = own;
+    char *ours = combined_place(job, index, span, own), *coded = ring_room(hosts, CODED, job->first + index);
+    if (ours != own) add_up(&job->inside, hosts->num_local, operands, ours, span.count);
+    if (job->code) {
+        float *lost = take_lost(job, span);
+        for (int h = 0; h < (job->two_steps ? hosts->num_hosts : 1); h++) {
+            struct span part = part_of(job, span.count, h);
+            encode(job->code, (float *)(void *)ours + part.begin, lost ? lost + part.begin : NULL, coded + at, part.count);
+            at += way_bytes(job, part.count);
+        }
+        keep_lost(job, span, lost);
+    }
+    at = 0;
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        struct span part = part_of(job, span.count, h);
+        if (h != hosts->host) enqueue(&hosts->outgoing[h], job->code ? coded + at : ours + part.begin * size, way_bytes(job, part.count));
+        if (h != hosts->host) job->sent_a[index % QUEUE] = hosts->outgoing[h].num_queued;
+        if (job->two_steps) at += way_bytes(job, part.count);
+    }
+    return push_all(job);
+}
+
+/* The slice is done: members may have it. */
+static void complete_slice(const struct hosts_job *job, int64_t index, struct span span) {
+    const struct hosts *hosts = job->hosts;
+    if (!job->resident) {
+        tell(hosts, received_by(hosts, hosts->member), job->first + index + 1);
+        return;
+    }
+    const char *result = result_place(job, index, span);
+    for (int m = 0; m < hosts->num_local; m++)
+        if (m != hosts->member)
+            memcpy((char *)(uintptr_t)job->inputs[m] + span.begin * size_of(job), result,
+                   (size_t)(span.count * size_of(job)));
+}
+
+/* Ask every host for a message, once: `bytes` and places are given by `two_steps`' second step or its first. */
+static void ask(struct hosts_job *job, struct span span, char *result, int second) {
+    const struct hosts *hosts = job->hosts;
+    if (job->asked) return;
+    job->asked = 1;
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        if (h == hosts->host) continue;
+        struct span part = part_of(job, span.count, second ? h : hosts->host);
+        char *to = second && !job->code ? result + part.begin * size_of(job) : theirs_of(hosts, h);
+        enqueue(&hosts->incoming[h], to, way_bytes(job, part.count));
+    }
+}
+
+/* Send the own part of the result in code, which it becomes; what that loses of all hosts' sum, this host adds the next time. */
+static void recode(const struct hosts_job *job, int64_t index, struct span span, struct span part, float *mine) {
+    float *wanted = (float *)(void *)decoded_of(job->hosts, job->hosts->host), *lost = take_lost(job, span);
+    if (lost) memcpy(wanted, mine, (size_t)part.count * sizeof(float));
+    encode(job->code, mine, NULL, ring_room(job->hosts, RECODED, job->first + index), part.count);
+    if (!lost) return;
+    keep_finite_loss(mine, wanted, (size_t)part.count);
+    add(lost + part.begin, wanted, (size_t)part.count);
+    keep_lost(job, span, lost);
+}
+
+/* Receive what the other hosts have of the own part, combine it; that is the result, or it is sent to all. */
+static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
+    const struct hosts *hosts = job->hosts;
+    struct span span = slice_of(job, index, hosts->member);
+    if (span.count <= 0) {
+        if (!job->two_steps) complete_slice(job, index, span);
+        return COMPLETE;
+    }
+    struct span part = part_of(job, span.count, hosts->host);
+    char *result = result_place(job, index, span) + part.begin * size_of(job);
+    ask(job, span, result, 0);
+    int outcome = settle(job, job->sent_a[index % QUEUE], slice_ns);
+    if (outcome != COMPLETE) return outcome;
+    const void *operands[hosts->num_hosts];
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        operands[h] = job->code ? decoded_of(hosts, h) : theirs_of(hosts, h);
+        if (h == hosts->host)
+            operands[h] = combined_place(job, index, span, job->resident ? NULL : own_data(job, span)) +
+                          part.begin * size_of(job);
+        else if (job->code)
+            decode(job->code, theirs_of(hosts, h), (float *)(void *)decoded_of(hosts, h), part.count);
+    }
+    if (job->weights)
+        add_up_weighted(&job->between, job->weights, hosts->num_hosts, operands, result, part.count);
+    else
+        add_up(&job->between, hosts->num_hosts, operands, result, part.count);
+    if (!job->two_steps) {
+        complete_slice(job, index, span);
+        return COMPLETE;
+    }
+    if (job->code) recode(job, index, span, part, (float *)(void *)result);
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        if (h == hosts->host) continue;
+        char *from = job->code ? ring_room(hosts, RECODED, job->first + index) : result;
+        enqueue(&hosts->outgoing[h], from, way_bytes(job, part.count));
+        job->sent_b[index % QUEUE] = hosts->outgoing[h].num_queued;
+    }
+    return push_all(job) < 0 ? BROKEN : COMPLETE;
+}
+
+/* Receive the other parts of the result. */
+static int receive_rest(struct hosts_job *job, int64_t index, long slice_ns) {
+    const struct hosts *hosts = job->hosts;
+    struct span span = slice_of(job, index, hosts->member);
+    if (span.count > 0) {
+        char *result = result_place(job, index, span);
+        ask(job, span, result, 1);
+        int outcome = settle(job, job->sent_b[index % QUEUE], slice_ns);
+        if (outcome != COMPLETE) return outcome;
+        for (int h = 0; job->code && h < hosts->num_hosts; h++) {
+            struct span part = part_of(job, span.count, h);
+            float *numbers = (float *)(void *)result + part.begin;
+            if (h != hosts->host) decode(job->code, theirs_of(hosts, h), numbers, part.count);
+            const void *same = numbers;
+            if (job->last.finish != NOTHING) add_up(&job->last, 1, &same, numbers, part.count);
+        }
+    }
+    complete_slice(job, index, span);
+    return COMPLETE;
+}
+
+static void read_out(const struct hosts_job *job, int64_t index) {
+    const struct hosts *hosts = job->hosts;
+    for (int c = 0; c < hosts->num_carriers; c++) {
+        struct span span = slice_of(job, index, c);
+        if (span.count <= 0) return;
+        if (hosts->num_local == 1 && in_one_place(job, constant(job->outputs), span)) continue; /* it was made there */
+        copy_elements(job, constant(job->outputs), span, result_of(hosts, job->first + index, c), 1, 1.0);
+    }
+}
+
+/* COMPLETE, BROKEN (`error` says how), or NOT_YET: a slice of time has passed in vain, look around and call again.
+ *
+ * Every member works on piece k in this order, always: fill k, combine k - 1, receive k - 1 - window, in two steps the rest of
+ * k - 1 - 2 * window, read out the one before that. So both ends of a stream know which message comes next; one that has
+ * filled piece n has combined all up to n - 2 and read all up to n - 3 - lag: with NUM_INPUTS places for inputs and lag + 3 for
+ * results no member has to say more than how far it has filled, and a carrier how far it has received. Piece numbers run on
+ * from one staged job to the next. Before a piece is received, it has been sent: so no two hosts wait for one another.
+ */
+int hora_between_hosts(struct hosts_job *job, long slice_ns) {
+    struct hosts *hosts = job->hosts;
+    int carries = hosts->outgoing != NULL, staged = !job->resident, num_local = hosts->num_local;
+    int64_t lag = job->two_steps ? 2 * job->window : job->window, at;
+    begin_patience(&hosts->patience);
+    for (; job->number < job->num_pieces + lag + 2; job->number++, job->step = FILL) {
+        int64_t number = job->number;
+        int outcome;
+        switch (job->step) {
+        case FILL:
+            if (staged && number < job->num_pieces) {
+                at = job->first + number - 2; /* a carrier has waited for that to combine it */
+                if (!carries && number > 1 && !all_reached(job, filled_by, num_local, at, slice_ns)) return NOT_YET;
+                fill(job, number);
+                tell(hosts, filled_by(hosts, hosts->member), job->first + number + 1);
+            }
+            job->step = COMBINE; /* fall through */
+        case COMBINE:
+            at = number - 1;
+            if (carries && at >= 0 && at < job->num_pieces) {
+                if (staged && !all_reached(job, filled_by, num_local, job->first + at, slice_ns)) return NOT_YET;
+                if (combine(job, at) < 0) return BROKEN;
+            }
+            job->step = RECEIVE_A; /* fall through */
+        case RECEIVE_A:
+            at = number - 1 - job->window;
+            if (carries && at >= 0 && at < job->num_pieces) {
+                if ((outcome = receive(job, at, slice_ns)) != COMPLETE) return outcome;
+                job->asked = 0;
+            }
+            job->step = RECEIVE_B; /* fall through */
+        case RECEIVE_B:
+            at = number - 1 - lag;
+            if (carries && job->two_steps && at >= 0 && at < job->num_pieces) {
+                if ((outcome = receive_rest(job, at, slice_ns)) != COMPLETE) return outcome;
+                job->asked = 0;
+            }
+            job->step = READ_OUT; /* fall through */
+        case READ_OUT:
+            at = number - 2 - lag;
+            if (staged && at >= 0) {
+                if (!all_reached(job, received_by, hosts->num_carriers, job->first + at, slice_ns)) return NOT_YET;
+                read_out(job, at);
+            }
+        }
+    }
+    return COMPLETE;
+}

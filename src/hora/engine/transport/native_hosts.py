@@ -1,0 +1,328 @@
+"""The way between hosts by the native part (`hosts.h`): what it is told of an allreduce, and the memory that it works in.
+
+Staged data goes through the host's memory piece by piece; resident data, which lies there already, is reduced where it is.
+`HierarchicalTransport` says what is computed, and does the same in Python where there is no native part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from hora.engine.shm.futex import LINE_BYTES, SLICE_S
+from hora.engine.shm.native import NOTHING, Library, Patience, Sum, library, new_patience
+from hora.engine.shm.records import RecordsOfOneDirection
+from hora.engine.shm.segment import Segment, aligned
+from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.packing import total
+from hora.engine.transport.stream import StreamGroup
+from hora.errors import AuthenticationError
+
+__all__ = ["Cut", "NativeHosts", "Numbers", "cut_for"]
+
+# Half of what a message between two hosts carries stays in the first-level cache while it is combined, encrypted and sent.
+_MESSAGE_BYTES = 64 * 2**10
+_LONGEST_SLICE_BYTES = 512 * 2**10
+# Up to here a host sends all it has to all others, in one step instead of two.
+_ONE_STEP_BYTES = 64 * 2**10
+# How many pieces are between the hosts at a time.
+_WINDOW = 4
+_RESIDENT_WINDOW = 16
+_NUM_INPUTS, _QUEUE, _NUM_RINGS = 4, 64, 3  # of hosts.h
+_NUM_RESULTS = 2 * _WINDOW + 3
+# A part in code may be a little longer than its numbers.
+_SPARE_BYTES = 16
+# Processors fetch lines in pairs.
+_COUNTER_BYTES = 2 * LINE_BYTES
+_CODE_NUMBERS = {"": 0, "fp16": 1, "bf16": 2, "int8": 3}
+
+
+class Cut(NamedTuple):
+    """How the data of one allreduce is cut: `most` elements make a slice, which travels in one step or two."""
+
+    most: int
+    two_steps: bool
+
+
+def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
+    """For `count` elements of which every piece has so many slices. The same on all members, with the native part and without:
+    blocks of a code begin with a slice, or with a host's part of one."""
+    longest = _MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
+    num_pieces = max(-(-count * itemsize // (longest * num_slices)), 1)
+    most = max(-(-count // (num_pieces * num_slices)), 1)
+    return Cut(most, num_hosts > 2 and most * itemsize * (num_hosts - 1) > _ONE_STEP_BYTES)
+
+
+class Numbers(NamedTuple):
+    """What is done to numbers: times `stage`, then what is done to those of a host's members, to those of the hosts, and
+    `last`. `weights`: of the hosts, in an average of half precision; `code`: in which they travel."""
+
+    stage: float
+    inside: Sum
+    between: Sum
+    last: Sum
+    weights: tuple[float, ...]
+    code: str
+
+
+class _Message(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
+
+
+class _Stream(ctypes.Structure):
+    """`struct stream`."""
+
+    _fields_ = (
+        ("records", ctypes.POINTER(RecordsOfOneDirection)),
+        ("num_queued", ctypes.c_int64),
+        ("num_moved", ctypes.c_int64),
+        ("at", ctypes.c_int64),
+        ("in_record", ctypes.c_int64),
+        ("socket", ctypes.c_int32),
+        ("sealed", ctypes.c_int32),
+        ("queue", _Message * _QUEUE),
+    )
+
+
+class _Hosts(ctypes.Structure):
+    """`struct hosts`."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("room", ctypes.c_void_p),
+        ("outgoing", ctypes.POINTER(_Stream)),
+        ("incoming", ctypes.POINTER(_Stream)),
+        ("counter_bytes", ctypes.c_int64),
+        ("inputs_at", ctypes.c_int64),
+        ("results_at", ctypes.c_int64),
+        ("slice_room", ctypes.c_int64),
+        ("piece_room", ctypes.c_int64),
+        ("member", ctypes.c_int32),
+        ("num_local", ctypes.c_int32),
+        ("num_carriers", ctypes.c_int32),
+        ("host", ctypes.c_int32),
+        ("num_hosts", ctypes.c_int32),
+        ("num_results", ctypes.c_int32),
+        ("patience", Patience),
+    )
+
+
+class _Sum(ctypes.Structure):
+    """`struct numbers`."""
+
+    _fields_ = (
+        ("prescale", ctypes.c_double),
+        ("factor", ctypes.c_double),
+        ("dtype", ctypes.c_int32),
+        ("finish", ctypes.c_int32),
+    )
+
+
+class _Job(ctypes.Structure):
+    """`struct hosts_job`."""
+
+    _fields_ = (
+        ("hosts", ctypes.POINTER(_Hosts)),
+        ("inputs", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("residuals", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("num_tensors", ctypes.c_int64),
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("most", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("num_pieces", ctypes.c_int64),
+        ("inside", _Sum),
+        ("between", _Sum),
+        ("last", _Sum),
+        ("stage", ctypes.c_double),
+        ("resident", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("two_steps", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("number", ctypes.c_int64),
+        ("step", ctypes.c_int32),
+        ("asked", ctypes.c_int32),
+        ("late", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+        ("sent_a", ctypes.c_int64 * _QUEUE),
+        ("sent_b", ctypes.c_int64 * _QUEUE),
+    )
+
+
+@lru_cache(maxsize=1)
+def _function(compiled: Library) -> Callable[[_Job, int], int]:
+    """`hora_between_hosts`, when its structures are those of this file."""
+    sizes = (ctypes.c_int64 * 3)()
+    queue = compiled.long.hora_hosts_sizes(sizes)
+    expected = [ctypes.sizeof(each) for each in (_Stream, _Hosts, _Job)]
+    assert (list(sizes), queue) == (expected, _QUEUE), f"hosts.h has {list(sizes)} and {queue}, not {expected}"
+    compiled.long.hora_between_hosts.argtypes = (ctypes.POINTER(_Job), ctypes.c_long)
+    run: Callable[[_Job, int], int] = compiled.long.hora_between_hosts
+    return run
+
+
+class NativeHosts:
+    """The allreduces of one member of `num_local` on its host, one after the other. `share` gives all members of this host the
+    same zeroed memory (collective); `group` connects carrier number `index` with those of the other hosts, None for who
+    carries nothing."""
+
+    def __init__(
+        self,
+        share: Callable[[int], Segment],
+        group: StreamGroup | None,
+        *,
+        index: int,
+        num_local: int,
+        num_carriers: int,
+        host: int,
+        num_hosts: int,
+        guard: Guard,
+        limit_s: float,
+    ) -> None:
+        self._share, self._group, self._guard, self._limit_s = share, group, guard, limit_s
+        self._num_carriers, self._num_hosts = num_carriers, num_hosts
+        compiled = library()
+        assert compiled is not None, "without a native part there are no native hosts"
+        self._run_some = _function(compiled)
+        longest = _MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
+        slice_room = aligned(longest + num_hosts * _SPARE_BYTES, 2 * LINE_BYTES)
+        self._hosts = _Hosts(
+            counter_bytes=_COUNTER_BYTES,
+            slice_room=slice_room,
+            piece_room=num_carriers * slice_room,
+            inputs_at=aligned(2 * _COUNTER_BYTES * num_local),
+            member=index,
+            num_local=num_local,
+            num_carriers=num_carriers,
+            host=host,
+            num_hosts=num_hosts,
+            num_results=_NUM_RESULTS,
+            patience=new_patience(num_local),
+        )
+        self._hosts.results_at = self._hosts.inputs_at + num_local * _NUM_INPUTS * self._hosts.piece_room
+        self._segment: Segment | None = None
+        self._room: torch.Tensor | None = None
+        self._streams = (_Stream * num_hosts)(), (_Stream * num_hosts)()
+        if group is not None:
+            # Whatever is not touched takes no memory.
+            room_bytes = (_NUM_RINGS * _NUM_RESULTS + 2 * num_hosts + 1) * slice_room
+            self._room = torch.empty(room_bytes + LINE_BYTES, dtype=torch.uint8, device="cpu")
+            self._hosts.room = aligned(self._room.data_ptr(), LINE_BYTES)
+            self._hosts.outgoing, self._hosts.incoming = (
+                ctypes.cast(each, ctypes.POINTER(_Stream)) for each in self._streams
+            )
+        self._next = 0
+
+    def allreduce(self, inputs: Tensors, outputs: Tensors, numbers: Numbers, residuals: Tensors = ()) -> None:
+        """Reduce several private tensors as one. `outputs[i]` may be `inputs[i]`; `residuals`: see `Code`, or none."""
+        if self._segment is None:
+            self._segment = self._share(self._hosts.results_at + _NUM_RESULTS * self._hosts.piece_room)
+            self._hosts.memory = self._segment.tensor(0, 1, torch.uint8).data_ptr()
+        count, itemsize = total(inputs), inputs[0].itemsize
+        cut = cut_for(count, itemsize, self._num_carriers, self._num_hosts)
+        num_pieces = -(-count // (cut.most * self._num_carriers))
+        self._run(inputs, outputs, residuals, numbers, cut, num_pieces, 0, count, _WINDOW, first=self._next)
+        self._next += num_pieces
+
+    def allreduce_resident(
+        self, places: Tensors, begin: int, end: int, numbers: Numbers, residual: torch.Tensor | None
+    ) -> None:
+        """Reduce these elements of the data of this host's members, which lies in the host's memory and which nobody else
+        touches meanwhile."""
+        cut = cut_for(end - begin, places[0].itemsize, 1, self._num_hosts)
+        num_pieces = -(-(end - begin) // cut.most)
+        window = _WINDOW if numbers.code else _RESIDENT_WINDOW  # what is in code has rooms for so many
+        residuals = () if residual is None else (residual,)
+        self._run(places, (), residuals, numbers, cut, num_pieces, begin, end, window)
+
+    def _run(
+        self,
+        inputs: Tensors,
+        outputs: Tensors,
+        residuals: Tensors,
+        numbers: Numbers,
+        cut: Cut,
+        num_pieces: int,
+        begin: int,
+        end: int,
+        window: int,
+        first: int | None = None,
+    ) -> None:
+        resident = first is None
+        starts = [0, inputs[0].numel()] if resident else [0, *accumulate(tensor.numel() for tensor in inputs)]
+        table = (ctypes.c_int64 * len(starts))(*starts)
+        sources, weights = _addresses(inputs), (ctypes.c_float * len(numbers.weights))(*numbers.weights)
+        results, lost = _addresses(outputs), _addresses(residuals)
+        between, last = numbers.between, numbers.last
+        if last.how != NOTHING and not (numbers.code and cut.two_steps):
+            between = between._replace(how=last.how, factor=last.factor)
+        job = _Job(
+            hosts=ctypes.pointer(self._hosts),
+            inputs=ctypes.addressof(sources),
+            outputs=ctypes.addressof(results),
+            residuals=ctypes.addressof(lost) if residuals else None,
+            starts=ctypes.addressof(table),
+            weights=ctypes.addressof(weights) if numbers.weights else None,
+            num_tensors=len(starts) - 1,
+            begin=begin,
+            end=end,
+            most=cut.most,
+            first=0 if first is None else first,
+            num_pieces=num_pieces,
+            inside=_sum(numbers.inside),
+            between=_sum(between),
+            last=_sum(last),
+            stage=numbers.stage,
+            resident=resident,
+            code=_CODE_NUMBERS[numbers.code],
+            two_steps=cut.two_steps,
+            window=window,
+        )
+        if self._group is None:
+            self._run_to_its_end(job)
+            return
+        with self._group.lent(2 * num_pieces) as ends:
+            for streams, lent in zip(self._streams, ends, strict=True):
+                for host, end_of_stream in lent.items():
+                    sock, records = end_of_stream
+                    pointer = None if records is None else ctypes.pointer(records)
+                    streams[host] = _Stream(records=pointer, socket=sock)
+            self._run_to_its_end(job)
+
+    def _run_to_its_end(self, job: _Job) -> None:
+        begin = 0.0
+        while not (outcome := self._run_some(job, int(SLICE_S * 1e9))):
+            self._guard()
+            now = time.monotonic()
+            begin = begin or now
+            if now - begin > self._limit_s:
+                who = f"member {job.late} of this host" if job.late >= 0 else f"host {-1 - job.late} of the set"
+                raise TimeoutError(f"waited {self._limit_s:g} s for {who}")
+        if outcome < 0 and job.error == errno.EBADMSG:
+            raise AuthenticationError("what came from a peer was changed on the way")
+        if outcome < 0:
+            raise OSError(job.error, os.strerror(job.error))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._segment is not None:
+            self._segment.close()
+
+
+def _sum(what: Sum) -> _Sum:
+    return _Sum(what.prescale, what.factor, what.dtype_number, what.how)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
