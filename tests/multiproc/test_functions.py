@@ -163,7 +163,7 @@ def test_optimizer_state_from_a_root_that_has_trained():
 
 @session
 def test_optimizer_state_before_any_step():
-    """Weights stay; a gradient of zeros appears; all ranks have the root's options and an equal state."""
+    """Weights stay; a gradient of zeros appears; all ranks have the root's options, and as much state as before."""
     for cls, options in optimizers():
         net, optimizer = build(cls, options, hvd.rank(), 0.125 * (hvd.rank() + 1))
         frozen = torch.nn.Parameter(torch.arange(3), requires_grad=False)
@@ -180,8 +180,76 @@ def test_optimizer_state_before_any_step():
         assert all(g["lr"] == 0.125 for g in optimizer.param_groups)
         tensors = [leaf for leaf in leaves(optimizer.state_dict()["state"]) if isinstance(leaf, torch.Tensor)]
         assert_same_everywhere(tensors)
-        stateless = cls is torch.optim.SGD and not options
-        assert bool(optimizer.state_dict()["state"]) != stateless
+        assert bool(optimizer.state_dict()["state"]) == had_state
+
+
+def every_training():
+    """Every optimizer with options that would show in its first steps: (class, options, sharded)."""
+    more = {
+        "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}],
+        "RMSprop": [{"momentum": 0.5, "centered": True}],
+        "Adagrad": [{"initial_accumulator_value": 0.1}],
+        "ASGD": [{"t0": 2}],
+    }
+    for cls, options in optimizers():
+        for chosen in [options, *more.get(cls.__name__, [])]:
+            yield cls, chosen, False
+            if cls.__name__ not in ("Adafactor", "Muon", "SparseAdam"):
+                yield cls, chosen, True
+
+
+@pytest.mark.ranks(1, 2)
+@session
+def test_bringing_fresh_state_to_all_ranks_leaves_the_training_as_it_is():
+    """Bit for bit, called once or often, by itself or by an elastic state."""
+
+    def broadcast(net, optimizer):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=hvd.size() - 1)
+
+    def broadcast_twice(net, optimizer):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=net)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    def synchronize(net, optimizer):
+        state = hvd.elastic.TorchState(model=net, optimizer=optimizer)
+        state.sync()
+        state.restore()
+
+    for cls, options, sharded in every_training():
+        found = []
+        for prepare in (None, broadcast, broadcast_twice, synchronize):
+            net, plain = build(cls, options, 0, 0.01)
+            optimizer = hvd.DistributedOptimizer(plain, sharded=sharded)
+            if prepare is not None:
+                prepare(net, optimizer)
+            train(net, optimizer, 4)
+            found.append(([p.detach().clone() for p in net.parameters()], leaves(optimizer.state_dict())))
+            del optimizer
+        for after, (got, state) in zip(("broadcast", "twice", "sync"), found[1:], strict=True):
+            words = (cls.__name__, options, sharded, after)
+            assert all(torch.equal(a, b) for a, b in zip(got, found[0][0], strict=True)), words
+            assert all(same(a, b) for a, b in zip(state, found[0][1], strict=True)), words
+
+
+@pytest.mark.ranks(1, 2)
+@session
+def test_gradients_that_are_there_stay():
+    net, optimizer = build(torch.optim.Adam, {}, 0, 0.01)
+    net(torch.ones(2, 4)).sum().backward()
+    before = [p.grad.clone() for p in net.parameters()]
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for parameter, gradient in zip(net.parameters(), before, strict=True):
+        assert_equal(parameter.grad, gradient)
+
+
+@pytest.mark.ranks(2)
+@session
+def test_a_root_without_state_leaves_the_others_without():
+    net, optimizer = build(torch.optim.Adam, {}, 0, 0.01)
+    if hvd.rank() == 1:
+        train(net, optimizer, 2)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert not optimizer.state_dict()["state"]
 
 
 @session

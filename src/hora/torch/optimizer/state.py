@@ -3,7 +3,7 @@
 The root describes its state (values, and in the place of tensors their shapes, dtypes and device types); every other
 rank builds what is described, reusing its own tensors where they fit; then the tensors are broadcast. So it
 does not matter whether a rank had no state, or another one, for instance because only the root loaded a
-checkpoint.
+checkpoint. A root without state gives the others none: training goes on as without the call.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
         return
     on_root = rank() == root_rank
     if not optimizer.state:
-        _set_zero_gradients(optimizer, model)
-        if on_root:
-            _step_without_effect(optimizer)
+        _fill_missing_gradients(optimizer, model)
     tensors: list[torch.Tensor] = []
     description = _describe(_snapshot(optimizer), tensors) if on_root else None
     description = broadcast_object(description, root_rank, "broadcast_optimizer_state")
@@ -68,20 +66,17 @@ def _check_same_groups(optimizer: Optimizer) -> None:
             )
 
 
-def _set_zero_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
+def _fill_missing_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:
+    """Give zeros to parameters without a gradient, as Horovod does."""
     sparse = _sparse_parameters(optimizer, model)
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if not p.requires_grad:
-                continue
-            if id(p) in sparse:
-                nothing, rows = torch.empty(1, 0, dtype=torch.int64, device="cpu"), p.new_empty(0, *p.shape[1:])
-                p.grad = torch.sparse_coo_tensor(nothing, rows, p.shape, check_invariants=False)
-            elif p.grad is not None and p.grad.layout is torch.strided:
-                with torch.no_grad():
-                    p.grad.zero_()  # in place: the optimizer may have placed it
-            else:
-                p.grad = torch.zeros_like(p)
+    for p in _parameters(optimizer):
+        if not p.requires_grad or p.grad is not None:
+            continue
+        if id(p) in sparse:
+            nothing, rows = torch.empty(1, 0, dtype=torch.int64, device="cpu"), p.new_empty(0, *p.shape[1:])
+            p.grad = torch.sparse_coo_tensor(nothing, rows, p.shape, check_invariants=False)
+        else:
+            p.grad = torch.zeros_like(p)
 
 
 def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> set[int]:
@@ -92,20 +87,6 @@ def _sparse_parameters(optimizer: Optimizer, model: torch.nn.Module | None) -> s
         embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         return {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
     return set()
-
-
-def _step_without_effect(optimizer: Optimizer) -> None:
-    """One local step of the base class, which creates the state, with the weights put back afterwards.
-
-    Never the distributed step: the other ranks do not take one, so it would wait for ever.
-    """
-    base = getattr(optimizer, "_base_class", type(optimizer))
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    with torch.no_grad():
-        weights = [p.clone() for p in params]
-        base.step(optimizer)
-        for p, weight in zip(params, weights, strict=True):
-            p.copy_(weight)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
