@@ -25,7 +25,8 @@ help:
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
-	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages"
+	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages,"
+	@echo "              then coverage-guided: SECONDS=3600 for each format that comes from others (atheris)"
 	@echo "make sanitize the native part under ThreadSanitizer, ASan, UBSan and valgrind, and on 64-bit ARM under qemu"
 	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
 	@echo "make wheels   dist/: a wheel with the native part for this kind of machine, one without for all, and the source"
@@ -117,10 +118,13 @@ chaos: $(STAMP)
 PARSERS := tests/unit/test_fuzz_control.py tests/unit/test_model_file.py::test_tampered_files_load_or_raise_a_model_file_error
 
 # As long as it takes: a target of its own, not part of `make test`, which plays the first fifty programs and ten
-# thousand of the parsers' cases.
+# thousand of the parsers' cases. SECONDS: of coverage-guided fuzzing, for each of the formats that tests/fuzz/parsers.py knows.
+SECONDS ?= 3600
 fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt atheris
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/engine.py --programs 2000
 	$(BIN)/python -m pytest $(PARSERS) --cases 200000 --timeout 0
+	$(BIN)/python tests/fuzz/parsers.py --seconds $(SECONDS)
 
 # Needs clang, valgrind, gcc-aarch64-linux-gnu and qemu-user-static, and no Python. A million operations on two ranks and on three.
 OPERATIONS ?= 1000000

@@ -507,3 +507,64 @@ class Exploit:
 
     def __reduce__(self) -> tuple:
         return os.system, (f"touch {self.trap}",)
+
+
+# A member of the job that speaks the documented protocol (docs/protocol.md) and holds its own key. It says each of these to the
+# launcher, on a connection of its own, before it does its work.
+MEMBER = """
+import os, pickle, socket, struct, sys
+sys.path.insert(0, sys.argv[1])
+import another_end
+
+class Exploit:
+    def __reduce__(self):
+        return exec, (f"open({sys.argv[2]!r}, 'w').write('executed in the launcher')",)
+
+def connect():
+    env, worker = os.environ, int(os.environ["HORA_WORKER"])
+    where = env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    with open(env["HORA_SECRET_FILE"], "rb") as file:
+        key = file.read()
+    return another_end.Client(key, env["HORA_JOB"], worker).connect(socket.create_connection(where, timeout=30))
+
+def said(text, payload=b""):
+    return len(text).to_bytes(2, "big") + text.encode() + payload
+
+DEEP = '{"_n":0,"op":"get","x":' + "[" * 20000 + "]" * 20000 + "}"
+NONSENSE = [b"", b"abc", b"\\xff" * 60000, said("[1]"), said("{}"), said('{"_n":-5,"op":"pong"}'), said(DEEP),
+    said('{"_n":true,"op":"pong"}', b"x"), said('{"_n":1000000000000000000,"op":"pong"}'), said('{"_n":0,"op":[]}'),
+    said('{"_n":0,"op":"get","id":1,"key":"k","timeout_s":Infinity}'), said('{"_n":0,"op":"set","key":"k"}'),
+    said('{"_n":0,"op":"get","id":1e999,"key":"k","timeout_s":1e999}'), said('{"_n":0,"op":"check","id":1,"keys":null}'),
+    said('{"_n":0,"op":"gather","id":1,"key":"k","rank":1e999,"size":20000000,"timeout_s":1}')]
+
+if os.environ["HOROVOD_RANK"] == "1":
+    for body in NONSENSE:
+        member = connect()
+        member.sock.sendall(member.out.frame(body))
+        member.sock.settimeout(0.2)
+        try:
+            member.sock.recv(100)
+        except OSError:
+            pass
+    member = connect()
+    member.send({"op": "hello", "id": 1, "name": "x", "worker": -1})
+    member.receive()
+    for op in ("raised", "returned"):
+        lie = {"op": op, "id": 2, "type": "X", "message": "m", "traceback": "t", "consequence": True}
+        member.send(lie, pickle.dumps(Exploit()))
+        member.receive()
+    print("lied", flush=True)
+"""
+
+
+@pytest.mark.security
+def test_a_member_that_sends_nonsense_and_pickles_harms_itself_only(tmp_path: Path):
+    trap, unit = tmp_path / "trap", Path(__file__).parents[1] / "unit"
+    line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, MEMBER + MEET), str(unit), str(trap)]
+    job = JobProcess(line, tmp_path)
+    status = job.wait()
+    assert "lied" in job.text(), job.text()
+    assert "Traceback" not in job.text(), job.text()
+    assert all(f"rank {rank} sum 2.0" in job.text() for rank in (0, 1)), (status, job.text())
+    assert not trap.exists()
+    job.assert_nothing_left()

@@ -204,6 +204,8 @@ NONSENSE = {
     "a huge length": "struct.pack('>cii', b'o', 0, 2**31 - 1) + b'x' * 1000",
     "no JSON": "struct.pack('>cii', b'x', 0, 3) + b'{}}'",
     "odd keys": "struct.pack('>cii', b'x', 0, 10) + b'{\"a\":  1 }'[:10]",
+    "deep JSON": "struct.pack('>cii', b'x', 0, 40000) + b'[' * 40000",
+    "a code that is none": "struct.pack('>cii', b'x', 0, 29) + b'{\"code\": 1e999, \"reason\": \"\"}'.ljust(29)",
     "a list": "struct.pack('>cii', b'x', 0, 3) + b'[1]'",
     "the end of another host's worker": "struct.pack('>cii', b'x', 7, 25) + b'{\"code\": 0, \"reason\": \"\"}'",
 }

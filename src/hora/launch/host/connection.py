@@ -254,7 +254,7 @@ class HostConnection:
         """A host that has been taken over may send anything: it must not hold up the launcher, nor fill its memory."""
         try:
             self._take_frames(buffer)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             self._complaints.add(f"it sent what no supervisor sends ({error})".encode())
             self._process.kill()
             return False
@@ -275,7 +275,8 @@ class HostConnection:
             if kind == supervisor.STARTED:
                 self._events.started(worker)
             elif kind == supervisor.EXITED:
-                self._report(WorkerExit(worker=worker, **json.loads(body)))
+                news = json.loads(body)
+                self._report(WorkerExit(worker=worker, code=int(news["code"]), reason=str(news["reason"])))
             elif kind != supervisor.ALIVE:
                 self._events.output(worker, "stdout" if kind == supervisor.STDOUT else "stderr", body)
 

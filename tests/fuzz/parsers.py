@@ -1,0 +1,437 @@
+"""Coverage-guided fuzzing (atheris) of what reads bytes of others: each input is understood, or refused as documented.
+
+    python tests/fuzz/parsers.py --seconds 60                 every target for a minute
+    python tests/fuzz/parsers.py --seconds 3600 frames hosts  these for an hour
+
+What is found is printed with its traceback and kept in the folder `--found`; its bytes become a test of tests/unit. `--corpus`
+keeps what led to new code, so that the next run begins there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+KEY = bytes(32)
+Target = tuple[Callable[[bytes], object], list[bytes]]  # what to call, and inputs to begin with
+
+
+def frames() -> Target:
+    """The body of a genuine frame: a member holds the keys, and may say anything."""
+    from hora.errors import AuthenticationError
+    from hora.net.wire import Opener, Sealer
+
+    def fuzz(data: bytes) -> None:
+        sealer, opener = Sealer(KEY), Opener(KEY, max_payload_bytes=1 << 20)
+        with contextlib.suppress(AuthenticationError):
+            for body in (data[:60_000], data[:100]):
+                for header, payload in opener.feed(sealer.frame(body)):
+                    assert isinstance(header, dict)
+                    assert len(payload) <= 1 << 20
+
+    return fuzz, [_said({"op": "set", "id": 1, "key": "k", "_n": 5}) + b"value", _said({"_n": 0}), b""]
+
+
+def hello() -> Target:
+    """What a stranger says first, as it is and as a stream of single bytes."""
+    from hora.errors import AuthenticationError
+    from hora.net.wire import ClientHandshake, Credentials, ServerHandshake
+
+    credentials = Credentials(KEY, "job")
+
+    def fuzz(data: bytes) -> None:
+        handshake = ServerHandshake(credentials)
+        with contextlib.suppress(AuthenticationError):
+            while data and handshake.session is None:
+                wanted = handshake.wanted_bytes
+                assert 0 < wanted <= 80
+                handshake.feed(data[:wanted])
+                data = data[wanted:]
+        assert handshake.session is None
+
+    genuine = ClientHandshake(credentials).hello
+    return fuzz, [genuine, genuine[:20], genuine + bytes(18), ClientHandshake(Credentials(KEY, "job", 3)).hello]
+
+
+class _Peer:
+    """The other end of a connection, which takes everything and says nothing."""
+
+    host = where = name = "here"
+    number = speaker = -1
+    open = True
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        json.dumps(header, allow_nan=False)
+
+    def close(self) -> None:
+        self.open = False
+
+    @property
+    def sock(self) -> _Peer:
+        return self
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+
+# What a server takes for a message that makes no sense, and shows its sender out for.
+_MALFORMED = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError, struct.error)
+
+
+def _conversation(data: bytes, take: Callable[[dict[str, Any], bytes], object]) -> None:
+    """Lines of JSON, each with a payload behind a tab: the messages of one member, until one of them shows it out."""
+    with contextlib.suppress(*_MALFORMED):
+        for line in data.split(b"\n")[:20]:
+            text, _, payload = line.partition(b"\t")
+            header = json.loads(text)
+            if isinstance(header, dict):
+                take(header, payload)
+
+
+def rendezvous() -> Target:
+    """The operations of a worker at the launcher."""
+    from hora.launch.control.rendezvous import OnlyLines, Rendezvous
+
+    class Quiet(OnlyLines):
+        def said(self, worker: int, text: str) -> None:
+            assert isinstance(text, str)
+
+    def fuzz(data: bytes) -> None:
+        server, peer = Rendezvous("127.0.0.1", secret=KEY, job="job", events=Quiet()), _Peer()
+        try:
+            peer.speaker = 1
+            _conversation(data, lambda header, payload: server.message(peer, header, payload))  # type: ignore[arg-type]
+            server.closed(peer)  # type: ignore[arg-type]
+        finally:
+            server.close()
+
+    words = [
+        "hello",
+        "set",
+        "get",
+        "add",
+        "delete",
+        "check",
+        "gather",
+        "keys",
+        "returned",
+        "raised",
+        "said",
+        "told",
+        "bye",
+    ]
+    fields = {"id": 1, "key": "k", "keys": ["k"], "amount": 1, "rank": 1, "size": 2, "timeout_s": 0.1, "worker": 1}
+    fields |= {"name": "n", "generation": 0, "epoch": "0.0", "kind": "report", "type": "E", "message": "m"}
+    fields |= {"traceback": "t", "consequence": False}
+    return fuzz, [json.dumps({"op": word, **fields}).encode() + b"\tpayload" for word in words]
+
+
+def agents() -> Target:
+    """What the agents of nodes say to the first node."""
+    from hora.launch.agent.agents import PROTOCOL, Agents
+    from hora.version import version
+
+    def fuzz(data: bytes) -> None:
+        nodes, peer = Agents(("127.0.0.1", 0), KEY, num_nodes=2, silence_limit_s=10.0), _Peer()
+        try:
+            _conversation(data, lambda header, payload: nodes.message(peer, header, payload))  # type: ignore[arg-type]
+        finally:
+            nodes.closed(peer)  # type: ignore[arg-type]
+            nodes.dismiss(0)
+
+    join = {"op": "join", "node": 0, "name": "n", "slots": 1, "version": version(), "protocol": PROTOCOL}
+    later = [b'{"op": "out"}\tx', b'{"op": "err"}\ty', b'{"op": "leaving"}', b'{"op": "ended", "status": 0}']
+    return fuzz, [json.dumps(join).encode(), *(json.dumps(join).encode() + b"\n" + one for one in later)]
+
+
+def supervisors() -> Target:
+    """The frames of a host's supervisor, as the launcher takes them off its pipe."""
+    from hora.launch.host import supervisor
+    from hora.launch.host.connection import HostConnection
+
+    class Gone:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    def fuzz(data: bytes) -> None:
+        host = HostConnection.__new__(HostConnection)
+        host.__dict__.update(_own={0, 1}, _running={0, 1}, _events=Gone(), _process=Gone(), _complaints=set())
+        host.__dict__["_lock"] = contextlib.nullcontext()
+        host._take_frames_or_hang_up(bytearray(data))
+
+    def frame(kind: bytes, worker: int, body: bytes) -> bytes:
+        return supervisor.FRAME.pack(kind, worker, len(body)) + body
+
+    exited = frame(supervisor.EXITED, 0, b'{"code": 0, "reason": ""}')
+    said = frame(supervisor.STDOUT, 1, b"text\n") + frame(supervisor.STDERR, 0, b"!")
+    return fuzz, [exited, said + exited, frame(supervisor.STARTED, 0, b""), frame(supervisor.ALIVE, -1, b"")]
+
+
+def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    path = Path(folder.name) / "file"
+
+    def fuzz(data: bytes, _folder: object = folder) -> None:
+        path.write_bytes(data)
+        with contextlib.suppress(ValueError):
+            read(path)
+
+    return fuzz
+
+
+def recordings() -> Target:
+    """A recorded run for `hora view`: its facts, and the entries before they are compressed."""
+    from hora.watch import view
+    from hora.watch.prometheus import exposition
+    from hora.watch.recording import read_run
+    from hora.watch.simulation import Simulation
+
+    def show(path: Path) -> None:
+        run = read_run(path)
+        json.loads(view.as_json(view.everything(run)), parse_constant=_refuse)
+        exposition(run).encode(errors="replace")
+
+    show_file = _in_a_file(show)
+
+    def fuzz(data: bytes) -> None:
+        facts, _, body = data.partition(b"\n")
+        block = zlib.compress(body, 1)
+        show_file(b"HORA-RUN 1\n" + facts + b"\n" + struct.pack("<I", len(block)) + block)
+
+    kinds = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
+    simulation = Simulation(num_ranks=2, began=1_000_000.0)
+    entries = [
+        struct.pack("<dBiI", one.at, kinds.index(one.kind), one.worker, len(one.data)) + one.data
+        for one in simulation.entries(3.0)
+    ]
+    later = [
+        (7, b'{"threads": [["main", [["f.py", 3, "step", "code"]]]]}'),
+        (8, b'{"num_samples": 2, "seconds": 1.0, "stacks": [[2, []]]}'),
+        (6, b'{"kind": "note", "text": "t"}'),
+        (3, b'{"code": 1, "reason": ""}'),
+        (9, b'{"outcome": "failed", "text": "t"}'),
+    ]
+    entries += [struct.pack("<dBiI", 1_000_003.0, kind, 0, len(text)) + text for kind, text in later]
+    facts = json.dumps(simulation.facts).encode() + b"\n"
+    return fuzz, [facts + b"".join(entries), facts + b"".join(entries[:4]), b'{"began": 1}\n']
+
+
+def timelines() -> Target:
+    """A timeline for `hora view`."""
+    from hora.watch import view
+    from hora.watch.timeline import read_timeline
+
+    def show(path: Path) -> None:
+        json.loads(view.as_json(read_timeline(path)), parse_constant=_refuse)
+
+    events = [
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "w", "start_time_since_epoch_in_micros": 5}},
+        {"ph": "B", "pid": 1, "name": "NEGOTIATE_ALLREDUCE", "ts": 1},
+        {"ph": "X", "pid": 1, "name": "0", "ts": 1},
+        {"ph": "X", "pid": 1, "name": "1", "ts": 2.5},
+        {"ph": "E", "pid": 1, "ts": 3},
+        {"ph": "B", "pid": 1, "name": "ALLREDUCE", "ts": 3},
+        {"ph": "E", "pid": 1, "ts": 4},
+    ]
+    text = "[\n" + ",\n".join(map(json.dumps, events))
+    return _in_a_file(show), [text.encode(), (text + "\n]").encode(), json.dumps({"traceEvents": events}).encode()]
+
+
+def models() -> Target:
+    """The two files of a model: a card, signed again, or weights, with their checksum. What is loaded has run nothing."""
+    import torch
+
+    from hora.errors import ModelFileError
+    from hora.workflow import Feature, load, save
+    from hora.workflow.architectures import MLP
+
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    torch.manual_seed(0)
+    save(folder, MLP([2, 3, 2]), classes=["a", "b"], features=[Feature(name="x"), Feature(name="y")])
+    card = json.loads((folder / "model.json").read_text())
+    card.pop("sha256")
+    genuine = (folder / card["weights"]["file"]).read_bytes()
+
+    def write(card: dict[str, Any], weights: bytes) -> None:
+        digest = hashlib.sha256(weights).hexdigest()
+        for old in folder.iterdir():
+            old.unlink()
+        name = f"weights-{digest[:16]}.safetensors"
+        (folder / name).write_bytes(weights)
+        signed = {**card, "weights": {"file": name, "num_bytes": len(weights), "sha256": digest}}
+        text = json.dumps(signed, sort_keys=True).encode()
+        (folder / "model.json").write_text(json.dumps({**signed, "sha256": hashlib.sha256(text).hexdigest()}))
+
+    def fuzz(data: bytes) -> None:
+        if data[:1] == b"{":
+            try:
+                changed = json.loads(data)
+            except (ValueError, RecursionError):
+                return
+            write(changed, genuine)
+        else:
+            write(card, data)
+        with contextlib.suppress(ModelFileError):
+            load(folder)
+
+    write(card, genuine)
+    load(folder)  # or what is signed here is not what is checked there
+    return fuzz, [genuine, json.dumps(card).encode()]
+
+
+def hosts() -> Target:
+    """`-H`, a hostfile, and what a discovery script prints. No name may look like an option of ssh."""
+    from hora.launch.control.discovery import parse_discovered
+    from hora.launch.slots import parse_host_files, parse_hosts
+
+    read_file = _in_a_file(parse_host_files)
+
+    def fuzz(data: bytes) -> None:
+        text = data.decode(errors="surrogateescape")
+        found = []
+        for parse in (parse_hosts, lambda text: parse_discovered(text, 2)):
+            with contextlib.suppress(ValueError):
+                found += parse(text)
+        read_file(data)
+        for host in found:
+            assert host.hostname
+            assert not host.hostname.startswith("-")
+            assert not any(letter.isspace() for letter in host.hostname), host.hostname
+            assert host.slots >= 0
+
+    return fuzz, [b"a:4,b:2", b"[::1]:2", b"a slots=2\nb:1 # comment\n", b"127.0.0.1:1", b"a.b-c:2,d"]
+
+
+def requests() -> Target:
+    """A request to the live page."""
+    from hora.watch.http import BadRequest, read_request
+
+    async def read(data: bytes) -> None:
+        reader = asyncio.StreamReader(limit=16 * 1024)
+        reader.feed_data(data)
+        reader.feed_eof()
+        with contextlib.suppress(BadRequest):
+            request = await read_request(reader)
+            assert request is None or request.path.startswith("/")
+
+    loop = asyncio.new_event_loop()
+    post = b"POST /api/stop HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    return lambda data: loop.run_until_complete(read(data)), [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", post]
+
+
+def reports() -> Target:
+    """A rank's telemetry."""
+    from hora.telemetry import Report, Sample
+
+    def fuzz(data: bytes) -> None:
+        with contextlib.suppress(ValueError):
+            Report.decode(data).encode()
+
+    full = Report(
+        Sample(5, 2, 1.0, 0.5), waiting=("allreduce.x", 0.5, (0, 1)), metrics={"loss": 0.5}, events=(("note", "t"),),
+        host={"cpu": 0.5, "gpus": [{"name": "g", "busy": 0.1}]}, total_steps=9,
+    )  # fmt: skip
+    return fuzz, [full.encode(), Report(Sample()).encode()]
+
+
+TARGETS = {
+    target.__name__: target
+    for target in (
+        frames,
+        hello,
+        rendezvous,
+        agents,
+        supervisors,
+        recordings,
+        timelines,
+        models,
+        hosts,
+        requests,
+        reports,
+    )
+}
+
+
+def _said(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack(">H", len(text)) + text
+
+
+_DEEP = b"[" * 970 + b"]" * 970  # about as deep as JSON is read
+
+
+def _refuse(constant: str) -> float:
+    raise AssertionError(f"{constant} would be served")
+
+
+def _run(name: str, seconds: int, corpus: Path, found: Path) -> None:
+    """In a process of its own: the fuzzer ends it."""
+    try:
+        import atheris
+    except ModuleNotFoundError:
+        raise SystemExit("coverage-guided fuzzing needs atheris: pip install atheris") from None
+    with atheris.instrument_imports(include=["hora"]):
+        fuzz, seeds = TARGETS[name]()
+    corpus.mkdir(parents=True, exist_ok=True)
+    found.mkdir(parents=True, exist_ok=True)
+    for seed in [*seeds, *(seed.replace(b"1", _DEEP, 1) for seed in seeds if b"{" in seed)]:
+        (corpus / f"seed-{hashlib.sha256(seed).hexdigest()[:16]}").write_bytes(seed)
+        fuzz(seed)
+    limits = [f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=16384"]
+    atheris.Setup([sys.argv[0], *limits, f"-artifact_prefix={found}/", "-print_final_stats=1", str(corpus)], fuzz)
+    atheris.Fuzz()
+
+
+def _report(name: str, status: int, log: str, found: Path, before: set[Path]) -> None:
+    numbers = [line.split()[-1] for line in log.splitlines() if "number_of_executed_units" in line]
+    print(
+        f"{name}: {'nothing found' if status == 0 else 'FOUND'} in {numbers[-1] if numbers else '?'} inputs", flush=True
+    )
+    if status:
+        print("\n".join(log.splitlines()[-40:]))
+        for path in set(found.glob("*")) - before:
+            print(f"{path}: {base64.b64encode(path.read_bytes()).decode()[:2000]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="target", help=", ".join(TARGETS))
+    parser.add_argument("--seconds", type=int, default=60, help="for each target")
+    parser.add_argument("--corpus", type=Path, default=Path("out/fuzz/corpus"))
+    parser.add_argument("--found", type=Path, default=Path("out/fuzz/found"))
+    parser.add_argument("--here", action="store_true", help="fuzz one target in this process")
+    arguments = parser.parse_args()
+    unknown = set(arguments.targets) - set(TARGETS)
+    if unknown:
+        parser.error(f"there is no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+    failed = False
+    for name in arguments.targets or TARGETS:
+        corpus, found = arguments.corpus / name, arguments.found / name
+        if arguments.here:
+            _run(name, arguments.seconds, corpus, found)
+        before = set(found.glob("*"))
+        line = [sys.executable, __file__, "--here", "--seconds", str(arguments.seconds), name]
+        line += ["--corpus", str(arguments.corpus), "--found", str(arguments.found)]
+        done = subprocess.run(
+            line, capture_output=True, text=True, errors="replace", env={**os.environ, "TMPDIR": "/dev/shm"}
+        )
+        _report(name, done.returncode, done.stdout + done.stderr, found, before)
+        failed = failed or done.returncode != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
