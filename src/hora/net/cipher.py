@@ -7,16 +7,15 @@ the same records (`hora.engine.shm.records`).
 from __future__ import annotations
 
 import hmac
-import struct
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hora.errors import AuthenticationError
+from hora.net.noise import NONCE, TAG_BYTES
 
 __all__ = ["Records"]
 
-_NONCE = struct.Struct(">4xQ")
 _KEY_BYTES = 16
 # 16 GiB in the longest records: AES-GCM would be good for twenty times that under one key.
 _RECORDS_OF_A_KEY = 2**16
@@ -29,7 +28,7 @@ class Records:
     end says so, because both count.
     """
 
-    tag_bytes = 16
+    tag_bytes = TAG_BYTES
     most_bytes = 256 * 1024
 
     def __init__(self, key: bytes) -> None:
@@ -79,7 +78,7 @@ class Records:
         if self._number >= _RECORDS_OF_A_KEY:
             self._rekey()
         number, self._number = self._number, self._number + 1
-        return _NONCE.pack(number)
+        return NONCE.pack(number)
 
 
 def _expand(key: bytes, purpose: bytes) -> bytes:

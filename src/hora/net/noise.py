@@ -17,15 +17,14 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hora.errors import AuthenticationError
 
-__all__ = ["HANDSHAKE_BYTES", "TAG_BYTES", "Cipher", "Handshake", "hkdf"]
+__all__ = ["NONCE", "TAG_BYTES", "Cipher", "Handshake", "hkdf"]
 
 TAG_BYTES = 16
 _PUBLIC_BYTES = 32
-HANDSHAKE_BYTES = _PUBLIC_BYTES + TAG_BYTES  # of either message, with an empty payload
 
 _NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # 32 bytes, as many as the hash: it is not hashed
-_NONCE = struct.Struct(">4xQ")
-_REKEY_NONCE = _NONCE.pack(2**64 - 1)
+NONCE = struct.Struct(">4xQ")
+_REKEY_NONCE = NONCE.pack(2**64 - 1)
 _MESSAGES_OF_A_KEY = 2**16
 
 
@@ -65,7 +64,7 @@ class Cipher:
         if self._number and self._number % _MESSAGES_OF_A_KEY == 0:
             self._aead = AESGCM(self._aead.encrypt(_REKEY_NONCE, bytes(32), None)[:32])
         number, self._number = self._number, self._number + 1
-        return _NONCE.pack(number)
+        return NONCE.pack(number)
 
 
 class Handshake:

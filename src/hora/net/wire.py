@@ -191,8 +191,8 @@ class ClientHandshake:
         return session, session.sealer.frame(b"")
 
 
-class Sealer:
-    """Turns messages into encrypted frames. `key`: of this direction of the connection."""
+class _Direction:
+    """One direction of a connection, under its key."""
 
     def __init__(self, key: bytes) -> None:
         from hora.net.noise import Cipher
@@ -200,8 +200,14 @@ class Sealer:
         self._key, self._cipher = key, Cipher(key)
 
     def records(self) -> Records:
-        """Return what encrypts a stream of tensors that begins after the messages."""
-        return _records(self._key)
+        """Return this end's part of a stream of tensors that begins after the messages."""
+        from hora.net.cipher import Records
+
+        return Records(self._key)
+
+
+class Sealer(_Direction):
+    """Turns messages into encrypted frames."""
 
     def frames(self, header: Header, payload: bytes | memoryview = b"") -> Iterator[bytes]:
         """The frames of one message, made one at a time so that a large payload is never held twice.
@@ -224,22 +230,16 @@ class Sealer:
         return _LENGTH.pack(len(body) + _TAG_BYTES) + self._cipher.seal(body)
 
 
-class Opener:
+class Opener(_Direction):
     """Turns received bytes back into messages; AuthenticationError at the first frame that is not genuine."""
 
     def __init__(self, key: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-        from hora.net.noise import Cipher
-
-        self._key, self._cipher = key, Cipher(key)
+        super().__init__(key)
         self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
         self._header: Header | None = None
         self._payload = bytearray()
         self._missing = 0
-
-    def records(self) -> Records:
-        """Return what decrypts the stream at the other end of `Sealer.records`."""
-        return _records(self._key)
 
     def feed(self, data: bytes | memoryview) -> Iterator[tuple[Header, bytes]]:
         """Messages completed by these bytes."""
@@ -294,12 +294,6 @@ def _opened(body: bytes) -> tuple[Header, bytes]:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise AuthenticationError("a message had no proper header")
     return header, body[_LENGTH.size + length :]
-
-
-def _records(key: bytes) -> Records:
-    from hora.net.cipher import Records
-
-    return Records(key)
 
 
 def _no_number(text: str) -> float:

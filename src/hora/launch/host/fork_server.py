@@ -199,7 +199,7 @@ class WorkerForks:
                 os.close(descriptor)
 
 
-_ALWAYS = ("hora.launch.pickling",)
+_ALWAYS = ("hora.launch.pickling", "hora.net.noise")
 
 
 def load(modules: Iterable[str]) -> bool:
