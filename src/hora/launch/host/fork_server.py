@@ -199,7 +199,7 @@ class WorkerForks:
                 os.close(descriptor)
 
 
-_ALWAYS = ("hora.launch.pickling", "hora.net.noise")
+_ALWAYS = ("hora.launch.pickling", "hora.net.noise")  # every worker of a function connects to its launcher
 
 
 def load(modules: Iterable[str]) -> bool:
@@ -211,6 +211,8 @@ def load(modules: Iterable[str]) -> bool:
         except Exception as error:  # whatever a broken installation raises
             print(f"hora: {name} could not be loaded in advance: {error!r}", file=sys.stderr)
             loaded = False
+    if loaded:
+        sys.modules["hora.net.noise"].warm_up()
     return loaded
 
 
