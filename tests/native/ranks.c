@@ -4,15 +4,11 @@
  *
  *     ranks MEMBERS OPERATIONS
  */
-#include "native.c"
+#include "stress.h"
 
-#include <pthread.h>
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
 
-enum { SLOT_BYTES = 512, AHEAD = 1, DEPTH = 2 * AHEAD + 2, LAG = AHEAD + 1, MOST = 300, MAX_PARTS = 3, PAIR = 128 };
-static const long SLICE_NS = 20000000;
+enum { SLOT_BYTES = 512, AHEAD = 1, DEPTH = 2 * AHEAD + 2, LAG = AHEAD + 1, MOST = 300, MAX_PARTS = 3 };
 
 static int num_members;
 static int64_t num_operations;
@@ -31,40 +27,6 @@ struct member {
     struct lone lone;
 };
 
-static void fail(const char *what, int member, int64_t operation) {
-    fprintf(stderr, "member %d, operation %lld: %s\n", member, (long long)operation, what);
-    abort();
-}
-
-static void *room(size_t num_bytes) {
-    void *memory = NULL;
-    if (posix_memalign(&memory, PAIR, num_bytes ? num_bytes : 1)) abort();
-    memset(memory, 0, num_bytes);
-    return memory;
-}
-
-/* Random numbers that depend on nothing but what they are for (splitmix64). */
-static uint64_t random_of(uint64_t what) {
-    what += 0x9e3779b97f4a7c15u;
-    what = (what ^ (what >> 30)) * 0xbf58476d1ce4e5b9u;
-    what = (what ^ (what >> 27)) * 0x94d049bb133111ebu;
-    return what ^ (what >> 31);
-}
-
-static void draw(void *to, enum dtype dtype, int64_t operation, int member, int64_t begin, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        uint64_t bits = random_of((uint64_t)operation * 1000003u + (uint64_t)member * 4099u + (uint64_t)(begin + i));
-        char *place = (char *)to + (size_t)i * item_bytes[dtype];
-        float single = (float)((int64_t)(bits % 2000001) - 1000000) * 1e-3f;
-        double twice = (double)((int64_t)(bits >> 8) % 1000003) * 1e-7;
-        uint16_t half = (uint16_t)(bits & 0xbfff); /* below two, subnormal ones among them; neither infinite nor NaN */
-        if (dtype == F32) memcpy(place, &single, 4);
-        else if (dtype == F64) memcpy(place, &twice, 8);
-        else if (dtype == F16 || dtype == BF16) memcpy(place, &half, 2);
-        else memcpy(place, &bits, item_bytes[dtype]);
-    }
-}
-
 struct operation {
     enum dtype dtype;
     enum finish finish;
@@ -73,15 +35,15 @@ struct operation {
     double stage, prescale, factor;
 };
 
-static struct operation operation_of(int64_t number, int one_slot) {
-    uint64_t r = random_of((uint64_t)number * 77u + 5u);
+static struct operation test_operation_of(int64_t number, int one_slot) {
+    uint64_t r = test_random_of((uint64_t)number * 77u + 5u);
     struct operation it = {.dtype = (enum dtype)(r % 8), .stage = 1.0, .prescale = 1.0, .factor = 1.0};
     if (it.dtype == F16 && !hora_has_f16()) it.dtype = BF16;
     it.num_parts = one_slot ? 1 : 1 + (int)((r >> 8) % MAX_PARTS);
     it.direct = (int)((r >> 12) & 1);
     int64_t most = one_slot ? SLOT_BYTES / (int64_t)item_bytes[it.dtype] : MOST;
     for (int p = 0; p < it.num_parts; p++) {
-        it.counts[p] = 1 + (int64_t)(random_of(r + (uint64_t)p) % (uint64_t)most);
+        it.counts[p] = 1 + (int64_t)(test_random_of(r + (uint64_t)p) % (uint64_t)most);
         it.total += it.counts[p];
     }
     if (it.dtype == F32 || it.dtype == F64) {
@@ -102,7 +64,7 @@ static struct operation operation_of(int64_t number, int one_slot) {
         type mine[1], sum = 0;                                                                                           \
         for (int64_t i = 0; i < it->total; i++) {                                                                      \
             for (int m = 0; m < num_members; m++) {                                                                    \
-                draw(mine, it->dtype, number, m, i, 1);                                                                \
+                test_draw(mine, it->dtype, number, m, i, 1);                                                                \
                 type staged = it->stage == 1.0 ? mine[0] : (type)(mine[0] * (type)it->stage);                          \
                 sum = m ? (type)(sum + staged) : staged;                                                               \
             }                                                                                                          \
@@ -119,31 +81,30 @@ EXPECTED(uint16_t, right_i16)
 EXPECTED(uint32_t, right_i32)
 EXPECTED(uint64_t, right_i64)
 
-static void check(struct member *member, const struct operation *it, int64_t number, const void *found) {
+static void test_check(struct member *member, const struct operation *it, int64_t number, const void *found) {
     static int (*const right[])(const struct operation *, int64_t, const void *) = {
         [F32] = right_f32, [F64] = right_f64, [I8] = right_i8, [I16] = right_i16, [I32] = right_i32, [I64] = right_i64};
     if (it->dtype != F16 && it->dtype != BF16 && !right[it->dtype](it, number, found))
-        fail("a sum is wrong", member->number, number);
-    for (size_t i = 0; i < (size_t)it->total * item_bytes[it->dtype]; i++)
-        member->digest = (member->digest ^ ((const unsigned char *)found)[i]) * 0x100000001b3u;
+        test_fail("a sum is wrong", member->number, number);
+    test_digest(&member->digest, found, (size_t)it->total * item_bytes[it->dtype]);
 }
 
-static void meet(struct member *member) {
+static void test_meet(struct member *member) {
     member->meeting++;
     while (!hora_meet(&member->barrier, member->meeting, SLICE_NS)) continue;
 }
 
-static void allreduce(struct member *member, int64_t number) {
-    struct operation it = operation_of(number, 0);
+static void test_allreduce(struct member *member, int64_t number) {
+    struct operation it = test_operation_of(number, 0);
     int64_t size = (int64_t)item_bytes[it.dtype], begin = 0;
     const void *inputs[MAX_PARTS];
     void *outputs[MAX_PARTS];
-    char *whole = room((size_t)(it.total * size));
+    char *whole = test_room((size_t)(it.total * size));
     for (int p = 0; p < it.num_parts; begin += it.counts[p++]) {
-        void *input = room((size_t)(it.counts[p] * size));
-        draw(input, it.dtype, number, member->number, begin, it.counts[p]);
+        void *input = test_room((size_t)(it.counts[p] * size));
+        test_draw(input, it.dtype, number, member->number, begin, it.counts[p]);
         inputs[p] = input;
-        outputs[p] = p % 2 ? input : room((size_t)(it.counts[p] * size)); /* in place, or not */
+        outputs[p] = p % 2 ? input : test_room((size_t)(it.counts[p] * size)); /* in place, or not */
     }
     int64_t most = SLOT_BYTES / size, pieces = (it.total + most - 1) / most;
     struct job job = {.ring = &member->ring, .inputs = inputs, .outputs = outputs, .counts = it.counts, .total = it.total,
@@ -158,27 +119,27 @@ static void allreduce(struct member *member, int64_t number) {
         if (outputs[p] != inputs[p]) free(outputs[p]);
         free((void *)(uintptr_t)inputs[p]);
     }
-    check(member, &it, number, whole);
+    test_check(member, &it, number, whole);
     free(whole);
 }
 
-static void in_place(struct member *member, int64_t number) {
-    struct operation it = operation_of(number, 0);
+static void test_in_place(struct member *member, int64_t number) {
+    struct operation it = test_operation_of(number, 0);
     if (it.dtype == F32 || it.dtype == F64) it.stage = 1.0; /* nothing is staged */
-    draw(places[member->number], it.dtype, number, member->number, 0, it.total);
-    meet(member);
+    test_draw(places[member->number], it.dtype, number, member->number, 0, it.total);
+    test_meet(member);
     struct in_place job = {.ring = &member->ring, .data = places, .count = it.total, .step = ++member->step,
                            .dtype = it.dtype, .finish = it.finish, .prescale = it.prescale, .factor = it.factor};
     while (!hora_in_place(&job, SLICE_NS)) continue;
-    check(member, &it, number, places[member->number]);
-    meet(member);
+    test_check(member, &it, number, places[member->number]);
+    test_meet(member);
 }
 
-static void repeated(struct member *member, int64_t number) {
-    struct operation it = operation_of(number, 1);
+static void test_repeated(struct member *member, int64_t number) {
+    struct operation it = test_operation_of(number, 1);
     size_t num_bytes = (size_t)it.total * item_bytes[it.dtype];
-    void *source = room(num_bytes), *out = (number & 1) ? source : room(num_bytes);
-    draw(source, it.dtype, number, member->number, 0, it.total);
+    void *source = test_room(num_bytes), *out = (number & 1) ? source : test_room(num_bytes);
+    test_draw(source, it.dtype, number, member->number, 0, it.total);
     struct what what = {.ring = &member->ring, .count = it.total, .digest = {(uint8_t)it.dtype, (uint8_t)it.finish},
                         .dtype = it.dtype, .finish = it.finish, .stage = it.stage, .prescale = it.prescale,
                         .factor = it.factor};
@@ -188,46 +149,45 @@ static void repeated(struct member *member, int64_t number) {
     int state;
     while ((state = hora_lone(lone, (number >> 1) & 1 ? SLICE_NS : 0)) == WAITING)
         if (!((number >> 1) & 1)) sched_yield();
-    if (state != DONE) fail("equal records differ", member->number, number);
-    check(member, &it, number, out);
+    if (state != DONE) test_fail("equal records differ", member->number, number);
+    test_check(member, &it, number, out);
     if (out != source) free(out);
     free(source);
 }
 
-static void encode(struct member *member, int64_t number) {
-    int64_t count = 1 + (int64_t)(random_of((uint64_t)number) % MOST), blocks = (count + CODE_BLOCK - 1) / CODE_BLOCK;
-    float *numbers = room((size_t)count * 4), *residual = room((size_t)count * 4), *decoded = room((size_t)count * 4);
-    float *scales = room((size_t)blocks * 4);
-    int8_t *steps = room((size_t)count);
-    draw(numbers, F32, number, 0, 0, count);
+static void test_encode(struct member *member, int64_t number) {
+    int64_t count = 1 + (int64_t)(test_random_of((uint64_t)number) % MOST), blocks = (count + CODE_BLOCK - 1) / CODE_BLOCK;
+    float *numbers = test_room((size_t)count * 4), *residual = test_room((size_t)count * 4), *decoded = test_room((size_t)count * 4);
+    float *scales = test_room((size_t)blocks * 4);
+    int8_t *steps = test_room((size_t)count);
+    test_draw(numbers, F32, number, 0, 0, count);
     hora_encode_int8(numbers, (number & 1) ? residual : NULL, scales, steps, (size_t)count);
     hora_decode_int8(scales, steps, decoded, (size_t)count);
-    if (memcmp(decoded, numbers, (size_t)count * 4)) fail("decoded numbers are others", member->number, number);
-    for (size_t i = 0; i < (size_t)count * 4; i++)
-        member->digest = (member->digest ^ ((unsigned char *)decoded)[i]) * 0x100000001b3u;
+    if (memcmp(decoded, numbers, (size_t)count * 4)) test_fail("decoded numbers are others", member->number, number);
+    test_digest(&member->digest, decoded, (size_t)count * 4);
     free(numbers), free(residual), free(decoded), free(scales), free(steps);
 }
 
-static void *work(void *which) {
+static void *test_work(void *which) {
     struct member *member = which;
     for (int64_t number = 0; number < num_operations; number++) {
-        uint64_t r = random_of((uint64_t)number);
+        uint64_t r = test_random_of((uint64_t)number);
         if ((int)(r % 257) == member->number) { /* late enough for the others to sleep */
             struct timespec pause = {0, 200000};
             nanosleep(&pause, NULL);
         }
         switch ((r >> 16) % 8) {
-        case 0: case 1: case 2: allreduce(member, number); break;
-        case 3: in_place(member, number); break;
-        case 4: meet(member); break;
-        case 5: case 6: repeated(member, number); break;
-        default: encode(member, number);
+        case 0: case 1: case 2: test_allreduce(member, number); break;
+        case 3: test_in_place(member, number); break;
+        case 4: test_meet(member); break;
+        case 5: case 6: test_repeated(member, number); break;
+        default: test_encode(member, number);
         }
     }
     return NULL;
 }
 
-static struct member new_member(int number) {
+static struct member test_new_member(int number) {
     struct patience patience = {.many = 600};
     return (struct member){
         .number = number,
@@ -236,10 +196,10 @@ static struct member new_member(int number) {
                  .slot_bytes = SLOT_BYTES, .member = number, .num_members = num_members, .depth = DEPTH, .ahead = AHEAD,
                  .patience = patience},
         .barrier = {.members = meetings, .member = number, .num_members = num_members, .patience = patience},
-        .fed = room((size_t)num_members * 8)};
+        .fed = test_room((size_t)num_members * 8)};
 }
 
-static void join_tickets(struct member *member) {
+static void test_join_tickets(struct member *member) {
     member->lone = (struct lone){.members = tickets, .heads = heads, .round = &round_cut, .fed = member->fed,
                                  .head_bytes = PAIR, .patience = {.many = 600}};
 }
@@ -248,20 +208,20 @@ int main(int argc, char **argv) {
     if (argc != 3) return fprintf(stderr, "ranks MEMBERS OPERATIONS\n"), 2;
     num_members = atoi(argv[1]), num_operations = atoll(argv[2]);
     size_t n = (size_t)num_members;
-    counters = room(n * PAIR), meetings = room(n * MEETING_BYTES), tickets = room(n * LONE_BYTES), heads = room(n * PAIR);
-    slots = room(n * DEPTH * SLOT_BYTES), results = room(DEPTH * SLOT_BYTES), places = room(n * sizeof(char *));
-    struct member *members = room(n * sizeof *members);
-    pthread_t *threads = room(n * sizeof *threads);
+    counters = test_room(n * PAIR), meetings = test_room(n * MEETING_BYTES), tickets = test_room(n * LONE_BYTES), heads = test_room(n * PAIR);
+    slots = test_room(n * DEPTH * SLOT_BYTES), results = test_room(DEPTH * SLOT_BYTES), places = test_room(n * sizeof(char *));
+    struct member *members = test_room(n * sizeof *members);
+    pthread_t *threads = test_room(n * sizeof *threads);
     for (int m = 0; m < num_members; m++) {
-        places[m] = room(MAX_PARTS * MOST * 8);
-        members[m] = new_member(m);
-        join_tickets(&members[m]);
+        places[m] = test_room(MAX_PARTS * MOST * 8);
+        members[m] = test_new_member(m);
+        test_join_tickets(&members[m]);
     }
     for (int m = 0; m < num_members; m++)
-        if (pthread_create(&threads[m], NULL, work, &members[m])) abort();
+        if (pthread_create(&threads[m], NULL, test_work, &members[m])) abort();
     for (int m = 0; m < num_members; m++) {
         pthread_join(threads[m], NULL);
-        if (members[m].digest != members[0].digest) fail("the members have different results", m, num_operations);
+        if (members[m].digest != members[0].digest) test_fail("the members have different results", m, num_operations);
     }
     printf("%d members, %lld operations: %016llx\n", num_members, (long long)num_operations,
            (unsigned long long)members[0].digest);

@@ -3,7 +3,9 @@
 # Each of them must end without a report, and find the same digest as the plain program. A tool that is missing is an error.
 set -eu
 operations=${1:-1000000}
-fewer=$((operations / 20 + 1)) # where a program runs fifty times slower
+between=$((operations / 50 + 1)) # between hosts: a dozen threads and their sockets
+fewer=$((operations / 20 + 1))   # where a program runs fifty times slower
+fewest=$((operations / 1000 + 1))
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -14,33 +16,39 @@ export TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
 same_layout=
 ! setarch -R true 2>/dev/null || same_layout="setarch -R" # or ThreadSanitizer may find its own memory taken
 
-build() { # NAME COMPILER [FLAG ...]
-    name=$1
+build() { # KIND COMPILER [FLAG ...]
+    kind=$1
     shift
-    "$@" $flags -o "$work/$name" tests/native/ranks.c
+    for program in ranks hosts; do
+        "$@" $flags -o "$work/$program-$kind" tests/native/$program.c
+    done
 }
 
-compare() { # NAME MEMBERS OPERATIONS COMMAND ...
-    name=$1 members=$2 count=$3
-    shift 3
-    expected=$("$work/plain" "$members" "$count")
-    found=$("$@" "$members" "$count")
+compare() { # KIND PROGRAM NUMBER OPERATIONS [COMMAND ...]: of that kind, of so many ranks or hosts
+    kind=$1 program=$2 number=$3 count=$4
+    shift 4
+    expected=$("$work/$program-plain" "$number" "$count")
+    found=$("$@" "$work/$program-$kind" "$number" "$count")
     if [ "$found" != "$expected" ]; then
-        echo "$name: $found; but plain: $expected"
+        echo "$kind: $found; but plain: $expected"
         exit 1
     fi
-    echo "$name: $found"
+    echo "$kind: $found"
 }
 
 build plain ${CC:-cc} -O3
-for kind in thread address undefined; do
-    build $kind $clang -fsanitize=$kind -fno-sanitize-recover=all
-    for members in 2 3; do
-        compare $kind $members "$operations" $same_layout "$work/$kind"
+for sanitizer in thread address undefined; do
+    build $sanitizer $clang -fsanitize=$sanitizer -fno-sanitize-recover=all
+    for number in 2 3; do
+        compare $sanitizer ranks $number "$operations" $same_layout
+        compare $sanitizer hosts $number $between $same_layout
     done
 done
-compare valgrind 2 $fewer valgrind --quiet --error-exitcode=1 --leak-check=full --fair-sched=yes "$work/plain"
-build arm aarch64-linux-gnu-gcc -O3 -static
-for members in 2 3 5; do
-    compare aarch64 $members $fewer qemu-aarch64-static "$work/arm"
+build valgrind ${CC:-cc} -O1
+compare valgrind ranks 2 $fewer valgrind --quiet --error-exitcode=1 --leak-check=full --fair-sched=yes
+compare valgrind hosts 3 $fewest valgrind --quiet --error-exitcode=1 --leak-check=full --fair-sched=yes
+build aarch64 aarch64-linux-gnu-gcc -O3 -static
+for number in 2 3 4; do
+    compare aarch64 ranks $number $fewer qemu-aarch64-static
+    compare aarch64 hosts $number $fewest qemu-aarch64-static
 done
