@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import unquote
 
-__all__ = ["MAX_HEAD_BYTES", "Answer", "BadRequest", "Request", "head_of", "read_request", "write", "write_answer"]
+__all__ = [
+    "MAX_HEAD_BYTES",
+    "Answer",
+    "BadRequest",
+    "Request",
+    "finish",
+    "head_of",
+    "read_request",
+    "write",
+    "write_answer",
+]
 
 MAX_HEAD_BYTES = 16 * 1024
 _MAX_BODY_BYTES = 64 * 1024
@@ -101,3 +111,9 @@ async def write(writer: asyncio.StreamWriter, data: bytes) -> None:
     """TimeoutError when the other side does not read."""
     writer.write(data)
     await asyncio.wait_for(writer.drain(), _WRITE_LIMIT_S)
+
+
+async def finish(writer: asyncio.StreamWriter) -> None:
+    """Close the connection when all has been sent. TimeoutError when the other side does not read."""
+    writer.close()
+    await asyncio.wait_for(writer.wait_closed(), _WRITE_LIMIT_S)

@@ -23,7 +23,17 @@ from hora.watch import prometheus, view
 from hora.watch.access import Access
 from hora.watch.address import Page, answer_caller
 from hora.watch.files import site_files
-from hora.watch.http import MAX_HEAD_BYTES, Answer, BadRequest, Request, head_of, read_request, write, write_answer
+from hora.watch.http import (
+    MAX_HEAD_BYTES,
+    Answer,
+    BadRequest,
+    Request,
+    finish,
+    head_of,
+    read_request,
+    write,
+    write_answer,
+)
 from hora.watch.model import Entry, Run
 
 __all__ = ["Controls", "Server"]
@@ -213,14 +223,12 @@ class Server:
         self._receive_stranger(task, writer)
         try:
             await self._converse(reader, writer)
-            writer.close()
         except Exception as error:
             self._complain(error)
         finally:
             self._num_connections -= 1
             self._strangers.pop(task, None)
-            if not writer.is_closing():  # what it does not read is not kept for it
-                writer.transport.abort()
+            writer.transport.abort()  # what it does not read is not kept for it
 
     def _receive_stranger(self, task: asyncio.Task[Any], writer: asyncio.StreamWriter) -> None:
         if len(self._strangers) >= MAX_STRANGERS:
@@ -238,8 +246,7 @@ class Server:
                     await self._answer(request, reader, writer)
             except BadRequest as error:
                 await write_answer(writer, Answer(f"{error}\n".encode(), status=400), self._access.headers())
-            return
-        writer.transport.abort()
+            await finish(writer)
 
     def _complain(self, error: object) -> None:
         """Report an unexpected error in full, once: whoever can cause one must not fill the job's log."""

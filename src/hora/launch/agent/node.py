@@ -34,6 +34,7 @@ from hora.version import version
 __all__ = ["join"]
 
 _RETRY_S = 0.5
+_AGAIN_S = 0.05
 _ANSWER_LIMIT_S = 60.0
 _READ_BYTES = 64 * 1024
 _AHEAD_BYTES = 4 * 1024 * 1024  # output that the controller has not passed on yet
@@ -68,6 +69,7 @@ def _enter(place: Place, secret: bytes, limit_s: float) -> tuple[Connection, Map
             connection.close()
             if deadline - time.monotonic() <= _RETRY_S:
                 raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
+            time.sleep(_AGAIN_S)
         except BaseException:
             connection.close()
             raise
