@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "watch": {"telemetry"},
     "engine": {"net", "telemetry"},
     "torch": {"engine", "telemetry"},
+    "tensorflow": {"engine", "torch"},
     "launch": {"net", "telemetry", "watch"},
     "workers": {"launch", "net"},
     "data": set(),

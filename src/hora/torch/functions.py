@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,12 +20,12 @@ from hora import engine
 from hora.errors import HorovodInternalError
 from hora.torch.basics import rank
 from hora.torch.collective import synchronize
-from hora.torch.ops import allgather_async, broadcast_, broadcast_async_
+from hora.torch.ops import allgather_async, broadcast_, broadcast_async, broadcast_async_
 from hora.torch.process_sets import ProcessSet, global_process_set
 
 _MAC_BYTES = 32
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
+__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broadcast_tensors"]
 
 
 def broadcast_parameters(
@@ -57,6 +57,37 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
             raise ValueError(f"invalid params: the name {pair[0]!r} occurs twice; names must be unique")
         names.add(pair[0])
     return pairs
+
+
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Return the root's tensors. ValueError on all ranks that names those whose tensors are of other number or shape."""
+    name = "broadcast_tensors" if name is None else name
+    mine = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
+    described = dict(zip(process_set.ranks or (), allgather_object(mine, f"{name}.shapes", process_set), strict=True))
+    if root_rank in described:  # if not, the broadcast itself says so
+        for other, shapes in described.items():
+            _check_alike(described[root_rank], shapes, root_rank, other)
+    handles = [broadcast_async(tensor, root_rank, f"{name}.{i}", process_set) for i, tensor in enumerate(tensors)]
+    return [synchronize(handle) for handle in handles]
+
+
+def _check_alike(of_root: list[Any], of_other: list[Any], root_rank: int, other: int) -> None:
+    if len(of_root) != len(of_other):
+        raise ValueError(
+            f"ranks have different variables: rank {root_rank} has {len(of_root)} of them, rank {other} {len(of_other)}; "
+            "build the same model on all ranks before the broadcast"
+        )
+    for i, (wanted, found) in enumerate(zip(of_root, of_other, strict=True)):
+        if wanted != found:
+            raise ValueError(
+                f"ranks have different variables: number {i} has shape {wanted[0]} and dtype {wanted[1]} on rank "
+                f"{root_rank}, but {found[0]} and {found[1]} on rank {other}; build the same model on all ranks"
+            )
 
 
 def broadcast_object(

@@ -1,0 +1,24 @@
+"""Start of the runtime for TensorFlow; everything else about it is the torch front's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+import hora.torch as hvd
+from hora.tensorflow.bridge import reserve_threads
+from hora.torch.process_sets import ProcessSet
+
+__all__ = ["gpu_available", "init"]
+
+
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
+    reserve_threads()
+    hvd.init(comm, process_sets)
+
+
+def gpu_available() -> bool:
+    """Whether TensorFlow sees a GPU."""
+    return bool(tf.config.list_physical_devices("GPU"))

@@ -1,0 +1,96 @@
+"""Torch functions on TensorFlow's tensors: at once in eager mode, as an operation inside a `tf.function`.
+
+Memory is shared both ways: eager tensors cross by DLPack, those of a function as numpy arrays. Inside a function the
+operation is a stateful `tf.numpy_function`: TensorFlow runs stateful operations in program order, which is the same on
+all ranks. It waits on a thread of TensorFlow's inter-op pool; `reserve_threads` keeps that pool large enough for a few
+functions that wait at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+import torch
+from tensorflow.python.eager import record
+from tensorflow.python.ops import control_flow_util
+from torch.utils import dlpack
+
+from hora.torch.arrays import as_numpy, as_torch
+
+__all__ = ["as_tensor", "call", "check_no_xla", "recording", "reserve_threads"]
+
+_MIN_THREADS = 4
+_ALIGNMENT = 64
+
+# Those with a torch twin. DLPack aborts the process when it is given a string.
+_DTYPES = frozenset(
+    {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.bool}
+)
+
+Work = Callable[..., Sequence[torch.Tensor]]
+
+
+def as_tensor(value: Any) -> Any:
+    """Return a tensor, variable or array as a dense tensor that torch can hold; ValueError if there is none."""
+    tensor = tf.convert_to_tensor(value)
+    if not tf.executing_eagerly() and hasattr(tensor, "numpy"):
+        tensor = tf.identity(tensor)  # a value from outside of the function: as a part of it, it has a name
+    if tensor.dtype not in _DTYPES:
+        known = ", ".join(sorted(dtype.name for dtype in _DTYPES))
+        raise ValueError(f"a collective cannot carry tensors of {tensor.dtype.name}; it can carry {known}")
+    return tensor
+
+
+def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
+    """Return `work(*tensors)` as TensorFlow tensors of these dtypes and (partly known) shapes."""
+    if tf.executing_eagerly():
+        return [_to_tensorflow(output) for output in work(*[_to_torch(tensor) for tensor in tensors])]
+    check_no_xla()
+
+    def run(*arrays: Any) -> list[Any]:
+        return [as_numpy(output) for output in work(*[as_torch(array) for array in arrays])]
+
+    outputs = tf.numpy_function(run, list(tensors), list(dtypes), stateful=True)
+    for output, shape in zip(outputs, shapes, strict=True):
+        output.set_shape(shape)
+    return list(outputs)
+
+
+def check_no_xla() -> None:
+    """ValueError while a function is being compiled by XLA, which can call nothing outside of it."""
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "a Horovod operation cannot be part of a function that XLA compiles: pass jit_compile=False to tf.function "
+            "or model.compile, or move the operation out of the compiled function"
+        )
+
+
+def recording() -> bool:
+    """Whether a gradient tape may want to know what is done now."""
+    return bool(record.could_possibly_record())
+
+
+def reserve_threads() -> None:
+    """Let several operations of functions wait at once, unless the user has said how many may or TensorFlow runs already."""
+    if tf.config.threading.get_inter_op_parallelism_threads() == 0:
+        try:
+            tf.config.threading.set_inter_op_parallelism_threads(max(os.cpu_count() or 1, _MIN_THREADS))
+        except RuntimeError:  # its threads exist
+            return
+
+
+def _to_torch(tensor: Any) -> torch.Tensor:
+    if "GPU" in tensor.device:
+        with tf.device("CPU:0"):
+            tensor = tf.identity(tensor)
+    return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+
+
+def _to_tensorflow(tensor: torch.Tensor) -> Any:
+    tensor = tensor.contiguous()
+    if tensor.data_ptr() % _ALIGNMENT:  # TensorFlow would abort the process
+        tensor = tensor.clone()
+    return tf.experimental.dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
