@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-perfetto test-hosts test-slow test-security lint format bench scale chaos fuzz sanitize clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos fuzz sanitize clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-slow                  tests that make test leaves out to stay near twenty minutes"
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
+	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
 	@echo "make test-hosts                 two and three hosts: every collective, strangers, deaths; needs root and namespaces"
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
@@ -94,6 +95,14 @@ test-spark-protected: $(STAMP)
 test-ray: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,ray]' 'ray[client,train]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/unit/test_ray_params.py tests/integration/test_ray*.py
+
+# TensorFlow takes 600 MB, and seconds to import in every rank: `make test` leaves these tests out where it is not there.
+TF_POOLS := tests/multiproc/test_tf_ops.py tests/multiproc/test_tf_training.py
+TF_OTHERS := tests/multiproc/test_tf_keras_flavours.py tests/integration/test_tf_jobs.py tests/integration/test_docs.py
+test-tensorflow: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,tensorflow]' tf_keras
+	TF_CPP_MIN_LOG_LEVEL=3 OMP_NUM_THREADS=1 HORA_TEST_PRELOAD=tensorflow $(BIN)/python -m pytest -rfER $(TF_POOLS)
+	TF_CPP_MIN_LOG_LEVEL=3 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER $(TF_OTHERS) -k "tf_ or tensorflow"
 
 # Hosts are network namespaces: as root, and minutes of two cores.
 test-hosts: $(STAMP)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -40,6 +41,8 @@ def _run(argv: list[str], where: Path) -> None:
 def test_python_blocks(page, playground):
     if page.name == "ray.md":
         pytest.importorskip("ray")
+    if page.name == "tensorflow.md" and importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("needs TensorFlow: make test-tensorflow")
     script = playground / "page.py"
     # as in a notebook: what a function of a page refers to travels with it
     script.write_text("\n".join(_blocks(page, "python")))

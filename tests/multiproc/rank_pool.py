@@ -24,6 +24,7 @@ import pytest
 import torch.distributed as dist
 
 LIMIT_S = 300
+_PRELOAD = os.environ.get("HORA_TEST_PRELOAD", "").split()  # make test-tensorflow: it takes seconds to import
 _HERE = str(Path(__file__).parent)
 
 
@@ -73,7 +74,9 @@ class Pool:
 
     def __init__(self, size: int, env: dict[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "numpy", "horovod.torch"])
+        context.set_forkserver_preload(
+            ["torch", "torch._dynamo", "torch.distributed", "numpy", "horovod.torch", *_PRELOAD]
+        )
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._num_calls = 0
         self.processes, self._connections = [], []

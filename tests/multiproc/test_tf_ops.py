@@ -85,7 +85,9 @@ def test_grouped_allreduce_and_compression():
 @session
 def test_indexed_slices_are_gathered():
     def slices():
-        return tf.IndexedSlices(tf.fill([2, 3], float(hvd.rank() + 1)), tf.constant([0, hvd.rank()]), tf.constant([4, 3]))
+        return tf.IndexedSlices(
+            tf.fill([2, 3], float(hvd.rank() + 1)), tf.constant([0, hvd.rank()]), tf.constant([4, 3])
+        )
 
     for make in (
         lambda op: hvd.allreduce(slices(), op=op),

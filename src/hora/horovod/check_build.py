@@ -6,6 +6,7 @@ the launcher, which only formats that, never imports torch. Also used by `hora d
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,8 +26,7 @@ _SECTIONS = {
     "Available Tensor Operations": ("NCCL", "DDL", "CCL", "MPI", "Gloo"),
 }
 _NEVER = {
-    "TensorFlow": "Hora has a PyTorch front only",
-    "MXNet": "Hora has a PyTorch front only",
+    "MXNet": "Hora has fronts for PyTorch and TensorFlow only",
     "MPI": _NO_MPI,
     "DDL": "IBM's DDL is no longer available",
     "CCL": "oneCCL is not supported",
@@ -87,6 +87,21 @@ def probe_build() -> dict[str, str]:
         return _NEVER | dict.fromkeys(_TRIALS, f"the trial ended with status {child.returncode}: {last}")
 
 
+def _try_tensorflow() -> None:
+    if importlib.util.find_spec("tensorflow") is None:
+        raise _AbsentError("TensorFlow is not installed: pip install 'hora[tensorflow]'")
+    import tensorflow as tf
+
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    try:
+        result = hvd.allreduce(tf.ones(3), op=hvd.Sum)
+        assert result.numpy().tolist() == [1.0, 1.0, 1.0]
+    finally:
+        hvd.shutdown()
+
+
 def _try_pytorch() -> None:
     import torch
 
@@ -135,6 +150,7 @@ class _AbsentError(Exception):
 _TRIALS: dict[str, Callable[[], None]] = {
     "native": _try_native,
     "PyTorch": _try_pytorch,
+    "TensorFlow": _try_tensorflow,
     "Gloo": lambda: _try_backend("gloo", "cpu"),
     "NCCL": lambda: _try_backend("nccl", "cuda"),
 }

@@ -8,6 +8,7 @@ nothing else.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,8 +42,17 @@ def _values(logs: Mapping[str, Any] | None) -> str:
 @functools.cache
 def log_callback_class() -> type[ProgressLog]:
     """`LogCallback(per_batch_log=False)`, a real Keras callback."""
+    return type("LogCallback", (ProgressLog, _callback_class()), {})
+
+
+def _callback_class() -> type:
+    """Return the base of callbacks of `tf.keras`, which may be Keras 2, or of Keras without TensorFlow."""
     try:
-        from keras.callbacks import Callback  # type: ignore[import-not-found,unused-ignore]
+        if importlib.util.find_spec("tensorflow") is not None:
+            import tensorflow as tf
+
+            return tf.keras.callbacks.Callback
+        from keras.callbacks import Callback
     except ImportError as error:
         raise ImportError("LogCallback is a Keras callback and needs Keras: pip install keras") from error
-    return type("LogCallback", (ProgressLog, Callback), {})
+    return Callback

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
-_SUPPORTED = "torch"
+_SUPPORTED = ("torch", "tensorflow")
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def _cache(f: F) -> F:
 @_cache
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether `horovod.<ext_base_name>` can be used here."""
-    available = ext_base_name == _SUPPORTED and importlib.util.find_spec("torch") is not None
+    available = ext_base_name in _SUPPORTED and importlib.util.find_spec(ext_base_name) is not None
     if verbose:
         print(f"horovod.{ext_base_name} is {'available' if available else 'not available'}")
     return available
@@ -62,7 +62,13 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
     """Whether the framework sees a GPU; None when `horovod.<ext_base_name>` cannot be used."""
-    return _ask_torch("_check_has_gpu") if extension_available(ext_base_name, verbose) else None
+    if not extension_available(ext_base_name, verbose):
+        return None
+    if ext_base_name == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.config.list_physical_devices("GPU"))
+    return _ask_torch("_check_has_gpu")
 
 
 def mpi_built(verbose: bool = False) -> bool | None:
@@ -96,7 +102,7 @@ def ccl_built(verbose: bool = False) -> bool | None:
 
 
 def _ask_any(question: str, verbose: bool) -> bool | None:
-    return _ask_torch(question) if extension_available(_SUPPORTED, verbose) else None
+    return _ask_torch(question) if extension_available("torch", verbose) else None
 
 
 def _ask_torch(question: str) -> bool:
@@ -131,8 +137,12 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     base_name = ext_name.rsplit(".", 1)[-1]
     if not extension_available(base_name):
         raise ImportError(
-            f"{ext_name} is not available: Hora has a front for PyTorch only"
-            + ("" if base_name != _SUPPORTED else ", and torch is not installed")
+            f"{ext_name} is not available: "
+            + (
+                f"{base_name} is not installed"
+                if base_name in _SUPPORTED
+                else "Hora has fronts for PyTorch and TensorFlow"
+            )
         )
 
 

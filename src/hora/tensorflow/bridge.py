@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 import torch
+from tensorflow.python.autograph.core import config as autograph
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
@@ -29,6 +30,9 @@ _ALIGNMENT = 64
 _DTYPES = frozenset(
     {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.bool}
 )
+
+# AutoGraph rewrites what a function calls; these modules need no rewriting, and their errors are clearer without.
+autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERSION_RULES)
 
 Work = Callable[..., Sequence[torch.Tensor]]
 
@@ -86,7 +90,7 @@ def _to_torch(tensor: Any) -> torch.Tensor:
     if "GPU" in tensor.device:
         with tf.device("CPU:0"):
             tensor = tf.identity(tensor)
-    return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+    return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
 
 
 def _to_tensorflow(tensor: torch.Tensor) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
+    "function_name",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -406,12 +407,16 @@ def _full_name(name: str | None, kind: str, tensor: Any, ignore_name_scope: bool
     if name is None:
         if tf.executing_eagerly():
             return None
-        function = re.sub(r"_\d+$", "", str(getattr(tensor.graph, "name", "")))
-        return _safe(f"{kind}_{function}_{tensor.name}")
+        return _safe(f"{kind}_{function_name(tensor)}_{tensor.name}")
     if not isinstance(name, str):
         raise ValueError(f"the name of a collective must be a string, but it is {type(name).__name__}: {name!r}")
     scope = "" if ignore_name_scope else tf.get_current_name_scope()
     return _safe(f"{scope}/{name}" if scope else name)
+
+
+def function_name(tensor: Any) -> str:
+    """Return the name of the function that a tensor is part of, without what may differ between ranks."""
+    return re.sub(r"_\d+$", "", str(getattr(tensor.graph, "name", "")))
 
 
 def _gradient_name(name: str | None, what: str = "gradient") -> str | None:

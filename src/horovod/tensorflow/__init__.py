@@ -1,6 +1,43 @@
 """The old import name: `import horovod.tensorflow as hvd`. Everything lives in `hora.tensorflow` and `hora.keras`."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from hora.horovod.foreign import warn_if_foreign_horovod
+from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributedOptimizer
 from hora.tensorflow import *
 from hora.tensorflow import __all__ as _names
+from hora.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from horovod.tensorflow import compression, elastic, functions, mpi_ops, util
 
-__all__ = [*_names]
+__all__ = [
+    *_names,
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
+    "compression",
+    "elastic",
+    "functions",
+    "mpi_ops",
+    "util",
+]
+
+warn_if_foreign_horovod(__file__)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SyncBatchNormalization":
+        from hora.keras.tensorflow_names import sync_batch_normalization_class
+
+        return sync_batch_normalization_class()
+    if name == "keras":
+        import horovod.tensorflow.keras
+
+        return horovod.tensorflow.keras
+    if name in ("BroadcastGlobalVariablesHook",):
+        raise AttributeError(
+            "BroadcastGlobalVariablesHook is for sessions of TensorFlow 1; use hvd.broadcast_variables()"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,181 @@
+"""Methods of Horovod's Keras callbacks; `horovod.keras` and `horovod.tensorflow.keras` add the base class of their Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import hora.torch as hvd
+from hora.keras.values import broadcast_variables, optimizer_variables
+from hora.telemetry.meters import meter
+
+__all__ = ["BestModel", "Broadcast", "MetricAverage", "Schedule", "Warmup"]
+
+Logs = MutableMapping[str, Any] | None
+
+
+class Broadcast:
+    """Broadcasts weights and optimizer state from a root, once, after the first batch: then all variables exist."""
+
+    model: Any
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._local = {id(variable): variable for variable in local_variables or ()}
+        self.broadcast_done = False
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave a variable out of the broadcast."""
+        self._local[id(variable)] = variable
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self.broadcast_done:
+            return
+        variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
+        broadcast_variables([variable for variable in variables if id(variable) not in self._local], self.root_rank)
+        self.broadcast_done = True
+
+
+class MetricAverage:
+    """Replaces an epoch's metrics by their means over the ranks, for the callbacks after it."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        if logs and names:
+            values = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64, device="cpu")
+            means = hvd.allreduce(values, name=f"keras.metrics.{'.'.join(names)}").tolist()
+            logs.update(zip(names, means, strict=True))
+        meter.restart_step()
+
+
+class Schedule:
+    """Sets the learning rate to `initial_lr * multiplier(epoch)` between two epochs."""
+
+    model: Any
+    params: Any
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: Callable[[float], float] | float,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr is required: the rate at which the schedule starts")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
+        self._restore_momentum: float | None = None
+        self._epoch = 0
+        if callable(multiplier):
+            self.multiplier: Callable[[float], float] = multiplier
+        else:
+            base = float(multiplier)
+            self.multiplier = lambda epoch: base ** (epoch - self.start_epoch)
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    "the number of steps per epoch is not known, and a schedule by the batch needs it: pass "
+                    "steps_per_epoch to the callback"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        epoch = float(self._epoch)
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if self.staircase and batch == 0:
+            self._adjust(epoch)
+        elif not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._adjust(epoch + batch / self.steps_per_epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        if self._restore_momentum is not None:
+            self.model.optimizer.momentum = self._restore_momentum
+            self._restore_momentum = None
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _rate(self) -> float:
+        return float(self._variable().numpy())
+
+    def _variable(self) -> Any:
+        optimizer = self.model.optimizer
+        rate = getattr(optimizer, "_learning_rate", None)
+        rate = rate if hasattr(rate, "assign") else getattr(optimizer, "learning_rate", None)
+        if not hasattr(rate, "assign"):
+            raise ValueError(
+                f"the learning rate of {type(optimizer).__name__} is a schedule of Keras already; make the optimizer with a "
+                "number"
+            )
+        return rate
+
+    def _adjust(self, epoch: float) -> None:
+        old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
+        self._variable().assign(new)
+        momentum = getattr(self.model.optimizer, "momentum", None)
+        if self.momentum_correction and isinstance(momentum, (int, float)) and momentum and old:
+            self._restore_momentum = momentum
+            self.model.optimizer.momentum = momentum * new / old
+
+
+class Warmup(Schedule):
+    """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs, batch by batch."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            epoch += 1.0 / self.steps_per_epoch  # so that the last batch reaches the whole rate
+            return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0 and hvd.rank() == 0:
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.", flush=True)
+
+
+class BestModel:
+    """`ModelCheckpoint(save_best_only=True)` whose `filepath` an estimator sets; until then it saves nothing."""
+
+    filepath: Any
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> Any:
+        if self.filepath is None:
+            raise ValueError("BestModelCheckpoint has no filepath: set it, or let an estimator do so")
+        return super()._save_model(*args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,167 @@
+"""Elastic training with Keras and TensorFlow: states made of variables, callbacks that keep them, and the loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hora.errors import HorovodInternalError
+from hora.keras.values import broadcast_variables, optimizer_variables, to_numpy
+from hora.torch.basics import rank
+from hora.torch.elastic.loop import reset, run_fn
+from hora.torch.elastic.state import ObjectState
+from hora.torch.functions import broadcast_object
+
+__all__ = [
+    "CommitState",
+    "KerasState",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "UpdateBatchState",
+    "UpdateEpochState",
+    "run",
+]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `func(state, ...)` elastic: it is called again, in the new world, whenever the world changes."""
+
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        # Only a call, as the loop's own wrapper: it is pickled together with a notebook's function.
+        return _with_own_errors(func, args, kwargs)
+
+    return run_fn(translated, reset)
+
+
+def _with_own_errors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function; a collective's error that TensorFlow has wrapped in one of its own is raised as itself."""
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:
+        wrapped = type(error).__module__.startswith("tensorflow.") and HorovodInternalError.__name__ in str(error)
+        if not wrapped:
+            raise
+        raise HorovodInternalError(str(error)) from error
+
+
+class TensorFlowState(ObjectState):
+    """Variables and plain values: `TensorFlowState(variables=model.variables, epoch=0)`."""
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: None = None, **kwargs: Any) -> None:
+        if session is not None:
+            raise ValueError("session=… is of TensorFlow 1: leave it out, variables have values without one")
+        self._of = list(variables or [])
+        self._saved_values: list[Any] = []
+        super().__init__(broadcast_object, rank, **kwargs)
+        self.save()
+
+    def _variables(self) -> list[Any]:
+        return self._of
+
+    def save(self) -> None:
+        self._saved_values = [np.array(to_numpy(variable)) for variable in self._variables()]
+        super().save()
+
+    def restore(self) -> None:
+        for variable, value in zip(self._variables(), self._saved_values, strict=False):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        broadcast_variables(self._variables(), 0)
+        super().sync()
+        self.save()
+
+
+class TensorFlowKerasState(TensorFlowState):
+    """A Keras model, its optimizer and plain values: `TensorFlowKerasState(model, optimizer, epoch=0, batch=0)`."""
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError(
+                "a state needs a model that is built: give its first layer an input shape, or call it once"
+            )
+        self.model = model
+        self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if self.optimizer is not None and not getattr(self.optimizer, "built", True):
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(**kwargs)
+
+    def _variables(self) -> list[Any]:
+        return [*self.model.weights, *optimizer_variables(self.optimizer)]
+
+
+class KerasState(TensorFlowKerasState):
+    """A Keras model, its optimizer and plain values, for `import keras`."""
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, optimizer, **kwargs)
+
+
+class CommitState:
+    """Commits the state every few batches and at the end of each epoch."""
+
+    def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state, self.batches_per_commit = state, batches_per_commit
+        self._batches_left = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._batches_left = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches_left -= 1
+        if self._batches_left == 0:
+            self._batches_left = self.batches_per_commit
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.commit()
+
+
+class UpdateBatchState:
+    """Counts `state.batch`; the first epoch after a reset ends when the batches that were left have been done."""
+
+    params: Any
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._done_before = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._done_before = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.batch = self._done_before + batch + 1
+        steps = (self.params or {}).get("steps")
+        if self._done_before and steps and self.state.batch >= steps:
+            raise StopIteration  # Keras ends the epoch, as when its data are exhausted
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.batch = self._done_before = 0
+
+
+class UpdateEpochState:
+    """Counts `state.epoch` over resets."""
+
+    _begin: int | None
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._first, self._begin = 0, None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._first, self._begin = self.state.epoch, None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._begin is None:  # 0, or fit's initial_epoch
+            self._begin = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.epoch = self._first + epoch - (self._begin or 0) + 1

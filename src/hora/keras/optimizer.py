@@ -1,0 +1,188 @@
+"""`DistributedOptimizer` for Keras: Keras 3 on TensorFlow or torch, and Keras 2 (`tf_keras`).
+
+The result is of a class derived from the given optimizer's, under its name, with the same attributes and state: it is
+saved, and loaded again with or without Horovod, as what it was made from.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import hora.torch as hvd
+from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.reduce_op import Average
+
+__all__ = [
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "is_distributed",
+    "keras_backend",
+    "register_local_layers",
+]
+
+
+class Aggregation(Protocol):
+    """Gradients of calls in, `update` called with reduced ones when it is time."""
+
+    local: dict[int, Any]
+
+    def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any: ...
+
+
+class _Distributed:
+    """Methods of every distributed optimizer."""
+
+    _hora: Aggregation
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradient of this variable out of the reduction."""
+        self._hora.local[id(variable)] = variable
+
+
+class _Keras3(_Distributed):
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Reduce the gradients over the ranks, then apply them."""
+        known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
+        self._hora(self, list(grads), list(known), super().apply)  # type: ignore[misc]
+
+
+class _Keras2(_Distributed):
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reduce the gradients over the ranks, then apply them."""
+        pairs = list(grads_and_vars)
+        for _, variable in pairs:
+            if hasattr(variable, "path"):
+                raise ValueError(
+                    f"rank {hvd.rank()}: an optimizer of Keras 2 (tf_keras) was given a variable of Keras 3, "
+                    f"{variable.name}; make the model and the optimizer with the same Keras"
+                )
+        parent: Any = super()
+
+        def update(gradients: list[Any], variables: list[Any]) -> Any:
+            return parent.apply_gradients(zip(gradients, variables, strict=True), *args, **kwargs)
+
+        return self._hora(self, [g for g, _ in pairs], [v for _, v in pairs], update)
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return the same optimizer (hyper-parameters and state kept) that reduces gradients over the ranks."""
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            f"rank {hvd.rank()}: {type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once"
+        )
+    mixin, backend = _kind(optimizer)
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups instead", DeprecationWarning, stacklevel=2)
+    groups = groups if groups is not None else (num_groups or None)
+    options: dict[str, Any] = {
+        "op": op,
+        "sparse_as_dense": sparse_as_dense,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "groups": groups,
+        "process_set": process_set,
+    }
+    if compression is not None:
+        options["compression"] = compression
+    how = (backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    result = _of_class(optimizer, mixin)
+    if name is not None:
+        result.__dict__["name" if "name" in result.__dict__ else "_name"] = name
+    # Past the optimizer's own __setattr__, which would track it as a part of the model.
+    if backend == "torch":
+        from hora.keras.torch_backend import TorchAggregation
+
+        result.__dict__["_hora"] = TorchAggregation(options, *how)
+    else:
+        from hora.keras.tensorflow_backend import TensorFlowAggregation
+
+        result.__dict__["_hora"] = TensorFlowAggregation(options, *how)
+    return result
+
+
+def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
+    """Return a DistributedOptimizer that does not reduce the gradients of the variables of `local_layers`."""
+    result = DistributedOptimizer(optimizer, *args, **kwargs)
+    register_local_layers(result, local_layers)
+    return result
+
+
+def register_local_layers(optimizer: Any, layers: Any) -> None:
+    """Leave the gradients of the variables of a layer, of several, or of none, out of the reduction."""
+    for layer in layers if isinstance(layers, (list, tuple, set)) else [layers]:
+        for variable in [] if layer is None else layer.trainable_weights:
+            optimizer.register_local_var(variable)
+
+
+def is_distributed(optimizer: object) -> bool:
+    """Whether this optimizer reduces its gradients over the ranks."""
+    return isinstance(optimizer, _Distributed)
+
+
+def keras_backend() -> str:
+    """Return the backend of Keras 3 in this process. ValueError for one that Horovod cannot reach."""
+    import keras
+
+    backend = str(keras.backend.backend())
+    if backend not in ("tensorflow", "torch"):
+        raise ValueError(
+            f"horovod.keras works with the backends tensorflow and torch of Keras, but KERAS_BACKEND is {backend}: set "
+            "KERAS_BACKEND=torch or KERAS_BACKEND=tensorflow before Keras is imported"
+        )
+    return backend
+
+
+def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
+    """Return what is mixed into the optimizer's class, and the backend of its tensors."""
+    packages = {cls.__module__.split(".")[0] for cls in type(optimizer).__mro__}
+    if "tf_keras" in packages:
+        return _Keras2, "tensorflow"
+    if "keras" in packages and callable(getattr(optimizer, "apply", None)):
+        return _Keras3, keras_backend()
+    if "tensorflow" in packages:
+        raise ValueError(
+            f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__} of "
+            "tf.compat.v1; use the one of tf.keras.optimizers"
+        )
+    raise ValueError(
+        f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__}; an optimizer of torch "
+        "goes to horovod.torch"
+    )
+
+
+def _of_class(optimizer: Any, mixin: type[_Distributed]) -> Any:
+    """Return an object of a class made for it, with the attributes of `optimizer`, whatever its constructor needs."""
+    base = type(optimizer)
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    wanted = type(base.__name__, (mixin, base), names)
+    if mixin is _Keras3:
+        _serialise_as(wanted, base)
+    result: Any = object.__new__(wanted)
+    result.__dict__.update(optimizer.__dict__)
+    return result
+
+
+def _serialise_as(wanted: type, base: type) -> None:
+    """Have Keras 3 write objects of one class as those of another."""
+    from keras.src import api_export
+    from keras.src.saving import object_registration
+
+    for registry in (api_export.REGISTERED_OBJS_TO_NAMES, object_registration.GLOBAL_CUSTOM_NAMES):
+        if base in registry:
+            registry[wanted] = registry[base]

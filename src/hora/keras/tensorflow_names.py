@@ -1,0 +1,91 @@
+"""The names of `horovod.tensorflow` that need Keras: its optimizer, with another order of arguments, and a layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hora.keras import optimizer as keras_optimizer
+from hora.tensorflow.ops import allreduce
+from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.reduce_op import Average, Sum
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "sync_batch_normalization_class"]
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return the same Keras optimizer (hyper-parameters and state kept) that reduces gradients over the ranks."""
+    return keras_optimizer.DistributedOptimizer(
+        optimizer,
+        name=name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any) -> Any:
+    """Return a DistributedOptimizer that does not reduce the gradients of the variables of `local_layers`."""
+    result = DistributedOptimizer(optimizer, *args, **kwargs)
+    keras_optimizer.register_local_layers(result, local_layers)
+    return result
+
+
+@functools.cache
+def sync_batch_normalization_class() -> type:
+    """Return the layer `SyncBatchNormalization` for the Keras that is `tf.keras` here."""
+    base = tf.keras.layers.BatchNormalization
+    return type("SyncBatchNormalization", (_SyncBatchNormalization, base), {"__module__": "horovod.tensorflow"})
+
+
+class _SyncBatchNormalization:
+    """Batch normalisation by the mean and variance of the batches of all ranks together."""
+
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
+        if fused:
+            raise ValueError("SyncBatchNormalization does not support fused=True: its moments are those of all ranks")
+        if kwargs.get("renorm"):
+            raise ValueError("SyncBatchNormalization does not support renorm=True")
+        super().__init__(**kwargs)
+
+    def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return mean and variance over all ranks. Keras 3 passes a mask, Keras 2 the axes and whether to keep them."""
+        keras2 = "reduction_axes" in kwargs or (args and isinstance(args[0], (list, tuple)))
+        axes = list((args[0] if args else kwargs["reduction_axes"]) if keras2 else self._reduction_axes)  # type: ignore[attr-defined]
+        keep = bool(args[1] if len(args) > 1 else kwargs.get("keep_dims", False)) if keras2 else False
+        x = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else tf.convert_to_tensor(inputs)
+        sums = tf.stack([tf.reduce_sum(x, axes, keepdims=keep), tf.reduce_sum(x * x, axes, keepdims=keep)])
+        count = tf.cast(tf.size(x) // tf.size(sums[0]), x.dtype)
+        total = allreduce(tf.concat([tf.reshape(sums, [-1]), [count]], 0), op=Sum)
+        mean, square = tf.unstack(tf.reshape(total[:-1] / total[-1], tf.shape(sums)), num=2)
+        variance = tf.maximum(square - mean * mean, 0.0)
+        return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
+
+    def _calculate_mean_and_var(self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None) -> Any:
+        return self._moments(inputs, reduction_axes, keep_dims)

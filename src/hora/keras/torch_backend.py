@@ -1,0 +1,102 @@
+"""Aggregation of the gradients of a Keras 3 optimizer on Keras's torch backend: through the hooks of `horovod.torch`.
+
+From the second step on the gradients are reduced during backward, as those of a torch optimizer are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hora.torch as hvd
+from hora.keras.start_check import StartCheck
+
+__all__ = ["TorchAggregation"]
+
+
+class TorchAggregation:
+    """Adds gradients up for `passes` calls, then reduces them over the ranks and updates."""
+
+    def __init__(self, options: dict[str, Any], passes: int, average: bool, scale_local: bool) -> None:
+        if passes <= 0:
+            raise ValueError(f"backward_passes_per_step must be > 0, but it is {passes}")
+        self._options = options
+        self._passes, self._average, self._scale_local = passes, average, scale_local
+        self._hooked: Any = None
+        self._parameters: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor | None] = []
+        self._num_calls = 0
+        self.local: dict[int, Any] = {}
+        self._check = StartCheck()
+
+    def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
+        """Take the gradients of one call; `update(gradients, variables)` when they are those of the whole step."""
+        self._num_calls += 1
+        if self._passes > 1:
+            self._add(gradients)
+            if self._num_calls % self._passes:
+                optimizer._iterations.assign_add(1)
+                return None
+            gradients, self._sums = list(self._sums), []
+        with torch.no_grad():
+            reduced = self._reduced(gradients, variables)
+            return update(reduced, variables)
+
+    def _add(self, gradients: list[Any]) -> None:
+        scale = 1.0 / self._passes if self._average else 1.0
+        if not self._sums:
+            self._sums = [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients]
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            if total is not None and gradient is not None:
+                total.add_(gradient, alpha=scale)
+
+    def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        members = self._options["process_set"].size() or 1
+        shared = []
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if id(variable) not in self.local:
+                shared.append(i)
+            elif self._scale_local:
+                gradients[i] = gradient / members
+        parameters = [variables[i].value for i in shared]
+        if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in self._parameters]:
+            self._hook([variables[i] for i in shared], parameters)
+        self._check(parameters)
+        if any(parameter.grad is not gradients[i] for parameter, i in zip(parameters, shared, strict=True)):
+            # Not what backward left in the parameters: sums of several passes, or the first step.
+            for parameter, i in zip(parameters, shared, strict=True):
+                parameter.grad = gradients[i]
+        self._hooked.synchronize()
+        with self._hooked.skip_synchronize():
+            self._hooked.step()  # changes nothing; the live page counts it
+        for parameter, i in zip(parameters, shared, strict=True):
+            gradients[i] = parameter.grad
+        return gradients
+
+    def _hook(self, variables: list[Any], parameters: list[torch.Tensor]) -> None:
+        """Make the torch optimizer whose hooks reduce; the update itself is Keras's."""
+        if self._hooked is not None:
+            for hook in self._hooked._hooks:
+                hook.remove()
+        names = [(variable.path, parameter) for variable, parameter in zip(variables, parameters, strict=True)]
+        options = dict(self._options)
+        if isinstance(options["groups"], (list, tuple)):
+            options["groups"] = [[variable.value for variable in group] for group in options["groups"]]
+        self._parameters = parameters
+        self._hooked = hvd.DistributedOptimizer(_NoUpdate(parameters), named_parameters=names, **options)
+        if self._passes > 1:  # reduced when the sums are complete, not during backward
+            for hook in self._hooked._hooks:
+                hook.remove()
+
+
+class _NoUpdate(torch.optim.Optimizer):
+    """An optimizer that changes nothing."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return None

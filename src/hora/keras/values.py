@@ -1,0 +1,101 @@
+"""Values of any backend, of Keras variables and of numpy: read, assigned, and passed through the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import hora.torch as hvd
+from hora.torch.arrays import as_numpy, as_torch
+from hora.torch.functions import broadcast_tensors
+from hora.torch.reduce_op import Average, Sum
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "optimizer_variables",
+    "reducescatter",
+    "to_numpy",
+]
+
+
+def to_numpy(value: Any) -> Any:
+    """Return a tensor, a variable or a number as a numpy array."""
+    if isinstance(value, torch.Tensor):
+        return as_numpy(value.detach().cpu())
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer, of whichever Keras; none without one."""
+    variables = getattr(optimizer, "variables", [])
+    return list(variables() if callable(variables) else variables)
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+    """Assign the root's values to variables of any backend. ValueError if ranks have different ones."""
+    values = broadcast_tensors(
+        [as_torch(to_numpy(variable).copy()) for variable in variables], root_rank, "keras.variables"
+    )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(as_numpy(value))
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """RuntimeError: only graphs of TensorFlow 1 have global variables."""
+    raise RuntimeError(
+        "hvd.broadcast_global_variables() is for graphs of TensorFlow 1; call hvd.broadcast_variables(variables, "
+        f"root_rank={root_rank}), or add hvd.callbacks.BroadcastGlobalVariablesCallback({root_rank}) to fit"
+    )
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool = True,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Any = None,
+) -> Any:
+    """Reduce a value over the ranks; tensors give tensors, everything else numpy."""
+    op = op if op is not None else (Average if average else Sum)
+    options: dict[str, Any] = {"op": op, "name": name}
+    options |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    if compression is not None:
+        options["compression"] = compression
+    return _through("allreduce", value, **options)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Concatenate the values of all ranks on dimension 0."""
+    return _through("allgather", value, name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return the root's value."""
+    return _through("broadcast", value, root_rank=root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
+    """Reduce a value over the ranks and keep this rank's share of its rows."""
+    return _through("reducescatter", value, name=name, op=op)
+
+
+def _through(collective: str, value: Any, **options: Any) -> Any:
+    torch_one: Callable[..., Any] = getattr(hvd, collective)
+    if isinstance(value, torch.Tensor):
+        return torch_one(value, **options)
+    if type(value).__module__.startswith("tensorflow."):
+        import hora.tensorflow.ops
+
+        return getattr(hora.tensorflow.ops, collective)(value, **options)
+    array = to_numpy(value)
+    result = as_numpy(torch_one(as_torch(array.copy()), **options))
+    return result if result.ndim or isinstance(value, np.ndarray) else result[()]

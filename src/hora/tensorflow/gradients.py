@@ -1,0 +1,216 @@
+"""Reduction of gradients over the ranks: the part that the tape and the optimizers share.
+
+In eager mode all dense gradients are one grouped operation. Inside a `tf.function` they are cut into buckets, last layers
+first, each with an operation that submits it as soon as backward has made its gradients and one that waits for it, so
+that the engine reduces while backward goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import tensorflow as tf
+import torch
+
+import hora.torch as hvd
+from hora import engine
+from hora.engine.request import ReduceOp
+from hora.telemetry.meters import meter
+from hora.tensorflow.bridge import call, check_no_xla
+from hora.tensorflow.compression import Compression, Compressor
+from hora.tensorflow.ops import allreduce, function_name, grouped_allreduce, size_op
+from hora.torch.process_sets import ProcessSet, global_process_set
+from hora.torch.reduce_op import Average
+
+__all__ = ["Reduction", "check_options"]
+
+_BUCKET_BYTES = 4 * 2**20
+
+
+def check_options(op: int, gradient_predivide_factor: float, backward_passes_per_step: int = 1) -> None:
+    """ValueError for settings that exclude one another."""
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError(
+            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, only with "
+            "Average"
+        )
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """The settings of a reduction of gradients; call it with gradients and their variables."""
+
+    op: int = Average
+    compression: type[Compressor] | Compressor = Compression.none
+    sparse_as_dense: bool = False
+    gradient_predivide_factor: float = 1.0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+
+    def __call__(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        local: Collection[int] = (),
+        first: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Return the reduced gradients; None stays None. `local`: ids of variables whose gradients are not reduced.
+
+        `first` is called before each reduction of all gradients together.
+        """
+        results = list(gradients)
+        if _alone():
+            return results
+        dense = []
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if id(variable) in local:
+                results[i] = self._scaled(gradient)
+            elif isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
+                results[i] = allreduce(gradient, op=self.op, process_set=self.process_set)
+            else:
+                results[i] = tf.convert_to_tensor(gradient)
+                dense.append(i)
+        for members, reduced in self._reduced(dense, results, variables, first):
+            for i, gradient in zip(members, reduced, strict=True):
+                results[i] = gradient
+        if tf.executing_eagerly() and dense:
+            meter.step_done()
+        return results
+
+    def _scaled(self, gradient: Any) -> Any:
+        if not self.scale_local_gradients:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(self._scaled(gradient.values), gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(size_op(self.process_set.process_set_id or 0), gradient.dtype)
+
+    def _reduced(
+        self, dense: list[int], gradients: list[Any], variables: Sequence[Any], first: Callable[[], None] | None
+    ) -> Iterator[tuple[list[int], list[Any]]]:
+        """Yield positions of dense gradients and what they were reduced to."""
+        if not dense:
+            return
+        if self.groups or tf.executing_eagerly():
+            if first is not None and tf.executing_eagerly():
+                first()
+            for members in self._grouped(dense, variables):
+                yield members, self._grouped_allreduce([gradients[i] for i in members])
+            return
+        dense = dense[::-1]  # backward makes the gradients of the last layers first
+
+        def overlapped(*tensors: Any) -> Any:
+            return self._overlapped(tensors, first)
+
+        yield dense, list(tf.custom_gradient(overlapped)(*[gradients[i] for i in dense]))
+
+    def _grouped_allreduce(self, gradients: Sequence[Any]) -> list[Any]:
+        factor = self.gradient_predivide_factor
+        return grouped_allreduce(
+            gradients,
+            compression=self.compression,
+            op=self.op,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+            process_set=self.process_set,
+        )
+
+    def _grouped(self, dense: list[int], variables: Sequence[Any]) -> list[list[int]]:
+        """Return the positions of `dense` in groups; without groups there is one."""
+        if not self.groups:
+            return [dense]
+        if isinstance(self.groups, int):
+            size, longer = divmod(len(dense), self.groups)
+            bounds = [i * size + min(i, longer) for i in range(self.groups + 1)]
+            return [dense[a:b] for a, b in pairwise(bounds) if b > a]
+        group_of = {id(variable): number for number, group in enumerate(self.groups) for variable in group}
+        groups: dict[int, list[int]] = {}
+        for i in dense:
+            groups.setdefault(group_of.get(id(variables[i]), -1 - i), []).append(i)
+        return list(groups.values())
+
+    def _overlapped(self, gradients: Sequence[Any], first: Callable[[], None] | None) -> tuple[list[Any], Any]:
+        check_no_xla()
+        factor = self.gradient_predivide_factor
+        pairs = [self.compression.compress(gradient) for gradient in gradients]
+        settings = {"op": self.op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        # What is equal on all ranks, and another for another function: two may run at once.
+        name = f"gradients.{function_name(gradients[0])}.{gradients[0].name}"
+        buckets = [
+            _Bucket(f"{name}.{i}", settings | {"process_set": self.process_set}, members, first if i == 0 else None)
+            for i, members in enumerate(_buckets([tensor for tensor, _ in pairs]))
+        ]
+        tokens = [bucket.submit() for bucket in buckets]
+        outputs = []
+        for bucket, token in zip(buckets, tokens, strict=True):
+            outputs += bucket.wait(token, last=bucket is buckets[-1])
+        results = [self.compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
+        return results, lambda *upstream: self._grouped_allreduce(upstream)
+
+
+class _Bucket:
+    """Gradients of a function that travel together: one operation submits them, another waits for them."""
+
+    def __init__(
+        self, name: str, settings: dict[str, Any], tensors: Sequence[Any], first: Callable[[], None] | None
+    ) -> None:
+        self._name, self._settings, self._tensors, self._first = name, settings, tensors, first
+        self._in_flight: tuple[object, int] | None = None
+
+    def submit(self) -> Any:
+        return call(self._submit, self._tensors, [tf.int32], [[]])[0]
+
+    def wait(self, token: Any, *, last: bool) -> list[Any]:
+        def work(_: torch.Tensor) -> Sequence[torch.Tensor]:
+            outputs = self._wait()
+            if last:
+                meter.step_done()
+            return outputs
+
+        return call(work, [token], [t.dtype for t in self._tensors], [t.shape for t in self._tensors])
+
+    def _submit(self, *arrays: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self._in_flight is not None:  # an operation of the last call failed between submitting and waiting
+            if self._in_flight[0] is engine.current_runtime():
+                self._wait()
+            self._in_flight = None
+        if self._first is not None:
+            self._first()
+        handle = hvd.grouped_allreduce_async(list(arrays), name=self._name, **self._settings)
+        self._in_flight = (engine.current_runtime(), handle)
+        return [torch.zeros((), dtype=torch.int32, device="cpu")]
+
+    def _wait(self) -> Sequence[torch.Tensor]:
+        assert self._in_flight is not None
+        _, handle = self._in_flight
+        self._in_flight = None
+        outputs = hvd.synchronize(handle)
+        if outputs is None:
+            raise hvd.HorovodInternalError("Horovod has been shut down by another thread of this process")
+        return outputs
+
+
+def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
+    """Cut tensors into runs of at least `_BUCKET_BYTES`; one of unknown shape counts as nothing."""
+    buckets: list[list[Any]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if size >= _BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(tensor)
+        size += (tensor.shape.num_elements() or 0) * tensor.dtype.size
+    return buckets
+
+
+def _alone() -> bool:
+    """Whether this process is, and will be, the only one."""
+    world = engine.current_runtime().world
+    return world.size == 1 and not world.elastic

@@ -1,0 +1,3 @@
+"""The old module of `Compression`: `hora.tensorflow.compression`."""
+
+from hora.tensorflow.compression import *

@@ -1,0 +1,102 @@
+"""Keras and TensorFlow in real jobs: horovodrun, HorovodRunner, and an elastic training with a death."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("needs TensorFlow: make test-tensorflow", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
+
+ELASTIC = """
+import os, signal, sys
+import numpy as np
+import tensorflow as tf
+import horovod.tensorflow.keras as hvd
+
+hvd.init()
+tf.keras.utils.set_random_seed(hvd.rank())
+model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)])
+model.compile(optimizer=hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.05)), loss="mse")
+state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+y = x.sum(1, keepdims=True)
+unharmed = hvd.rank() != 1
+
+
+class Death(tf.keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if not unharmed and state.epoch == 1 and batch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@hvd.elastic.run
+def train(state):
+    callbacks = [
+        hvd.elastic.UpdateEpochStateCallback(state),
+        hvd.elastic.UpdateBatchStateCallback(state),
+        hvd.elastic.CommitStateCallback(state, batches_per_commit=2),
+        Death(),
+    ]
+    model.fit(x, y, batch_size=8, epochs=4 - state.epoch, callbacks=callbacks, verbose=0)
+
+
+train(state)
+weights = hvd.allgather_object([w.tolist() for w in model.get_weights()])
+assert all(w == weights[0] for w in weights)
+print(f"rank {hvd.rank()} of {hvd.size()} ends after epoch {state.epoch}", flush=True)
+"""
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_example(tmp_path):
+    out = run(HOROVODRUN, "-np", "2", sys.executable, str(ROOT / "examples/keras_digits.py"), cwd=tmp_path)
+    found = re.search(r"2 ranks, accuracy (\d\.\d+)", out)
+    assert found is not None
+    assert float(found.group(1)) > 0.85
+
+
+def test_an_elastic_training_survives_a_death(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+    out = run(HOROVODRUN, "-np", "3", "--min-np", "2", "--max-np", "3", sys.executable, str(script), cwd=tmp_path)
+    assert len(re.findall(r"ends after epoch 4", out)) >= 2
+
+
+def test_horovod_runner_with_a_keras_function(capfd):
+    from sparkdl import HorovodRunner
+
+    def train(rate):
+        import numpy as np
+        import tensorflow as tf
+
+        import horovod.tensorflow.keras as hvd
+        from sparkdl.horovod.tensorflow.keras import LogCallback
+
+        hvd.init()
+        model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)])
+        model.compile(optimizer=hvd.DistributedOptimizer(tf.keras.optimizers.SGD(rate * hvd.size())), loss="mse")
+        x = np.random.default_rng(hvd.rank()).normal(size=(32, 4)).astype("float32")
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+        if hvd.rank() == 0:
+            callbacks.append(LogCallback())
+        history = model.fit(x, x.sum(1, keepdims=True), epochs=2, callbacks=callbacks, verbose=0)
+        return hvd.size(), history.history["loss"]
+
+    size, losses = HorovodRunner(np=-2).run(train, rate=0.05)
+    assert size == 2
+    assert losses[1] < losses[0]
+    assert "Epoch 1: loss=" in capfd.readouterr().out

@@ -1,0 +1,148 @@
+"""Keras 2 on TensorFlow, and Keras 3 on torch, under the same optimizer and callbacks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("keras") is None:
+    pytest.skip("needs Keras: make test-tensorflow", allow_module_level=True)
+
+LEGACY = {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+TORCH = {"KERAS_BACKEND": "torch"}
+
+
+def data(rank, rows=8):
+    rng = np.random.default_rng(rank)
+    return rng.normal(size=(rows, 4)).astype("float32"), rng.normal(size=(rows, 1)).astype("float32")
+
+
+def network(keras, seed):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential([layers.Input((4,)), layers.Dense(3, "relu"), layers.Dense(1)])
+
+
+def session(hvd, body):
+    hvd.init()
+    try:
+        body()
+        hvd.barrier()
+    finally:
+        hvd.shutdown()
+
+
+def assert_alike(hvd, model):
+    mine = [np.array(w) for w in model.get_weights()]
+    for theirs in hvd.allgather_object(mine):
+        for a, b in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def trains_like_one_process(hvd, keras, passes=1, average=False):
+    """Two ranks, each with half of every batch, end where one process with whole batches does."""
+    alone, model = network(keras, 0), network(keras, 0)
+    alone.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.5), loss="mse")
+    parts = [data(rank, rows=16) for rank in range(hvd.size())]
+    for start in range(0, 16, 4 * passes):
+        x, y = (np.concatenate([part[k][start : start + 4 * passes] for part in parts]) for k in (0, 1))
+        alone.train_on_batch(x, y)
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.5), backward_passes_per_step=passes, average_aggregated_gradients=average
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    x, y = parts[hvd.rank()]
+    model.fit(x, y, batch_size=4, epochs=1, shuffle=False, verbose=0)
+    assert_alike(hvd, model)
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert int(optimizer.iterations.numpy()) == 4
+
+
+def fits_with_callbacks(hvd, keras, folder):
+    model = network(keras, seed=hvd.rank())
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse", metrics=["mae"])
+    x, y = data(hvd.rank(), rows=16)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=1),
+    ]
+    history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=callbacks)
+    assert_alike(hvd, model)
+    assert all(np.isfinite(history.history["loss"]))
+    path = f"{folder}/{hvd.rank()}.keras"
+    model.save(path)
+    loaded = hvd.load_model(path)
+    assert int(loaded.optimizer.iterations.numpy()) == 12
+    loaded.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    assert_alike(hvd, loaded)
+    state = hvd.elastic.KerasState(loaded, epoch=hvd.rank())
+    state.sync()
+    before = [np.array(w) for w in loaded.get_weights()]
+    loaded.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    state.restore()
+    assert state.epoch == 0
+    for a, b in zip(before, loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.ranks(2, env=LEGACY)
+def test_keras_2():
+    pytest.importorskip("tf_keras", reason="needs tf_keras")
+    import keras
+    import tensorflow as tf
+
+    import horovod.tensorflow.keras as hvd
+
+    def body():
+        import tempfile
+
+        assert tf.keras.__name__ != "keras"
+        trains_like_one_process(hvd, tf.keras)
+        trains_like_one_process(hvd, tf.keras, passes=2, average=True)
+        with tempfile.TemporaryDirectory() as folder:
+            fits_with_callbacks(hvd, tf.keras, folder)
+        optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
+        of_keras_3 = network(keras, 0).trainable_variables[0]
+        with pytest.raises(ValueError, match=f"rank {hvd.rank()}.*Keras 3"):
+            optimizer.apply_gradients([(tf.ones(of_keras_3.shape), of_keras_3)])
+
+    session(hvd, body)
+
+
+@pytest.mark.ranks(2, env=TORCH)
+def test_keras_3_on_torch():
+    import sys
+
+    import keras
+
+    import horovod.keras as hvd
+
+    def body():
+        import tempfile
+
+        assert keras.backend.backend() == "torch"
+        trains_like_one_process(hvd, keras)
+        trains_like_one_process(hvd, keras, passes=2, average=True)
+        with tempfile.TemporaryDirectory() as folder:
+            fits_with_callbacks(hvd, keras, folder)
+        assert hvd.allreduce(torch.ones(2), average=False).tolist() == [2.0, 2.0]
+        assert "hora.tensorflow" not in sys.modules
+
+    session(hvd, body)
+
+
+@pytest.mark.ranks(1, env={"KERAS_BACKEND": "jax"})
+def test_jax_is_refused_in_words():
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from hora.keras.optimizer import keras_backend
+
+    fake = SimpleNamespace(backend=SimpleNamespace(backend=lambda: "jax"))
+    with mock.patch.dict("sys.modules", keras=fake), pytest.raises(ValueError, match="KERAS_BACKEND=torch"):
+        keras_backend()

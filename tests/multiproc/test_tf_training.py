@@ -1,0 +1,369 @@
+"""Tapes, optimizers, callbacks and states of horovod.tensorflow and horovod.tensorflow.keras (Keras 3 on TensorFlow)."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("tensorflow", reason="needs TensorFlow: make test-tensorflow")
+
+import numpy as np
+import tensorflow as tf
+from tf_session import check, raises, session
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+
+pytestmark = pytest.mark.ranks(2)
+
+
+def network(units=3, seed=0):
+    tf.keras.utils.set_random_seed(seed)
+    return tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(units), tf.keras.layers.Dense(1)])
+
+
+def data(rank, rows=8):
+    rng = np.random.default_rng(rank)
+    return rng.normal(size=(rows, 4)).astype("float32"), rng.normal(size=(rows, 1)).astype("float32")
+
+
+def loss_of(model, x, y):
+    return tf.reduce_mean((model(x, training=True) - y) ** 2)
+
+
+def reference(model, passes=1):
+    """Means over the ranks of the gradients on their data."""
+    found = []
+    for rank in range(hvd.size()):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, *data(rank))
+        found.append([g.numpy() for g in tape.gradient(loss, model.trainable_variables)])
+    return [np.mean(parts, axis=0) for parts in zip(*found, strict=True)]
+
+
+def weights(model):
+    return [variable.numpy().copy() for variable in model.trainable_variables]
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def assert_same_everywhere(model):
+    for other in hvd.allgather_object(weights(model)):
+        for a, b in zip(weights(model), other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@session
+def test_a_tape_averages_eagerly_and_in_a_function():
+    model = network()
+    x, y = data(hvd.rank())
+
+    def gradients(**options):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x, y)
+        tape = hvd.DistributedGradientTape(tape, **options)
+        assert isinstance(tape, tf.GradientTape)
+        return tape.gradient(loss, model.trainable_variables)
+
+    expected = reference(model)
+    groups = [model.trainable_variables[:2], model.trainable_variables[2:3]]
+    for options in ({}, {"groups": 2}, {"groups": groups}, {"gradient_predivide_factor": 2.0}):
+        assert_close(gradients(**options), expected)
+        assert_close(tf.function(lambda o=options: gradients(**o))(), expected)
+    halves = gradients(compression=hvd.Compression.fp16)
+    for a, b in zip(halves, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+    assert_close(gradients(op=hvd.Sum), [g * hvd.size() for g in expected])
+    with raises(ValueError, "gradient_predivide_factor", "average"):
+        gradients(op=hvd.Sum, gradient_predivide_factor=2.0)
+    with raises(ValueError, "once"):
+        hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
+
+
+@session
+def test_local_sources_and_sparse_gradients():
+    table = tf.Variable(tf.ones([4, 2]))
+    local = tf.Variable(2.0)
+
+    def gradients(sparse_as_dense, scale):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [hvd.rank(), 3])) + local * 4.0
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense, scale_local_gradients=scale)
+        tape.register_local_source(local)
+        return tape.gradient(loss, [table, local])
+
+    expected = np.zeros((4, 2))
+    for rank in range(hvd.size()):
+        expected[[rank, 3]] += 1 / hvd.size()
+    for run in (gradients, tf.function(gradients)):
+        for dense in (False, True):
+            sparse, of_local = run(dense, True)
+            assert isinstance(sparse, tf.IndexedSlices) is not dense
+            check(tf.convert_to_tensor(sparse), expected, tf.float32)
+            check(of_local, np.array(4.0 / hvd.size()), tf.float32)
+        assert float(run(True, False)[1]) == 4.0
+
+
+@session
+def test_many_buckets_in_a_function_and_a_step_that_fails():
+    variables = [tf.Variable(tf.ones([700_000])) for _ in range(5)]
+
+    @tf.function
+    def step(limit):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v) * float(i + 1) for i, v in enumerate(variables)]) * float(hvd.rank() + 1)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        tf.debugging.assert_less(loss, limit)
+        return [gradient[0] for gradient in gradients]
+
+    mean = (hvd.size() + 1) / 2
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(0.0)
+    for _ in range(2):
+        assert [float(value) for value in step(1e12)] == [(i + 1) * mean for i in range(5)]
+
+
+@session
+def test_an_optimizer_reduces_in_fit_and_keeps_its_class_and_state():
+    for steps_per_execution in (1, 2):
+        model = network(seed=hvd.rank())
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        expected = [w - 0.1 * g for w, g in zip(weights(model), reference(model), strict=True)]
+        optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1, name="mine"))
+        assert isinstance(optimizer, tf.keras.optimizers.SGD)
+        assert type(optimizer).__name__ == "SGD"
+        model.compile(optimizer=optimizer, loss="mse", steps_per_execution=steps_per_execution)
+        x, y = data(hvd.rank())
+        model.fit(x, y, batch_size=8, epochs=1, verbose=0, shuffle=False)
+        assert_close(weights(model), expected)
+        assert int(optimizer.iterations) == 1
+    with raises(ValueError, "once", f"rank {hvd.rank()}"):
+        hvd.DistributedOptimizer(optimizer)
+    with raises(ValueError, "keras"):
+        hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+
+
+@session
+def test_the_state_of_a_wrapped_optimizer_is_kept():
+    model = network()
+    plain = tf.keras.optimizers.Adam(0.01)
+    plain.apply([tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables)
+    before = [v.numpy() for v in plain.variables]
+    wrapped = hvd_keras.DistributedOptimizer(plain)
+    assert_close([v.numpy() for v in wrapped.variables], before)
+
+
+@session
+def test_backward_passes_per_step():
+    for average in (False, True):
+        for compiled in (False, True):
+            model = network()
+            expected = [
+                w - 0.1 * g * (1 if average else 2) for w, g in zip(weights(model), reference(model), strict=True)
+            ]
+            optimizer = hvd_keras.DistributedOptimizer(
+                tf.keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=average
+            )
+
+            def step(x, y, model=model, optimizer=optimizer):
+                with tf.GradientTape() as tape:
+                    loss = loss_of(model, x, y)
+                optimizer.apply_gradients(
+                    zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+                )
+
+            run = tf.function(step) if compiled else step
+            before = weights(model)
+            x, y = (tf.constant(part) for part in data(hvd.rank()))
+            run(x, y)
+            assert_close(weights(model), before)
+            run(x, y)
+            assert_close(weights(model), expected)
+            assert int(optimizer.iterations) == 2
+    with raises(ValueError, "backward_passes_per_step"):
+        hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(), backward_passes_per_step=0)
+
+
+@session
+def test_local_layers_are_not_reduced():
+    model = network()
+    x, y = data(hvd.rank())
+    optimizer = hvd_keras.PartialDistributedOptimizer(
+        tf.keras.optimizers.SGD(0.1), local_layers=model.layers[0], scale_local_gradients=False
+    )
+    with tf.GradientTape() as tape:
+        loss = loss_of(model, x, y)
+    own = tape.gradient(loss, model.trainable_variables)
+    mean = reference(model)
+    expected = [w - 0.1 * g for w, g in zip(weights(model), [*own[:2], *mean[2:]], strict=True)]
+    optimizer.apply_gradients(zip(own, model.trainable_variables, strict=True))
+    assert_close(weights(model), expected)
+
+
+@session
+def test_fit_with_all_callbacks():
+    model = network(seed=hvd.rank())
+    rate = 0.1
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(rate, momentum=0.9))
+    model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
+    seen = []
+
+    class Watch(tf.keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append(float(self.model.optimizer.learning_rate.numpy()))
+
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(dict(logs))
+
+    x, y = data(hvd.rank(), rows=16)
+    callbacks = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=2, verbose=1),
+        hvd_keras.callbacks.LearningRateScheduleCallback(rate, multiplier=0.5, start_epoch=2),
+        Watch(),
+    ]
+    model.fit(x, y, batch_size=4, epochs=4, verbose=0, callbacks=callbacks)
+    assert_same_everywhere(model)
+    rates = [value for value in seen if isinstance(value, float)]
+    n = hvd.size()
+    warmup = [rate / n * ((e + 1 / 4 + b / 4) * (n - 1) / 2 + 1) for e in range(2) for b in range(4)]
+    np.testing.assert_allclose(rates, [*warmup, *[rate] * 4, *[rate / 2] * 4], rtol=1e-5)
+    logs = [value for value in seen if isinstance(value, dict)]
+    assert all(other == logs for other in hvd.allgather_object(logs))
+    assert logs[-1]["lr"] == pytest.approx(rate / 2)
+    with raises(ValueError, "steps_per_epoch"):
+        callback = hvd_keras.callbacks.LearningRateWarmupCallback(0.1)
+        callback.set_params({})
+        callback.on_train_begin()
+
+
+@session
+def test_a_saved_model_loads_with_and_without_horovod():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("model.keras", "model.h5"):
+            path = f"{folder}/{hvd.rank()}{name}"
+            model = network()
+            optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.Adam(0.01))
+            model.compile(optimizer=optimizer, loss=tf.keras.losses.MeanSquaredError())
+            x, y = data(hvd.rank())
+            model.fit(x, y, batch_size=4, epochs=1, verbose=0)
+            model.save(path)
+            plain = tf.keras.models.load_model(path)
+            assert type(plain.optimizer) is tf.keras.optimizers.Adam
+            loaded = hvd_keras.load_model(path)
+            assert int(loaded.optimizer.iterations) == 2
+            assert_close([v.numpy() for v in loaded.optimizer.variables], [v.numpy() for v in optimizer.variables])
+            loaded.fit(x, y, batch_size=4, epochs=1, verbose=0)
+            assert_same_everywhere(loaded)
+
+
+@session
+def test_values_of_every_kind():
+    assert hvd_keras.allreduce(float(hvd.rank()), average=False) == sum(range(hvd.size()))
+    np.testing.assert_array_equal(hvd_keras.allgather(np.array([hvd.rank()])), np.arange(hvd.size()))
+    check(hvd_keras.broadcast(tf.constant([hvd.rank()]), 1), np.array([1]), tf.int32)
+    assert hvd_keras.reducescatter(np.ones(hvd.size(), np.float32), op=hvd.Sum).tolist() == [hvd.size()]
+    with raises(RuntimeError, "BroadcastGlobalVariablesCallback"):
+        hvd_keras.broadcast_global_variables(0)
+
+
+@session
+def test_synchronised_batch_normalisation():
+    x_all = np.concatenate([data(rank)[0] for rank in range(hvd.size())])
+    layer, plain = hvd.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+    expected = plain(x_all, training=True)
+    rows = slice(8 * hvd.rank(), 8 * hvd.rank() + 8)
+    for run in (layer, tf.function(layer)):
+        check(run(tf.constant(x_all[rows]), training=True), expected[rows], tf.float32)
+    with raises(ValueError, "fused"):
+        hvd.SyncBatchNormalization(fused=True)
+
+
+@session
+def test_ranks_that_did_not_begin_alike_are_told():
+    model = network(seed=hvd.rank())
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01)), loss="mse")
+    x, y = data(hvd.rank(), rows=80)
+    with pytest.raises(tf.errors.OpError, match="BroadcastGlobalVariablesCallback"):
+        model.fit(x, y, batch_size=1, epochs=1, verbose=0)
+
+
+@session
+def test_a_state_is_saved_restored_and_synchronised():
+    model = network(seed=hvd.rank())
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.Adam(0.01)), loss="mse")
+    state = hvd_keras.elastic.KerasState(model, epoch=hvd.rank(), batch=5)
+    state.sync()
+    assert (state.epoch, state.batch) == (0, 5)
+    assert_same_everywhere(model)
+    before = weights(model)
+    x, y = data(hvd.rank())
+    model.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    state.epoch = 9
+    state.restore()
+    assert state.epoch == 0
+    assert_close(weights(model), before)
+    assert int(model.optimizer.iterations) == 0
+    with raises(ValueError, "built"):
+        hvd_keras.elastic.KerasState(tf.keras.Sequential([tf.keras.layers.Dense(1)]))
+    variable = tf.Variable(float(hvd.rank()))
+    plain = hvd.elastic.TensorFlowState([variable], step=3)
+    plain.sync()
+    assert float(variable) == 0.0
+
+
+@session
+def test_state_callbacks_count_over_resets():
+    model = network()
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01)), loss="mse")
+    state = hvd_keras.elastic.TensorFlowKerasState(model, epoch=1, batch=3)
+    batches = []
+    x, y = data(0, rows=20)
+
+    class Count(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            batches.append((state.epoch, state.batch))
+
+    elastic = hvd_keras.elastic
+    callbacks = [
+        Count(),
+        elastic.CommitStateCallback(state, batches_per_commit=2),
+        elastic.UpdateEpochStateCallback(state),
+        elastic.UpdateBatchStateCallback(state),
+    ]
+    model.fit(x, y, batch_size=4, steps_per_epoch=5, epochs=2, verbose=0, callbacks=callbacks)
+    assert (state.epoch, state.batch) == (3, 0)
+    assert batches == [(1, 3), (1, 4), *[(2, b) for b in range(5)]]
+
+
+@pytest.mark.ranks(3, lost=(1,))
+def test_rank_1_dies_in_mid_step(place):
+    import os
+    import signal
+
+    hvd.init()
+    model = network()
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(0.1))
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x, y)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    def train(state):
+        for _ in range(100):
+            step(*data(hvd.rank()))
+            if place.rank == 1 and int(optimizer.iterations) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    from hora.keras.elastic import _with_own_errors
+
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+        _with_own_errors(train, [None], {})
+    hvd.shutdown()
