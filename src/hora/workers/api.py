@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hora.launch.environment import variables
-from hora.workers import daemon, directory
+from hora.workers import directory
 from hora.workers.gateway import Gateway, ask
 from hora.workers.machine import measure
 from hora.workers.session import Session
@@ -261,11 +261,15 @@ def stop_workers(*ids: Any) -> list[StopResponse] | None:
 
 def keep_session() -> None:
     """Have the workers of this folder outlive this process: until `end_session`, or an hour without workers."""
+    from hora.workers import daemon  # which is run as a module: not to be imported with its package
+
     daemon.start(os.getcwd())
 
 
 def end_session() -> bool:
     """End the session that `keep_session` or `hora workers launch` made, with its workers. False when there is none."""
+    from hora.workers import daemon
+
     return daemon.end(os.getcwd())
 
 
