@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
+from decimal import Decimal
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from pyspark.ml.linalg import DenseVector, Vectors
+from pyspark.sql import Row
 
 from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.store import Store
+from horovod.spark.common.util import to_petastorm_fn
 from horovod.spark.torch import TorchEstimator, TorchModel
 
 pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("by_value")]
@@ -83,7 +88,11 @@ def test_a_training_equals_one_by_hand_can_be_resumed_and_saved(frame, tmp_path)
     assert store.fs.find(store.get_localized_path(store.get_logs_path("run")))
 
     estimator(store, run_id="run", epochs=5).save(str(tmp_path / "estimator"))
-    resumed = TorchEstimator.load(str(tmp_path / "estimator")).setStore(store).fit(frame)
+    loaded = TorchEstimator.load(str(tmp_path / "estimator")).setStore(store)
+    with mock.patch.object(loaded, "_load_checkpoint", side_effect=loaded._load_checkpoint) as load:
+        resumed = loaded.fit(frame)
+    load.assert_called_once_with("run")
+    assert set(loaded._load_checkpoint("run")) >= {"model", "optimizer"}
     torch.testing.assert_close(resumed.getModel().state_dict(), by_hand(5).state_dict())
     assert [entry["epoch"] for entry in resumed.getHistory()] == [0, 1, 2, 3, 4]
     again = estimator(store, epochs=1).fit_on_parquet(dataset_idx=0)
@@ -190,6 +199,42 @@ def test_images_and_texts_are_read_by_a_transformation(spark, store):
     ).fit(frame)
     found = [(row.kind, int(np.argmax(row.kind__output))) for row in fitted.transform(frame).collect()]
     assert found == [("light", 1), ("dark", 0)] * 4
+
+
+class OfRows(TorchModel):
+    """As SynapseML's: the function may use any column, as it is in the DataFrame."""
+
+    def get_prediction_fn(self):
+        def predict(model, row):
+            kinds = [type(value).__name__ for value in row]
+            assert kinds == ["DenseVector", "SparseVector", "date", "Decimal", "Row", "list", "int"], kinds
+            assert row.x.dot(row.x) == row["x"].squared_distance(row.sparse) == 5.0
+            assert (row.nested.deep.toArray() == [3.0]).all()
+            return model(torch.tensor(row.x.toArray(), dtype=torch.float32))
+
+        return predict
+
+
+def test_a_subclasss_function_gets_the_frames_own_rows(spark):
+    values = (Vectors.dense([1.0, 2.0]), Vectors.sparse(2, {}), datetime.date(2026, 1, 2), Decimal("1.5"))
+    row = (*values, Row(deep=Vectors.dense([3.0])), [1, 2], 7)
+    frame = spark.createDataFrame([row] * 3, ["x", "sparse", "day", "price", "nested", "several.numbers", "y"])
+    model = torch.nn.Linear(2, 1)
+    predicted = (
+        OfRows(model=model, feature_columns=["x"], label_columns=["y"]).setOutputCols(["guess"]).transform(frame)
+    )
+    expected = round(model(torch.tensor([1.0, 2.0])).item())
+    assert [row.guess for row in predicted.collect()] == [expected] * 3
+    two = OfRows(model=model, feature_columns=["x"], label_columns=["y", "price"]).setOutputCols(["a", "b"])
+    with pytest.raises(Exception, match="the model has 1 outputs, but there are 2 label columns"):
+        two.transform(frame)
+
+
+def test_without_metadata_vectors_become_arrays():
+    row = Row(x=Vectors.dense([1.0, 2.0]), sparse=Vectors.sparse(2, {1: 3.0}), y=1, text="a")
+    assert to_petastorm_fn(["x", "sparse", "y"], None)(row) == Row(x=[1.0, 2.0], sparse=[0.0, 3.0], y=1)
+    metadata = {"x": {"intermediate_format": "array"}, "y": {"intermediate_format": "nochange"}}
+    assert to_petastorm_fn(["x", "y"], metadata)(row) == Row(x=[1.0, 2.0], y=1)
 
 
 class Counted(SparkBackend):

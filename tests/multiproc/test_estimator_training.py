@@ -121,8 +121,9 @@ def test_resuming_gives_the_bits_of_an_undisturbed_run(folder):
     fit(folder, epochs=2, run="parts")
     store = Store.create(folder)
     checkpoint = store.read(store.get_checkpoint_path("parts"))
-    assert torch.load(io.BytesIO(checkpoint))["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.05)
-    parts = fit(folder, epochs=4, run="parts", checkpoint=checkpoint)
+    state = torch.load(io.BytesIO(checkpoint), weights_only=True)
+    assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.05)
+    parts = fit(folder, epochs=4, run="parts", checkpoint=state)
     assert parts.history == whole.history
     assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
 

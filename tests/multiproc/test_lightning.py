@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import os
 import warnings
 
 import numpy as np
@@ -18,6 +21,7 @@ from hora.spark.estimator.store import Store
 
 pytestmark = pytest.mark.ranks(2)
 pytest.importorskip("lightning")
+CALLBACKS = importlib.import_module("lightning.pytorch.callbacks").__all__
 NUM_ROWS = 24
 X = np.random.default_rng(0).normal(size=(NUM_ROWS, 2)).astype("float32")
 Y = X[:, 0] - 2 * X[:, 1]
@@ -136,6 +140,127 @@ def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
     expected = {f"layer.{name}": value for name, value in by_hand(5).items()}
     torch.testing.assert_close(resumed.state, expected)
     assert [entry["epoch"] for entry in resumed.history] == [0, 1, 2, 3, 4]
+
+
+def finetuned():
+    """A LightningModule that every callback can be used with: a backbone, a learning rate, a batch size."""
+    from lightning.pytorch import LightningModule
+
+    class Finetuned(LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.backbone, self.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+            self.lr, self.batch_size = 0.05, 4
+
+        def forward(self, x):
+            return self.head(self.backbone(x))
+
+        def training_step(self, batch, batch_idx):
+            loss = F.mse_loss(self(batch["x"].float()).reshape(-1), batch["y"].float())
+            self.log("train_loss", loss.detach(), sync_dist=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            loss = F.mse_loss(self(batch["x"].float()).reshape(-1), batch["y"].float())
+            self.log("val_loss", loss, sync_dist=True)
+
+        def configure_optimizers(self):
+            learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.SGD(learning, lr=self.lr)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+    return Finetuned()
+
+
+def every_callback(folder):
+    """Those of Lightning, ready to use, by name."""
+    from lightning.pytorch import callbacks as of
+
+    class Finetuning(of.BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+    class Bar(of.ProgressBar):
+        def disable(self):
+            self.shown = False
+
+    return {
+        "BackboneFinetuning": lambda: of.BackboneFinetuning(1, backbone_initial_lr=0.01),
+        "BaseFinetuning": Finetuning,
+        "BasePredictionWriter": lambda: of.BasePredictionWriter("epoch"),
+        "BatchSizeFinder": lambda: of.BatchSizeFinder(max_trials=2, steps_per_trial=1),
+        "Callback": of.Callback,
+        "Checkpoint": of.Checkpoint,
+        "DeviceStatsMonitor": of.DeviceStatsMonitor,
+        "EMAWeightAveraging": of.EMAWeightAveraging,
+        "EarlyStopping": lambda: of.EarlyStopping("val_loss"),
+        "GradientAccumulationScheduler": lambda: of.GradientAccumulationScheduler({1: 2}),
+        "LambdaCallback": lambda: of.LambdaCallback(on_train_start=lambda trainer, module: module.head.bias.sum()),
+        "LearningRateFinder": lambda: of.LearningRateFinder(num_training_steps=4),
+        "LearningRateMonitor": of.LearningRateMonitor,
+        "ModelCheckpoint": lambda: of.ModelCheckpoint(monitor="val_loss"),
+        "ModelPruning": lambda: of.ModelPruning("l1_unstructured", amount=0.25),
+        "ModelSummary": of.ModelSummary,
+        "OnExceptionCheckpoint": lambda: of.OnExceptionCheckpoint(folder),
+        "ProgressBar": Bar,
+        "RichModelSummary": of.RichModelSummary,
+        "RichProgressBar": of.RichProgressBar,
+        "SpikeDetection": lambda: of.SpikeDetection(warmup=100),
+        "StochasticWeightAveraging": lambda: of.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
+        "TQDMProgressBar": of.TQDMProgressBar,
+        "ThroughputMonitor": lambda: of.ThroughputMonitor(batch_size_fn=lambda batch: len(batch["y"])),
+        "Timer": lambda: of.Timer(duration={"hours": 1}),
+        "WeightAveraging": of.WeightAveraging,
+    }
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_every_callback_of_lightning(folder, name):
+    """On two ranks, whose parameters are the same afterwards."""
+    callback = every_callback(folder)[name]()
+    given = {"val_rows": NUM_ROWS, "batch_size": 4, "callbacks": [callback]}
+    if name == "BatchSizeFinder":
+        with pytest.raises(Exception, match="not supported with distributed strategies"):
+            fit(folder, finetuned(), **given)
+        return
+    result = fit(folder, finetuned(), **given)
+    assert [entry["epoch"] for entry in result.history] == [0, 1, 2]
+    assert all(torch.isfinite(value).all() for value in result.state.values())
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_validation_epoch_end", "setup"])
+def test_a_callback_that_raises_on_one_rank_ends_the_training_with_its_own_error(folder, hook):
+    """The other rank learns of it in its next collective: nobody waits in a barrier of a teardown."""
+    from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
+
+    def fail(*args, **kwargs):
+        if hvd.rank() == 1:
+            raise KeyError("this callback fails")
+
+    rank = int(os.environ["HOROVOD_RANK"])
+    callbacks = [LambdaCallback(**{hook: fail}), OnExceptionCheckpoint(folder)]
+    expected = pytest.raises(KeyError, match="this callback fails") if rank else pytest.raises(hvd.HorovodInternalError)
+    with expected:
+        fit(folder, finetuned(), val_rows=NUM_ROWS, batch_size=4, callbacks=callbacks)
+
+
+def test_nothing_is_logged_about_how_a_checkpoint_is_written(folder):
+    lines = []
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(listener)
+    try:
+        fit(folder, regression())
+    finally:
+        logger.removeHandler(listener)
+    assert lines or os.environ["HOROVOD_RANK"] != "0"  # Lightning's other lines are heard
+    assert not [line for line in lines if "weights_only" in line]
 
 
 def rows_of(row):

@@ -103,6 +103,7 @@ NAMES = {
     "horovod.spark.torch.estimator": """TorchEstimator TorchModel EstimatorParams _torch_param_serialize
         TorchEstimatorParamsWriter TorchEstimatorParamsWritable TorchEstimatorParamsReader TorchEstimatorParamsReadable""",
     "horovod.spark.torch.datamodule": "PetastormDataModule NVTabularDataModule",
+    "horovod.spark.torch.remote": "_prepare_data_fn _calculate_loss_fn",
     "horovod.spark.torch.util": TEXT,
     "horovod.spark.lightning": "TorchEstimator TorchModel",
     "horovod.spark.lightning.estimator": """TorchEstimator TorchModel MIN_PL_VERSION EstimatorParams _torch_param_serialize

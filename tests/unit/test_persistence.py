@@ -10,6 +10,7 @@ import struct
 import sys
 from types import ModuleType
 
+import cloudpickle
 import numpy
 import pytest
 import torch
@@ -178,3 +179,27 @@ def test_torchs_own_parts_are_read_without_trust_and_what_is_not_with_a_warning(
     assert not caplog.text
     assert type(TorchModel.read().session(SESSION).load("model").getModel()) is Own
     assert caplog.text.count("load only what you trust") == 1
+
+
+def loss_of_a_notebook(output, label):
+    return ((output - label) ** 2).mean()
+
+
+def test_what_travels_by_value_is_named_and_never_read_without_trust(metadata, monkeypatch):
+    """A class or function that a notebook has defined; and a file that only pretends to hold one."""
+    monkeypatch.setenv("HORA_STRICT", "1")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        TorchModel(model=Own(2, 1)).write().session(SESSION).saveImpl("model")
+        with pytest.raises(ValueError, match=r"model holds \w*\.?test_persistence\.Own, and"):
+            TorchModel.read().session(SESSION).load("model")
+        function = cloudpickle.dumps(loss_of_a_notebook)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    with pytest.raises(unpickling._Foreign, match=r"test_persistence\.loss_of_a_notebook"):
+        unpickling._Careful(function, lambda *found: found).load()
+    for end in (b".", b"N\x85R.", b"0cposix\nsystem\n."):
+        with pytest.raises(unpickling._Foreign, match="of its own"):
+            unpickling._Careful(
+                b"\x80\x04ccloudpickle.cloudpickle\n_make_function\n" + end, lambda *found: found
+            ).load()

@@ -3,7 +3,7 @@
 `HorovodEstimator` checks what was asked for, has the data written to the store, runs a training through a backend and wraps
 what comes back. A subclass says which function trains (`_training`) and what its result means (`_create_model`). Other
 packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`, `_fit_on_prepared_data`,
-`_read_checkpoint`, `get_model_class`, `_get_model_kwargs`.
+`_read_checkpoint`, `get_model_class`, `_get_model_kwargs`; clients' tests look for `TorchEstimator._load_checkpoint` too.
 """
 
 from __future__ import annotations

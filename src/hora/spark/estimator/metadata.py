@@ -140,14 +140,20 @@ def has_vector_column(df: DataFrame) -> bool:
     return any(isinstance(field.dataType, VectorUDT) for field in df.schema.fields)
 
 
-def to_petastorm_fn(schema_cols: Sequence[str], metadata: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Row]:
-    """A function from a row to one whose vectors are arrays."""
+def to_petastorm_fn(
+    schema_cols: Sequence[str], metadata: Mapping[str, Mapping[str, Any]] | None
+) -> Callable[[Any], Row]:
+    """Return a function from a row to one whose vectors are arrays: all of them, or those that `metadata` names."""
+    from pyspark.ml.linalg import Vector
     from pyspark.sql import Row
+
+    def cell(name: str, value: Any) -> Any:
+        is_array = isinstance(value, Vector) if metadata is None else metadata[name]["intermediate_format"] == ARRAY
+        return value.toArray().tolist() if is_array else value
 
     def convert(row: Any) -> Row:
         values = row.asDict() if hasattr(row, "asDict") else dict(row)
-        as_arrays = {name for name in schema_cols if metadata[name]["intermediate_format"] == ARRAY}
-        return Row(**{n: values[n].toArray().tolist() if n in as_arrays else values[n] for n in schema_cols})
+        return Row(**{name: cell(name, values[name]) for name in schema_cols})
 
     return convert
 

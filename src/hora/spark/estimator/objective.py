@@ -14,7 +14,7 @@ import torch
 
 from hora.workflow.objective import Scored
 
-__all__ = ["LabelColumns", "Minibatch", "split_columns"]
+__all__ = ["LabelColumns", "Minibatch", "split_columns", "weighted_loss", "weighted_loss_fn"]
 
 Loss = Callable[..., Any]
 
@@ -118,15 +118,7 @@ class LabelColumns:
     def loss(
         self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The weighted sum of the labels' losses."""
-        total = torch.zeros((), device=self._device)
-        for loss, share, output, label in zip(self._losses, self._loss_weights, outputs, labels, strict=True):
-            if weights is None:
-                total = total + share * loss(output, label)
-            else:
-                each = _row_by_row(loss, output, label)
-                total = total + share * (weights * each.reshape(len(weights), -1).mean(dim=1)).mean()
-        return total
+        return weighted_loss(outputs, labels, self._loss_weights, self._losses, weights)
 
     def _wants_float(self, number: int, output: torch.Tensor, label: torch.Tensor) -> bool:
         """Whether this label's loss cannot be computed, or not be differentiated, with an integer label. Tried once."""
@@ -139,6 +131,30 @@ class LabelColumns:
             except (RuntimeError, TypeError, ValueError, IndexError):
                 self._as_float[number] = True
         return self._as_float[number]
+
+
+def weighted_loss(
+    outputs: Sequence[torch.Tensor],
+    labels: Sequence[torch.Tensor],
+    loss_weights: Sequence[float],
+    loss_fns: Sequence[Loss],
+    sample_weights: torch.Tensor | None = None,
+) -> Any:
+    """Return the sum of the labels' losses, each times its weight; rows of larger weight count for more in their means."""
+    total: Any = 0
+    for loss, share, output, label in zip(loss_fns, loss_weights, outputs, labels, strict=True):
+        if sample_weights is None:
+            total = total + share * loss(output, label)
+        else:
+            weights = sample_weights.flatten()
+            each = _row_by_row(loss, output, label).reshape(len(weights), -1).mean(dim=1)
+            total = total + share * (weights * each).mean()
+    return total
+
+
+def weighted_loss_fn() -> Callable[..., Any]:
+    """Return `weighted_loss`: Horovod's own is made by a function."""
+    return weighted_loss
 
 
 def _row_by_row(loss: Loss, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

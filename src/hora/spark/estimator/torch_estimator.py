@@ -5,8 +5,11 @@ The way from data to a model is in `base`, the training itself in `training`.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from hora.spark.estimator.base import HorovodEstimator
 from hora.spark.estimator.dataset import Dataset
@@ -47,9 +50,17 @@ class TorchEstimator(HorovodEstimator):
             features=tuple(features),
             # What the ranks need not have, or get in another way, stays here.
             values=values | {"model": None, "optimizer": None, "store": None, "backend": None},
-            checkpoint=self._read_checkpoint(run_id),
+            checkpoint=self._load_checkpoint(run_id),
         )
         return train, spec
+
+    def _load_checkpoint(self, run_id: str) -> dict[str, Any] | None:
+        """What the run goes on from: the state of model and optimizer, and the history."""
+        found = self._read_checkpoint(run_id)
+        if found is None:
+            return None
+        state: dict[str, Any] = torch.load(io.BytesIO(found), map_location="cpu", weights_only=True)
+        return state
 
     def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
         result = run_results[0]

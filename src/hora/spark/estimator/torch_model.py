@@ -1,7 +1,7 @@
 """`TorchModel`: a trained model that a DataFrame can be sent through. Users import it from `horovod.spark.torch`.
 
-Predictions are made by a pandas UDF over the feature columns: the model is loaded once for each Python worker and task, and
-the same way works on classic Spark and through Spark Connect.
+Predictions are made by a pandas UDF over the feature columns; a subclass's own function is called with the DataFrame's rows,
+by a plain UDF. The model is loaded once for each Python worker and task. Works on classic Spark and through Spark Connect.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hora.spark.estimator.packing import pack_model, unpack_model
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import StructType
 
 __all__ = ["TorchModel"]
 
@@ -78,12 +79,14 @@ class TorchModel(HorovodModel):
         missing = [name for name in features if name not in dataset.columns]
         if missing:
             raise ValueError(f"the DataFrame has no column {', '.join(missing)}; it has {', '.join(dataset.columns)}")
-        own = type(self).get_prediction_fn is not TorchModel.get_prediction_fn
-        # A subclass's function gets whole rows, and may use any column.
-        read = list(dataset.columns) if own else features
-        predict = self._predict(read, own)
-        outputs = _evaluated(predict, dataset, read, len(labels))
-        sizes = self._sizes(predict, dataset, read, len(labels))
+        if type(self).get_prediction_fn is TorchModel.get_prediction_fn:
+            predict = _Predict(self._packed(), tuple(map(tuple, self.getOrDefault("input_shapes") or ())))
+            outputs = _evaluated(predict, dataset, features, len(labels))
+            sizes = self._sizes(lambda row: predict.load()([[row[name]] for name in features]), dataset, len(labels))
+        else:  # a subclass's function gets whole rows, and may use any column
+            by_rows = _PredictRow(self._packed(), self.get_prediction_fn())
+            outputs = _evaluated_by_rows(by_rows, dataset, len(labels))
+            sizes = self._sizes(by_rows, dataset, len(labels))
         predicted = [
             _as_label(outputs[f"o{number}"], *self._label(dataset, label), size).alias(name)
             for number, (label, name, size) in enumerate(zip(labels, names, sizes, strict=True))
@@ -91,27 +94,25 @@ class TorchModel(HorovodModel):
         kept = [f"`{name}`" for name in dataset.columns if name not in names]
         return dataset.select(*kept, *predicted)
 
-    def _predict(self, read: Sequence[str], own: bool) -> _Predict:
+    def _packed(self) -> bytes:
         model = self.getOrDefault("model")
         if model is None:
             raise ValueError("there is no model: TorchModel(model=…)")
-        return _Predict(
-            model=pack_model(copy.deepcopy(model).cpu().eval()),
-            columns=tuple(read),
-            input_shapes=tuple(map(tuple, self.getOrDefault("input_shapes") or ())),
-            predict_row=self.get_prediction_fn() if own else None,
-        )
+        return pack_model(copy.deepcopy(model).cpu().eval())
 
-    def _sizes(self, predict: _Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> list[int]:
+    def _sizes(
+        self, predict: Callable[[Any], list[np.ndarray[Any, Any]]], frame: DataFrame, num_labels: int
+    ) -> list[int]:
         """How many numbers each prediction has: as in the training, else as the first row's."""
         sizes = list((self.getOrDefault("_metadata") or {}).get("output_sizes", ()))
         if len(sizes) == num_labels:
             return sizes
-        first = frame.select(*(_plain(frame, name) for name in read)).head(1)
+        first = frame.head(1)
         if not first:
             return [1] * num_labels
-        found = predict.load()([[first[0][name]] for name in read])
-        return [output.shape[1] for output in found]
+        outputs = predict(first[0])
+        _check_outputs(outputs, num_labels)
+        return [output.size for output in outputs]
 
     def _label(self, frame: DataFrame, label: str) -> tuple[str, str]:
         """Kind and Spark's name of the type of a label: as it was in training, else as it is here, else a float."""
@@ -141,13 +142,11 @@ class _Predict:
     """Columns of rows in, one two-dimensional array of predictions for each output. `load` gives the function."""
 
     model: bytes
-    columns: tuple[str, ...]
     input_shapes: tuple[tuple[int, ...], ...]
-    predict_row: PredictRow | None
 
     def load(self) -> Callable[[Sequence[Sequence[Any]]], list[np.ndarray[Any, Any]]]:
         module = unpack_model(self.model)
-        return lambda columns: self._rows(module, columns) if self.predict_row else self._batch(module, columns)
+        return lambda columns: self._batch(module, columns)
 
     def _batch(self, module: torch.nn.Module, columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
         inputs = [
@@ -160,26 +159,45 @@ class _Predict:
         num_rows = len(columns[0])
         return [output.reshape(num_rows, -1).float().numpy() for output in _as_list(outputs)]
 
-    def _rows(self, module: torch.nn.Module, columns: Sequence[Sequence[Any]]) -> list[np.ndarray[Any, Any]]:
-        from pyspark.sql import Row
 
-        assert self.predict_row is not None
-        kind = Row(*self.columns)
-        found = []
+class _PredictRow:
+    """The user's function with the model, which is unpacked where it is first called: a row in, an array for each output."""
+
+    def __init__(self, model: bytes, function: PredictRow) -> None:
+        self._packed, self._function = model, function
+        self._model: torch.nn.Module | None = None
+
+    def __call__(self, row: Any) -> list[np.ndarray[Any, Any]]:
+        if self._model is None:
+            self._model = unpack_model(self._packed)
         with torch.no_grad():
-            for values in zip(*columns, strict=True):
-                outputs = _as_list(self.predict_row(module, kind(*values)))
-                found.append([np.asarray(output.detach().cpu().float()).reshape(1, -1) for output in outputs])
-        return [np.concatenate(rows) for rows in zip(*found, strict=True)]
+            outputs = _as_list(self._function(self._model, row))
+        return [np.asarray(output.detach().cpu().float()).reshape(-1) for output in outputs]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": None}
+
+
+def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) -> Column:
+    """The same by a function of whole rows, as the DataFrame has them: its vectors are vectors, its structs rows."""
+    import pyspark
+    from pyspark.sql import functions as sql
+
+    def values(row: Any) -> tuple[list[float], ...]:
+        outputs = predict(row)
+        _check_outputs(outputs, num_labels)
+        return tuple(output.astype(float).tolist() for output in outputs)
+
+    # pandas, through which Arrow goes, has no vectors. Spark 3.4 has no other way.
+    plain = {"useArrow": False} if tuple(map(int, pyspark.__version__.split(".")[:2])) >= (3, 5) else {}
+    function: Any = vars(sql)["udf"](values, _outputs_type(num_labels), **plain)
+    return function(sql.struct(*(frame[f"`{name}`"] for name in frame.columns)))
 
 
 def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
     """A column of structs with the predictions `o0`, `o1`, …, each an array of doubles."""
     import pandas
     from pyspark.sql import functions as sql
-    from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
-
-    fields = [StructField(f"o{number}", ArrayType(DoubleType())) for number in range(num_labels)]
 
     def batches(frames: Iterator[Any]) -> Iterator[Any]:
         function = predict.load()
@@ -189,8 +207,7 @@ def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_lab
                 yield pandas.DataFrame({f"o{number}": [] for number in range(num_labels)}, dtype=object)
                 continue
             outputs = function([_cells(one) for one in series])
-            if len(outputs) != num_labels:
-                raise ValueError(f"the model has {len(outputs)} outputs, but there are {num_labels} label columns")
+            _check_outputs(outputs, num_labels)
             yield pandas.DataFrame(
                 {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
             )
@@ -199,8 +216,19 @@ def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_lab
     # knows no other tuple than typing's.
     given: Any = pandas.Series if len(read) == 1 else typing.Tuple[pandas.Series, ...]  # noqa: UP006
     batches.__annotations__ = {"frames": Iterator[given], "return": Iterator[pandas.DataFrame]}
-    evaluate: Any = vars(sql)["pandas_udf"](batches, StructType(fields))
+    evaluate: Any = vars(sql)["pandas_udf"](batches, _outputs_type(num_labels))
     return evaluate(*(_plain(frame, name) for name in read)) if read else sql.lit(None)
+
+
+def _outputs_type(num_labels: int) -> StructType:
+    from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
+
+    return StructType([StructField(f"o{number}", ArrayType(DoubleType())) for number in range(num_labels)])
+
+
+def _check_outputs(outputs: Sequence[Any], num_labels: int) -> None:
+    if len(outputs) != num_labels:
+        raise ValueError(f"the model has {len(outputs)} outputs, but there are {num_labels} label columns")
 
 
 def _cells(column: Any) -> list[Any]:

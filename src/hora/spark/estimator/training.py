@@ -11,7 +11,6 @@ batch-norm statistics stay each rank's own; checkpoint, log and history have Hor
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,14 +34,15 @@ __all__ = ["RankSpec", "TrainingResult", "TrainingSpec", "rank_device", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """What a rank of any estimator has to know, apart from its model. `values` are the estimator's parameters."""
+    """What a rank of any estimator has to know, apart from its model. `values` are the estimator's parameters. `checkpoint`:
+    what the run goes on from: a state for `TorchEstimator`, the bytes of Lightning's file for its estimator."""
 
     store: Store
     remote: RemoteStore
     dataset: Dataset
     features: tuple[str, ...]
     values: Mapping[str, Any]
-    checkpoint: bytes | None = field(default=None, repr=False)
+    checkpoint: Any = field(default=None, repr=False)
 
     def join(self) -> None:
         """Become a rank, as the parameters want it."""
@@ -184,7 +184,7 @@ def _resume(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.O
     """The history of the run so far; model and optimizer become those of its checkpoint, if there is one."""
     if spec.checkpoint is None:
         return []
-    state = torch.load(io.BytesIO(spec.checkpoint), map_location="cpu", weights_only=True)
+    state = spec.checkpoint
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     history = list(state.get("history", ()))  # Horovod's own checkpoints have none

@@ -7,11 +7,12 @@ so before it reads such a file, and refuses it under HORA_STRICT=1. Classes that
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pyspark.sql import types as spark_types
@@ -68,7 +69,33 @@ class _Trusting(pickle.Unpickler):
         return super().find_class(*self._rename(module, name))
 
 
+# The helpers by which cloudpickle rebuilds what a notebook has defined, and where among their arguments its name is.
+_BY_VALUE: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "_make_skeleton_class": lambda kind, name, bases, members, *rest: (members.get("__module__", "__main__"), name),
+    "_make_skeleton_enum": lambda bases, name, qualname, members, module, *rest: (module, name),
+    "_make_function": lambda code, namespace, name, *rest: (
+        namespace.get("__name__", "__main__"),
+        name or code.args[11],
+    ),
+}
+
+
 class _Careful(_Trusting):
+    _naming = False  # the pickle is to be refused, and only the name of what it holds is still looked for
+
+    def load(self) -> Any:
+        try:
+            found = super().load()
+        except pickle.UnpicklingError:
+            raise
+        except Exception as error:
+            if not self._naming:
+                raise
+            raise _Foreign("a class or function of its own") from error
+        if self._naming:
+            raise _Foreign("a class or function of its own")
+        return found
+
     def find_class(self, module: str, name: str) -> Any:
         module, name = self._rename(module, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
@@ -81,7 +108,32 @@ class _Careful(_Trusting):
             value = super().find_class(module, name)
             if name in _PLAIN.get(module, ()) or _is_known(value):
                 return value
+        if "cloudpickle" in module.split(".") and name in _BY_VALUE:
+            # A class or function that travels whole. What it is called is among what the helper gets, which is no more than
+            # collected here: nothing of the file runs.
+            self._naming = True
+            return functools.partial(_name_it, _BY_VALUE[name])
+        if self._naming:
+            return _Nothing
         raise _Foreign(f"{module}.{name}")
+
+
+def _name_it(of: Callable[..., tuple[Any, Any]], *args: Any) -> NoReturn:
+    module, name = of(*args)
+    raise _Foreign(f"{module}.{name}")
+
+
+class _Nothing:
+    """Stands where the file names something that is not looked up."""
+
+    args: tuple[object, ...] = ()
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+    def __call__(self, *args: object) -> _Nothing:
+        self.args = args  # of a code object: the twelfth is its name
+        return self
 
 
 def _may_be_known(module: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hora.spark.estimator.objective import weighted_loss
 from hora.spark.lightning.package import Package, default_package
 
 __all__ = ["modern", "old_hooks", "to_lightning_module"]
@@ -108,14 +109,7 @@ class _Training:
     def _calculate_loss(
         self, outputs: Sequence[Any], labels: Sequence[Any], sample_weights: torch.Tensor | None = None
     ) -> Any:
-        total: Any = 0
-        for loss, share, output, label in zip(self._losses, self._loss_weights, outputs, labels, strict=True):
-            if sample_weights is None:
-                total = total + share * loss(output, label)
-            else:
-                each = loss(output, label, reduction="none").flatten()
-                total = total + share * (each * sample_weights.flatten()).mean()
-        return total
+        return weighted_loss(outputs, labels, self._loss_weights, self._losses, sample_weights)
 
 
 class _Validation(_Training):

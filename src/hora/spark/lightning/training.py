@@ -7,6 +7,7 @@ process where nothing was launched: a world of one.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import os
 import shutil
@@ -86,6 +87,10 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
     users = list(values["callbacks"] or ())
     callbacks = [*users, *old_hooks(package, users), keeper]  # the estimator's own list stays as it is
     keeper.users_checkpoint = _take_over(package, callbacks, spec, folder)
+    kinds = package.part("callbacks")
+    own_bar = any(
+        isinstance(callback, kinds.ProgressBar) for callback in callbacks
+    )  # it is quiet on other ranks itself
     if values["terminate_on_nan"]:
         callbacks.append(_stop_on_nan(package)())
     arguments: dict[str, Any] = {
@@ -94,11 +99,11 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
         "devices": 1 if device.type == "cpu" else [device.index or 0],
         "max_epochs": values["epochs"],
         "callbacks": callbacks,
-        "logger": _logger(spec, folder) if hvd.rank() == 0 else False,
+        "logger": _logger(spec, folder),  # on every rank, for callbacks that want one: it writes on rank 0 alone
         "log_every_n_steps": values["log_every_n_steps"],
-        "enable_progress_bar": values["verbose"] >= 2 and hvd.rank() == 0,
+        "enable_progress_bar": own_bar or (values["verbose"] >= 2 and hvd.rank() == 0),
         "enable_model_summary": values["verbose"] >= 2 and hvd.rank() == 0,
-        "enable_checkpointing": keeper.users_checkpoint is not None,
+        "enable_checkpointing": any(isinstance(callback, kinds.Checkpoint) for callback in callbacks),
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,  # the rows are each rank's own already
         "default_root_dir": folder,
@@ -133,16 +138,12 @@ def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, fold
 
 
 def _logger(spec: LightningSpec, folder: str) -> Any:
+    """The user's, else one whose files lie in the run's folder: TensorBoard's where it is installed, as Lightning does."""
     given = spec.values["logger"]
     if given is not None:
         return given
-    if not spec.remote.saving_runs:
-        return False
-    with contextlib.suppress(ImportError):  # tensorboard is optional
-        import tensorboard  # noqa: F401
-
-        return spec.package.part("loggers").TensorBoardLogger(folder, name=spec.remote.logs_subdir, version="")
-    return False
+    kind = "CSVLogger" if importlib.util.find_spec("tensorboard") is None else "TensorBoardLogger"
+    return getattr(spec.package.part("loggers"), kind)(folder, name=spec.remote.logs_subdir, version="")
 
 
 def _data_module(spec: LightningSpec) -> Any:
@@ -237,7 +238,7 @@ class _RunKeeper:
         if not self._spec.remote.saving_runs:
             return
         path = os.path.join(self._folder, self._spec.remote.checkpoint_filename)
-        trainer.save_checkpoint(path)  # on all ranks: gathering what is saved may take all of them
+        trainer.save_checkpoint(path, weights_only=False)  # on all ranks: gathering what is saved may take all of them
         if hvd.rank() == 0 and self.users_checkpoint is None:
             shutil.copyfile(path, f"{path}.ckpt")
         self.sync()
