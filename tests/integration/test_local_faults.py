@@ -189,7 +189,7 @@ def test_the_first_failing_rank_is_named_not_those_that_lost_it(failing: int):
         for step in range(3):
             if world.rank == failing and step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            client.allgather("step", b"", rank=world.rank, size=world.size, timeout_s=60)
+            client.gather("step", b"", rank=world.rank, size=world.size, timeout_s=60)
 
     with pytest.raises(JobFailedError) as caught:
         horovod.run(work, num_proc=3)

@@ -27,7 +27,7 @@ def meet(tag: str) -> tuple[int, list[bytes]]:
     world = World.from_env()
     client = ControlClient.connect(world.meeting, name=f"rank {world.rank}", timeout_s=30)
     said = f"{tag}{world.rank}".encode()
-    values = client.allgather("test", said, rank=world.rank, size=world.size, timeout_s=30)
+    values = list(client.gather("test", said, rank=world.rank, size=world.size, timeout_s=30).members.values())
     client.close()
     return world.rank, values
 

@@ -66,7 +66,7 @@ def attack() -> list[str]:
             launcher, Credentials(key, world.meeting.job), timeout_s=LIMIT_S
         ),
         "register as worker 0": say_hello_for_worker_0,
-        "meet as rank 0": lambda: own.allgather("k", b"", rank=0, size=3, timeout_s=LIMIT_S),
+        "meet as rank 0": lambda: own.gather("k", b"", rank=0, size=3, timeout_s=LIMIT_S),
         "get rank 0's keys": lambda: own.rank_keys(replace(world, rank=0), "0.0", [2], timeout_s=LIMIT_S),
         "get a later generation's keys": lambda: own.rank_keys(replace(world, generation=1), "1.0", [], timeout_s=60.0),
         "replace the function": lambda: own.set("hora/function", b""),

@@ -70,10 +70,10 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
     assert listening(port) == {"127.0.0.1"}
     with ThreadPoolExecutor(2) as pool:
         said = [
-            pool.submit(one.allgather, "key", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
+            pool.submit(one.gather, "key", "", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
             for rank, one in enumerate(both)
         ]
-        assert [found.result() for found in said] == [[b"0", b"1"]] * 2
+        assert [found.result().members for found in said] == [{0: b"0", 1: b"1"}] * 2
     first, second = keys_of(both, "0.0")
     assert first.shared == second.shared != keys_of(both, "0.1")[0].shared
     assert second.towards(0) == first.of(1)
@@ -101,7 +101,7 @@ def test_without_a_secret_rank_0_warns_once_and_listens_at_the_meeting_address_o
     place = meeting.open_meeting(open_one, limit_s=LIMIT_S)
     assert listening(port) == {"127.0.0.1"}
     assert meeting.open_meeting(open_one, limit_s=LIMIT_S) is place
-    assert place.keys(open_one, "0.0", limit_s=LIMIT_S) is None
+    assert place.keys(open_one, "0.0", limit_s=LIMIT_S).shared
     assert caplog.text.count("Set HORA_SECRET_FILE") == 1
     monkeypatch.setattr(meeting, "_open", {})
     meeting.open_meeting(replace(open_one, rank=1, local_rank=1), limit_s=LIMIT_S)
@@ -134,10 +134,10 @@ def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, m
             open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
             ranks = [meeting._StoreMeeting(meeting._beside_torch(replace(open_one, rank=r)), LIMIT_S) for r in (0, 1)]
             told = [
-                pool.submit(one.allgather, "key", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
+                pool.submit(one.gather, "key", "", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
                 for rank, one in enumerate(ranks)
             ]
-            assert [one.result() for one in told] == [[b"0", b"1"]] * 2
+            assert [one.result().members for one in told] == [{0: b"0", 1: b"1"}] * 2
             with_secret = meeting._beside_torch(world)
             first, second = keys_of(meet(with_secret, with_secret), "0.0")
             assert first.shared == second.shared

@@ -1,26 +1,48 @@
 """The hub: how the ranks of one world hear of one another, apart from tensors.
 
-Every rank keeps one authenticated connection to rank 0: over a local socket inside rank 0's host, over TCP from other
-hosts. It carries who leaves and why, who was lost (the connection ended without a goodbye), and, for process sets that
-span hosts, announcements. Ranks of one host also fetch shared-memory descriptors from one another here; that a
-descriptor arrives is the proof that two ranks share a host. Ranks of several hosts open the streams here that carry
-tensors between them: past the same handshake, and then out of the hub's hands.
+Every rank keeps an authenticated connection, a link, to its parent in the world's tree (`hora.engine.tree`): over a
+local socket to the first rank of its host, over TCP between the first ranks of hosts. Members of a process set have
+links along the tree of their set besides, where these are others. Links carry
 
-Each process has one `Server` for all of it, whose thread sleeps unless something happens. The runtime gives callbacks.
+    up, round     what members announce and what was agreed (`hora.engine.agree.tree`): handed on to the agreement of
+    the set gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
+    news          what concerns everybody: a rank shuts down (leaving), was lost, or the world is broken (fault) ack
+    the receiver has this news and passes it on bye, gone     the sender has said goodbye; so has everybody below it, or
+    from the root: so has everybody
+
+News spreads along all links: who has not had it yet notes it and passes it on to its other neighbours. So a dead rank,
+which all its neighbours miss, is known on every side of it. One that is stopped passes nothing on and acknowledges
+nothing: after _ACK_LIMIT_S the neighbour that sees this tells that rank's other neighbours itself, over connections of
+their own (`around` names the stopped ones). Invariants: each rank notes each (kind, rank) of news once; what a rank is
+told of another is believed only from that one's side of the tree.
+
+Goodbyes are counted on the way up, so there are as many messages as ranks. That what was agreed before a goodbye is
+still executed by all does not rest on the order in which messages come: with it a rank tells how many rounds of each of
+its sets it has seen, and who has seen fewer waits for those first (`Runtime`).
+
+Ranks of one host also fetch shared-memory descriptors from one another here; that a descriptor arrives is the proof
+that two ranks share a host. Ranks of several hosts open the streams here that carry tensors between them: past the same
+handshake, and then out of the hub's hands. Each process has one `Server` for all of it, whose thread sleeps unless
+something happens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from hora.engine.request import Key
 from hora.engine.shm.segment import Segment
+from hora.engine.tree import Tree
 from hora.errors import HorovodInternalError
 from hora.net.connection import Connection, Stream, connect
 from hora.net.keys import RankKeys
@@ -28,45 +50,68 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Header
 
-__all__ = ["Hub", "HubEvents"]
+__all__ = ["Hub", "HubEvents", "Rounds", "cut_parts", "join_parts"]
 
 log = logging.getLogger("hora")
 
 _TICK_S = 1.0  # how often to look for stalls
 _SILENCE_LIMIT_S = 8
 _FETCH_SLICE_S = 0.5
-_PART = struct.Struct(">II")  # a rank, and the length of what it announces
+_ACK_LIMIT_S = 1.0  # a rank that has not acknowledged news within it is taken for stopped
+_AROUND_LIMIT_S = 5.0
+_PART = struct.Struct(">II")  # a rank, and the length of what it says
+
+Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
 
 
+@dataclass(frozen=True, kw_only=True)
 class HubEvents:
-    """What the hub tells the runtime. All are called on the hub's thread and must not block."""
+    """What the hub tells the runtime. All are called on the hub's thread and must not block.
 
-    def __init__(
-        self,
-        *,
-        lost: Callable[[int], None],
-        leaving: Callable[[int, str], None],
-        fault: Callable[[int, str], None],
-        announced: Callable[[int, list[tuple[int, bytes]]], None],
-        tick: Callable[[], None],
-    ) -> None:
-        self.lost = lost
-        self.leaving = leaving
-        self.fault = fault
-        self.announced = announced
-        self.tick = tick
+    `agreeing(serial, rank, header, payload)`: a neighbour in the tree of a process set says `up` or `round`.
+    `in_flight(serial)` answers with the keys of what this rank waits for in a set.
+    """
+
+    lost: Callable[[int], None]
+    leaving: Callable[[int, str, Rounds], None]
+    fault: Callable[[str], None]
+    agreeing: Callable[[int, int, Header, bytes], None]
+    in_flight: Callable[[int], list[Key]]
+    tick: Callable[[], None]
+
+
+class _Gathering:
+    """Values on their way to the root."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, bytes]] = []
+        self.num_heard = 0  # this rank itself, and children
+        self.result: list[bytes] | None = None
 
 
 class Hub:
-    """This rank's part of the hub: rank 0 is in the middle, the others hold a connection to it."""
+    """This rank's part of the hub."""
 
     def __init__(self, rank: int, size: int, events: HubEvents) -> None:
         self.rank = rank
         self.size = size
         self.name = f"hora-{secrets.token_hex(16)}"
-        self.goodbyes: set[int] = set()
+        self.goodbyes: set[int] = set()  # ranks known to have shut down or to be lost
         self._events = events
-        self._links: dict[int, Peer] = {}  # rank 0's: to every other rank; theirs: to rank 0
+        self._tree: Tree | None = None
+        self._where: Callable[[int], Where] | None = None
+        self._parent: int | None = None
+        self._num_children = -1  # in the world's tree; not known yet
+        self._links: dict[int, Peer] = {}
+        self._opened: set[int] = set()  # those of the links that were opened from here
+        self._unsent: dict[int, list[tuple[Header, bytes]]] = {}  # to ranks that are about to open their link
+        self._gatherings: dict[str, _Gathering] = {}
+        self._noted: set[tuple[str, int]] = set()  # news
+        self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and who has to acknowledge it
+        self._ending = False  # a rank has begun to shut down
+        self._said_bye = False
+        self._gone: set[int] = set()  # children below which all have said goodbye
+        self._all_gone = False
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
         self._waiting_for_segment: list[tuple[str, Peer]] = []
         self._streams: dict[tuple[str, int], Stream] = {}  # opened to us, by key and rank, until taken
@@ -74,11 +119,10 @@ class Hub:
         self._closed = False
         self._changed = threading.Condition()
         self._hopeless = ""
-        self._announcements: dict[int, list[tuple[int, bytes]]] = {}  # rank 0's, per set, until the next round
         self._server = Server(self, name="hora-hub", silence_limit_s=_SILENCE_LIMIT_S, failed=self._on_failure)
         self._server.listen(self.name)
 
-    # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join.
+    # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
 
     def start(self, keys: RankKeys) -> None:
         """Begin to answer. `keys` are this rank's, in this world: who connects has proven which rank it is."""
@@ -116,19 +160,51 @@ class Hub:
         raise TimeoutError(f"waited {limit_s:g} s for shared memory {key!r} from a rank of this host")
 
     def listen_tcp(self, address: str) -> int:
-        """Rank 0 listens at `address` for ranks of other hosts; returns the port."""
+        """Listen at `address` for ranks of other hosts; returns the port."""
         return self._server.listen((address, 0))
 
-    def join(self, where: Where, *, limit_s: float) -> None:
-        """Connect to rank 0, at a local socket name or at a TCP address."""
-        connection = self._connect(0, where, limit_s)
-        connection.send({"want": "hub"})
-        link = self._links[0] = self._server.peer_at(connection)
-        link.number, link.name = 0, "rank 0"
+    def join(self, parent: tuple[int, Where] | None, num_children: int, *, limit_s: float) -> None:
+        """Take the place in the world's tree: below this rank, and above so many."""
+        if parent is not None:
+            self._parent = parent[0]
+            self.link(*parent, limit_s=limit_s)
+        self._server.call(lambda: self._expect(num_children))
+
+    def gather(self, what: str, value: bytes, *, limit_s: float) -> list[bytes]:
+        """Every rank's value, in rank order (collective)."""
+        self._server.call(lambda: self._collect(what, [(self.rank, value)]))
+        with self._changed:
+            gathering = self._gatherings.setdefault(what, _Gathering())
+            self._changed.wait_for(lambda: self._hopeless or gathering.result is not None, limit_s)
+            heard = {rank for rank, _ in gathering.parts}
+        if gathering.result is not None:
+            return gathering.result
+        if self._hopeless:
+            raise HorovodInternalError(self._hopeless)
+        missing = sorted(set(range(self.size)) - heard) if self._parent is None else [self._parent]
+        raise HorovodInternalError(f"waited {limit_s:g} s for rank(s) {missing} to tell their {what}")
+
+    def know(self, tree: Tree, where: Callable[[int], Where]) -> None:
+        """The tree of all ranks, and where each rank's hub listens: for news that has to go around a stopped rank."""
+        self._tree, self._where = tree, where
+
+    def link(self, rank: int, where: Where, *, limit_s: float) -> None:
+        """Have a link to this rank."""
+        if rank in self._links:
+            return
+        connection = self._connect(rank, where, limit_s)
+        connection.send({"want": "link"})
+        link = self._server.peer_at(connection)
+        link.number, link.speaker, link.name = rank, rank, f"rank {rank}"
+        with self._changed:
+            self._opened.add(rank)
+            self._links.setdefault(rank, link)
+            self._send_unsent(rank)
         self._server.serve(link)
 
     def open_stream(self, rank: int, where: Where, key: str, *, limit_s: float) -> Stream:
-        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the hub knows nothing.
+        """A connection to this rank, listening at `where`, for bytes in this direction only, of which the hub knows
+        nothing.
 
         The other rank finds it by `take_stream`, under the same key.
         """
@@ -156,44 +232,57 @@ class Hub:
     def _connect(self, rank: int, where: Where, limit_s: float) -> Connection:
         return connect(where, self._keys.towards(rank), timeout_s=limit_s, silence_limit_s=_SILENCE_LIMIT_S)
 
-    def wait_for_all(self, *, limit_s: float) -> None:
-        """Rank 0 waits until every rank has connected."""
-        with self._changed:
-            complete = self._changed.wait_for(lambda: self._hopeless or self._complete, limit_s)
-        if self._hopeless:
-            raise HorovodInternalError(self._hopeless)
-        if not complete:
-            missing = sorted(set(range(1, self.size)) - set(self._links))
-            raise HorovodInternalError(f"waited {limit_s:g} s for rank(s) {missing} to connect to rank 0")
-
     def stop_waiting(self, why: str) -> None:
-        """Some rank will never connect."""
+        """Some rank will never come."""
         with self._changed:
-            self._hopeless = why
+            self._hopeless = self._hopeless or why
             self._changed.notify_all()
 
     # Messages.
 
-    def leave(self, why: str) -> None:
-        """Say goodbye: this rank shuts down."""
+    def send(self, rank: int, header: Header, payload: bytes = b"") -> None:
+        """Send over the link to this rank, or when it has opened one."""
+        link = self._links.get(rank)
+        if link is None:
+            with self._changed:
+                link = self._links.get(rank)
+                if link is None:
+                    self._unsent.setdefault(rank, []).append((header, payload))
+                    return
+        link.send(header, payload)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run it on the hub's thread, after the messages that have come already."""
+        self._server.call(function)
+
+    def leave(self, why: str, rounds: Rounds) -> None:
+        """Say goodbye: this rank shuts down, having seen so many rounds of its sets. The first one to do so ends the world."""
         self._goodbye(self.rank)
-        self._broadcast({"t": "leaving", "rank": self.rank, "why": why})
+        self._noted.add(("leaving", self.rank))
+        if not self._ending:
+            self._ending = True
+            self._spread({"t": "news", "kind": "leaving", "rank": self.rank, "text": why}, _packed(rounds))
+        for link in list(self._links.values()):
+            link.send({"t": "bye"})
+        self._said_bye = True
+        self._server.call(self._pass_goodbyes_on)
 
     def report_fault(self, rank: int, text: str) -> None:
         """Tell every rank that the world is broken, and through which rank."""
-        self._broadcast({"t": "fault", "rank": rank, "text": text})
-
-    def announce(self, process_set: int, data: bytes) -> None:
-        """Send announcements of a set that spans hosts to every rank, in one order for all."""
-        if self.rank == 0:
-            self._relay(process_set, 0, data)
-        else:
-            self._links[0].send({"t": "announce", "set": process_set}, data)
+        self._noted.add(("fault", rank))
+        self._spread({"t": "news", "kind": "fault", "rank": rank, "text": text}, b"")
 
     def wait_for_goodbyes(self, limit_s: float) -> None:
         """Give the others a moment to finish what was agreed. Returns early when all have said goodbye."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self.goodbyes) >= self.size, limit_s)
+            self._changed.wait_for(lambda: self._all_gone, limit_s)
+
+    def ask_in_flight(self, rank: int, serial: int, *, limit_s: float) -> set[Key]:
+        """The keys of what this rank waits for in a set, by a connection of its own. OSError, EOFError: it does not answer."""
+        assert self._where is not None
+        with self._connect(rank, self._where(rank), limit_s) as connection:
+            connection.send({"want": "in flight", "set": serial})
+            return {(operation, name) for operation, name in json.loads(connection.receive(limit_s=limit_s)[1])}
 
     def close(self) -> None:
         """Stop the thread and close every socket and descriptor."""
@@ -219,15 +308,15 @@ class Hub:
 
     def closed(self, peer: Peer) -> None:
         rank = peer.number
-        if self._links.get(rank) is not peer or rank in self.goodbyes:
+        if rank < 0 or rank in self.goodbyes:
             return
         self._goodbye(rank)
-        self._broadcast({"t": "lost", "rank": rank})
+        self._noted.add(("lost", rank))
+        self._spread({"t": "news", "kind": "lost", "rank": rank, "text": ""}, b"")
         self._events.lost(rank)
 
     def _on_failure(self, error: Exception) -> None:
-        text = f"the hub of rank {self.rank} failed: {error!r}; Horovod has been shut down"
-        self._events.fault(self.rank, text)
+        self._events.fault(f"the hub of rank {self.rank} failed: {error!r}; Horovod has been shut down")
 
     def _plan_tick(self) -> None:
         self._server.call_at(time.monotonic() + _TICK_S, self._tick)
@@ -237,54 +326,198 @@ class Hub:
         self._events.tick()
 
     def _on_message(self, peer: Peer, header: Header, payload: bytes) -> None:
-        kind = header.get("t")
-        if peer.number < 0:
-            self._introduce(peer, header)
-        elif kind == "announce" and self.rank == 0:
-            self._relay(int(header["set"]), peer.number, payload)
-        elif kind == "round" and self.rank != 0:
-            self._events.announced(int(header["set"]), _cut(payload, int(header["parts"])))
-        else:
-            self._on_news(peer, header)
-
-    def _on_news(self, peer: Peer, header: Header) -> None:
-        """How a rank fares. Rank 0 passes it on: a rank takes leave for itself only, and who is lost rank 0 sees itself."""
-        kind, rank = header.get("t"), int(header.get("rank", -1))
-        if self.rank == 0:
-            if kind != "fault" and (kind != "leaving" or rank != peer.number):
-                log.warning("%s may not say %r of rank %d", peer.name, kind, rank)
-                return
-            self._broadcast(header, skip=peer.number)
-        if kind == "leaving":
+        kind, rank = header.get("t"), peer.number
+        if rank < 0:
+            self._introduce(peer, header, payload)
+        elif kind in ("up", "round"):
+            self._events.agreeing(int(header["set"]), rank, header, payload)
+        elif kind == "news":
+            self._on_news(peer, header, payload)
+        elif kind == "ack":
+            self._unacknowledged.discard((str(header["kind"]), int(header["rank"]), rank))
+        elif kind == "gather":
+            self._collect(str(header["what"]), cut_parts(payload, int(header["parts"])))
+        elif kind == "gathered" and rank == self._parent:
+            self._gathered(str(header["what"]), payload)
+        elif kind == "bye":
             self._goodbye(rank)
-            self._events.leaving(rank, str(header["why"]))
-        elif kind == "lost":
-            self._goodbye(rank)
-            self._events.lost(rank)
-        elif kind == "fault":
-            self._events.fault(rank, str(header["text"]))
+        elif kind == "gone":
+            if rank == self._parent:
+                self._end_goodbyes()
+            else:
+                self._gone.add(rank)
+                self._pass_goodbyes_on()
 
-    def _introduce(self, peer: Peer, header: Header) -> None:
-        if header.get("want") == "segment":
-            self._waiting_for_segment.append((str(header["key"]), peer))
-            self._serve_segments()
-            return
-        if header.get("want") == "stream":
-            self._keep_stream(peer, (str(header["key"]), peer.speaker))
-            return
+    # Links.
+
+    def _introduce(self, peer: Peer, header: Header, payload: bytes) -> None:
+        match header.get("want"):
+            case "segment":
+                self._waiting_for_segment.append((str(header["key"]), peer))
+                self._serve_segments()
+            case "stream":
+                self._keep_stream(peer, (str(header["key"]), peer.speaker))
+            case "news":
+                self._on_news(peer, header, payload)
+            case "in flight":
+                peer.send({}, json.dumps(self._events.in_flight(int(header["set"]))).encode())
+            case _:
+                self._accept_link(peer)
+
+    def _accept_link(self, peer: Peer) -> None:
         rank = peer.speaker
-        if self.rank != 0 or not 0 < rank < self.size or rank in self._links:
-            log.warning(
-                "closed a connection from %s, which wanted to be rank %d: that place is taken", peer.where, rank
-            )
-            peer.close()
-            return
         with self._changed:
-            peer.number = rank
-            peer.name = f"rank {peer.number}"
-            self._links[peer.number] = peer
+            # Two ranks may open a link to one another at the same time: each sends over the one that it has.
+            taken = rank in self._links and rank not in self._opened
+            if not 0 <= rank < self.size or rank == self.rank or taken:
+                log.warning("closed a link from %s, which wanted to be rank %d: that place is taken", peer.where, rank)
+                peer.close()
+                return
+            peer.number, peer.name = rank, f"rank {rank}"
+            self._opened.discard(rank)
+            self._links.setdefault(rank, peer)
+            self._send_unsent(rank)
+
+    def _send_unsent(self, rank: int) -> None:
+        for header, payload in self._unsent.pop(rank, []):
+            self._links[rank].send(header, payload)
+
+    # Gathering.
+
+    def _expect(self, num_children: int) -> None:
+        self._num_children = num_children
+        for what in list(self._gatherings):
+            self._pass_on(what)
+
+    def _collect(self, what: str, parts: Sequence[tuple[int, bytes]]) -> None:
+        """This rank, or a child, has contributed."""
+        with self._changed:
+            gathering = self._gatherings.setdefault(what, _Gathering())
+            gathering.parts.extend(parts)
+            gathering.num_heard += 1
+        self._pass_on(what)
+
+    def _pass_on(self, what: str) -> None:
+        gathering = self._gatherings[what]
+        if gathering.num_heard != self._num_children + 1:
+            return
+        payload = join_parts(gathering.parts)
+        if self._parent is not None:
+            self.send(self._parent, {"t": "gather", "what": what, "parts": len(gathering.parts)}, payload)
+        else:
+            values = dict(gathering.parts)
+            ordered = [(rank, values[rank]) for rank in range(self.size)]
+            self._gathered(what, zlib.compress(join_parts(ordered), 1))
+
+    def _gathered(self, what: str, payload: bytes) -> None:
+        self._down({"t": "gathered", "what": what}, payload)
+        values = [value for _, value in cut_parts(zlib.decompress(payload), self.size)]
+        with self._changed:
+            self._gatherings.setdefault(what, _Gathering()).result = values
             self._changed.notify_all()
-        self._server.call(self._send_rounds)
+
+    def _down(self, header: Header, payload: bytes = b"") -> None:
+        """To the children in the world's tree. Links of sets are made after all have gathered for the first time."""
+        children = self._links.keys() - {self._parent} if self._tree is None else self._tree.children(self.rank)
+        for child in list(children):
+            self.send(child, header, payload)
+
+    # News.
+
+    def _spread(self, header: Header, payload: bytes, *, skip: int = -1) -> None:
+        """Tell the neighbours, but not the one who told us."""
+        around = header.get("around", [])
+        for rank, link in list(self._links.items()):
+            if rank != skip and rank not in around and rank not in self.goodbyes:
+                link.send(header, payload)
+                if self._tree is not None and len(self._tree.neighbours(rank)) > 1:
+                    self._expect_ack(rank, header, payload)
+
+    def _expect_ack(self, rank: int, header: Header, payload: bytes) -> None:
+        waiting = str(header["kind"]), int(header["rank"]), rank
+        self._unacknowledged.add(waiting)
+
+        def check() -> None:
+            if waiting in self._unacknowledged and rank not in self.goodbyes:
+                self._unacknowledged.discard(waiting)
+                self._go_around(rank, header, payload)
+
+        def plan() -> None:
+            self._server.call_at(time.monotonic() + _ACK_LIMIT_S, check)
+
+        self._server.call(plan)
+
+    def _go_around(self, stopped: int, header: Header, payload: bytes) -> None:
+        """Tell the others with whom a stopped rank speaks."""
+        assert self._tree is not None
+        others = [rank for rank in self._tree.neighbours(stopped) if rank not in (self.rank, *self.goodbyes)]
+        around = {**header, "around": [*header.get("around", []), stopped], "want": "news"}
+        log.info("rank %d takes no news: telling the ranks %s beyond it", stopped, others)
+
+        def tell() -> None:
+            assert self._where is not None
+            for rank in others:
+                with (
+                    contextlib.suppress(OSError, EOFError),
+                    self._connect(rank, self._where(rank), _AROUND_LIMIT_S) as line,
+                ):
+                    line.send(around, payload)
+                    line.receive(limit_s=_AROUND_LIMIT_S)
+
+        threading.Thread(target=tell, name="hora-hub-around", daemon=True).start()
+
+    def _on_news(self, peer: Peer, header: Header, payload: bytes) -> None:
+        kind, rank = str(header["kind"]), int(header["rank"])
+        if not self._believes(peer, kind, rank, header.get("around", [])):
+            log.warning("%s may not say %r of rank %d", peer.name, kind, rank)
+            return
+        peer.send({"t": "ack", "kind": kind, "rank": rank})
+        if (kind, rank) in self._noted or rank == self.rank:
+            return
+        self._noted.add((kind, rank))
+        self._spread({key: value for key, value in header.items() if key != "want"}, payload, skip=peer.speaker)
+        if kind == "fault":
+            self._events.fault(str(header["text"]))
+            return
+        self._goodbye(rank)
+        if kind == "leaving":
+            self._ending = True
+            self._events.leaving(rank, str(header["text"]), _unpacked(payload))
+        else:
+            self._events.lost(rank)
+
+    def _believes(self, peer: Peer, kind: str, rank: int, around: Sequence[int]) -> bool:
+        """Whether it may say this: a rank speaks for those behind it, and who goes around a stopped one for those
+        behind that. That something is wrong, everybody may say."""
+        if kind == "fault" or peer.speaker == rank:
+            return True
+        if kind not in ("leaving", "lost") or self._tree is None:
+            return kind == "lost" and self._tree is None
+        neighbours = self._tree.neighbours(self.rank)
+        via = [one for one in (peer.speaker, *around) if one in neighbours]
+        return any(rank in self._tree.behind(self.rank, one) for one in via)
+
+    # Goodbyes.
+
+    def _goodbye(self, rank: int) -> None:
+        with self._changed:
+            self.goodbyes.add(rank)
+
+    def _pass_goodbyes_on(self) -> None:
+        if not self._said_bye or self._all_gone or len(self._gone) < self._num_children:
+            return
+        if self._parent is not None:
+            self.send(self._parent, {"t": "gone"})
+        else:
+            self._end_goodbyes()
+
+    def _end_goodbyes(self) -> None:
+        self._down({"t": "gone"})
+        with self._changed:
+            self._all_gone = True
+            self._changed.notify_all()
+
+    # Memory and streams.
 
     def _keep_stream(self, peer: Peer, name: tuple[str, int]) -> None:
         peer.send({"t": "stream"})
@@ -318,50 +551,25 @@ class Hub:
                     self._segments[key] = (descriptor, num_readers - 1)
             peer.close()
 
-    def _relay(self, process_set: int, rank: int, data: bytes) -> None:
-        with self._changed:
-            planned = bool(self._announcements)
-            self._announcements.setdefault(process_set, []).append((rank, data))
-        if not planned:
-            self._server.call(self._send_rounds)
 
-    @property
-    def _complete(self) -> bool:
-        """Whether every rank has connected to rank 0."""
-        return len(self._links) == self.size - 1
-
-    def _send_rounds(self) -> None:
-        # What came in together goes out as one round, so that it can be fused. Only rank 0's server thread sends rounds:
-        # all members see them in one order. Not before all have connected: the last one must not miss a round.
-        if not self._complete:
-            return
-        with self._changed:
-            rounds, self._announcements = self._announcements, {}
-        for process_set, parts in rounds.items():
-            header = {"t": "round", "set": process_set, "parts": len(parts)}
-            self._broadcast(header, _joined(parts))
-            self._events.announced(process_set, parts)
-
-    def _broadcast(self, header: Header, payload: bytes = b"", *, skip: int | None = None) -> None:
-        for rank, link in list(self._links.items()):
-            if rank != skip:
-                link.send(header, payload)
-
-    def _goodbye(self, rank: int) -> None:
-        with self._changed:
-            self.goodbyes.add(rank)
-            self._changed.notify_all()
-
-
-def _joined(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """What ranks have announced, behind who they are: a header has no room for thousands of them."""
+def join_parts(parts: Sequence[tuple[int, bytes]]) -> bytes:
+    """What ranks say, behind who they are: a header has no room for thousands of them."""
     return b"".join([*(_PART.pack(rank, len(data)) for rank, data in parts), *(data for _, data in parts)])
 
 
-def _cut(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
+def cut_parts(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
+    """What `join_parts` was given."""
     at = num_parts * _PART.size
     pieces = []
     for rank, length in _PART.iter_unpack(payload[:at]):
         pieces.append((rank, payload[at : at + length]))
         at += length
     return pieces
+
+
+def _packed(rounds: Rounds) -> bytes:
+    return json.dumps(dict(rounds)).encode()
+
+
+def _unpacked(payload: bytes) -> dict[int, int]:
+    return {int(serial): int(number) for serial, number in json.loads(payload).items()}

@@ -1,14 +1,18 @@
 """The meeting: where the ranks of a world exchange the first words, before they are connected to one another.
 
 It takes place at the `MeetingPoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous; under
-torchrun and other launchers a table of rank 0's, authenticated too, if the user gave the ranks a secret, and else a torch
-TCPStore, where anybody may speak. `open_meeting` connects once per process; a runtime that is initialised again uses the
-same connection. Nothing that comes through it is unpickled. Called by `peers` and `process`.
+torchrun and other launchers a table of rank 0's, authenticated too, if the user gave the ranks a secret, and else a
+torch TCPStore, where anybody may speak. It is for what ranks need to find one another: the names of those of their
+host, the address of the one to which they speak. What all ranks are to know of all goes through the hub (`Hub.gather`),
+so that the bytes which the meeting place sends grow with the number of ranks and not with its square. `open_meeting`
+connects once per process; a runtime that is initialised again uses the same connection. Nothing that comes through it
+is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import threading
 import time
@@ -22,10 +26,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hora.config import accept_risk
 from hora.engine.store import ControlStore
+from hora.engine.tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net import sockets
 from hora.net.address import listening_address
-from hora.net.client import ControlClient
+from hora.net.client import ControlClient, Group
 from hora.net.keys import RankKeys, world_secret
 from hora.net.secret_file import HeldSecret, read_secret_file
 from hora.net.table import Table
@@ -40,11 +45,12 @@ _PAUSE_S = 0.1
 class Meeting(Protocol):
     """What the ranks of a world can do while they meet."""
 
-    def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
-        """Every rank's value, in rank order. HorovodInternalError names the ranks that did not come."""
+    def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
+        """The values of the ranks of this group, when all ranks have come; groups stand in a tree (`hora.engine.tree`).
+        HorovodInternalError names the ranks that did not come."""
 
-    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys | None:
-        """This rank's keys in its world, of which `epoch` names this initialisation; None where nothing gives them any."""
+    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
+        """This rank's keys in its world, of which `epoch` names this initialisation."""
 
     def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
         """A torch store for gloo and NCCL whose keys cannot clash with other prefixes."""
@@ -57,7 +63,7 @@ class _TableMeeting:
         self.client = client
         self._secret = secret
 
-    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys | None:
+    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
         secret = self._secret
         if secret is not None:
             return RankKeys.derived(world_secret(secret, epoch), world.rank)
@@ -67,9 +73,9 @@ class _TableMeeting:
 
         return RankKeys(world.rank, get, at_once=[0] if world.rank else [])
 
-    def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
+    def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
         try:
-            return self.client.allgather(key, value, rank=rank, size=size, timeout_s=limit_s)
+            return self.client.gather(key, value, rank=rank, size=size, timeout_s=limit_s, group=group, fanout=FANOUT)
         except TimeoutError as error:
             raise HorovodInternalError(f"{error} (limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})") from error
 
@@ -85,18 +91,33 @@ class _StoreMeeting:
         listener = _listener(world) if point.host_store and world.rank == 0 else None
         self._store = _own_keys(point, _tcp_store(point, limit_s, listener))
 
-    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys | None:
-        return None
+    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
+        """Derived from a secret of rank 0's, which whoever reaches the store can read."""
+        key = f"{epoch}/secret"
+        if world.rank == 0:
+            self._store.set(key, secrets.token_hex(32))
+        self._wait([key], [0], limit_s)
+        return RankKeys.derived(bytes.fromhex(bytes(self._store.get(key)).decode()), world.rank)
 
-    def allgather(self, key: str, value: bytes, *, rank: int, size: int, limit_s: float) -> list[bytes]:
+    def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
         keys = [f"{key}/{peer}" for peer in range(size)]
-        self._store.set(keys[rank], value)  # type: ignore[arg-type] # torch takes bytes too
+        self._store.set(keys[rank], json.dumps([group, value.hex()]))
+        self._wait(keys, range(size), limit_s)
+        groups: dict[str, dict[int, bytes]] = {}
+        for peer, item in enumerate(keys):
+            name, text = json.loads(bytes(self._store.get(item)))
+            groups.setdefault(name, {})[peer] = bytes.fromhex(text)
+        index = list(groups).index(group)
+        above = list(groups.values())[(index - 1) // FANOUT] if index else {}
+        return Group(groups[group], index, len(groups), next(iter(above.items()), None))
+
+    def _wait(self, keys: Sequence[str], ranks: Sequence[int], limit_s: float) -> None:
+        """Until these ranks have set these keys."""
         deadline = time.monotonic() + limit_s
         try:
-            self._store.wait(keys, timedelta(seconds=max(limit_s, 0.001)))
-            return [bytes(self._store.get(item)) for item in keys]
+            self._store.wait(list(keys), timedelta(seconds=max(limit_s, 0.001)))
         except (RuntimeError, dist.DistError) as error:
-            missing = [peer for peer in range(size) if not self._store.check([keys[peer]])]
+            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
             waited = limit_s - max(deadline - time.monotonic(), 0.0)
             raise HorovodInternalError(
                 f"waited {waited:.0f} s for rank(s) {missing} to come to hvd.init() "
@@ -138,8 +159,8 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
 
 
 def _beside_torch(world: World) -> World:
-    """The same world; where torch's process group was made before from the same variables, as Ray Train does, its store is at
-    the meeting point already, and rank 0 opens none."""
+    """The same world; where torch's process group was made before from the same variables, as Ray Train does, its store
+    is at the meeting point already, and rank 0 opens none."""
     if not world.meeting.host_store or not dist.is_initialized():
         return world
     store = dist.distributed_c10d._get_default_store()

@@ -1,8 +1,13 @@
 """The peers: the other ranks of this world, how they were met, and what can be shared with whom.
 
-Set up once per runtime, in three steps that all ranks take together: introduce themselves at the meeting, prove by attaching
-to one another's memory who shares a host, connect to rank 0's hub. Afterwards it hands out shared memory and what transports
-need. Nothing here knows of requests.
+Set up once per runtime, in steps that all ranks take together:
+
+    near          at the meeting a rank hears of those that may share its host
+    hosts         each has proven that it does, by attaching to the memory of the first of them, or is a host of its own
+    place         where there are several hosts, the first rank of each hears where its parent in the tree listens
+    introduction  connected along the tree, all ranks tell all who and where they are
+
+Afterwards it hands out shared memory and what transports need. Nothing here knows of requests.
 """
 
 from __future__ import annotations
@@ -11,7 +16,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -24,11 +28,14 @@ from hora.engine.shm.records import usable
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams
+from hora.engine.tree import FANOUT, Tree
 from hora.engine.validation import check_ranks_at_init
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
+from hora.net.client import Group
 from hora.net.connection import Stream
 from hora.net.keys import RankKeys
+from hora.net.sockets import Where
 from hora.world import World
 
 __all__ = ["Peers"]
@@ -58,15 +65,15 @@ class _Introduction:
     """What a rank tells the others when they meet."""
 
     rank: int
-    hub_name: str
-    fingerprint: str
+    speaker: int  # the first rank of its host
+    place: tuple[str, int] | None  # where its hub listens, in worlds that need a network
     pid: int
     hostname: str
     process_sets: list[list[int]]
-    secret: str  # rank 0's for this world, where the launcher gave the ranks none to derive their keys from
+    encrypt: str
     has_native: bool
     encrypts_natively: bool
-    settings: _CommonSettings
+    settings: _CommonSettings | None  # rank 0's
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -74,7 +81,12 @@ class _Introduction:
     @classmethod
     def decode(cls, data: bytes) -> _Introduction:
         values = json.loads(data)
-        return cls(**values | {"settings": _CommonSettings(**values["settings"])})
+        place, settings = values.pop("place"), values.pop("settings")
+        return cls(
+            **values,
+            place=None if place is None else tuple(place),
+            settings=None if settings is None else _CommonSettings(**settings),
+        )
 
 
 class Peers:
@@ -91,7 +103,7 @@ class Peers:
         self._guard = guard
         self._keys: RankKeys | None = None  # from `meet` on
         self._introductions: list[_Introduction] = []
-        self._places: list[tuple[str, int]] = []  # where each rank's hub listens, in worlds that need a network
+        self._near: dict[int, str] = {}  # the ranks of this host, and the names of their hubs
         self._num_segments: dict[str, int] = {}
         self._meeting: Meeting = open_meeting(world, limit_s=config.init_timeout_s)
         self.hub = Hub(world.rank, world.size, events)
@@ -100,35 +112,42 @@ class Peers:
 
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
-        world = self._world
-        keys = self._meeting.keys(world, self._epoch, limit_s=self.config.init_timeout_s)
-        secret = secrets.token_hex(32) if keys is None and world.rank == 0 else ""
-        common = _CommonSettings(*(getattr(self.config, field.name) for field in fields(_CommonSettings)))
-        mine = _Introduction(
-            world.rank,
-            self.hub.name,
-            _host_fingerprint(),
-            os.getpid(),
-            world.hostname,
-            process_sets,
-            secret,
-            (compiled := library()) is not None and compiled.has_float16,
-            usable(),
-            common,
-        )
-        self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
+        world, limit_s = self._world, self.config.init_timeout_s
+        self._keys = self._meeting.keys(world, self._epoch, limit_s=limit_s)
+        self.hub.start(self._keys)
+        host = self._prove_host()
+        self._near = {rank: name.decode() for rank, name in host.members.items()}
+        with self.peers_may_go():
+            place = self._join_hub(host)
+            common = _CommonSettings(*(getattr(self.config, field.name) for field in fields(_CommonSettings)))
+            mine = _Introduction(
+                world.rank,
+                next(iter(self._near)),
+                place,
+                os.getpid(),
+                world.hostname,
+                process_sets,
+                self.config.encrypt,
+                (compiled := library()) is not None and compiled.has_float16,
+                usable(),
+                common if world.rank == 0 else None,
+            )
+            self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
+        self.hosts = _grouped([peer.speaker for peer in self._introductions])
+        self.hub.know(Tree(self.hosts), self.where)
         self._check_agreement_on_sets()
         self._check_encryption()
-        self.config = replace(self.config, **asdict(self._introductions[0].settings))
-        self._keys = keys or RankKeys.derived(bytes.fromhex(self._introductions[0].secret), world.rank)
-        self.hub.start(self._keys)
-        self.hosts = self._prove_hosts()
+        settings = self._introductions[0].settings
+        assert settings is not None
+        self.config = replace(self.config, **asdict(settings))
         if self.config.transport == "gloo" and len(self.hosts) > 1:
             accept_risk(
                 "tensors travel between hosts over gloo, neither authenticated nor encrypted", warn=not world.rank
             )
-        with self.peers_may_go():
-            self._join_hub()
+        if len(self.hosts) == 1 and not self._may_share:  # by rank 0's settings the ranks of one host need a network, too
+            places = self.gather("place", json.dumps(self._listen()).encode())
+            pairs = zip(self._introductions, places, strict=True)
+            self._introductions = [replace(peer, place=tuple(json.loads(place))) for peer, place in pairs]
         return self._introductions[0].process_sets
 
     @property
@@ -139,9 +158,21 @@ class Peers:
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
         """Every rank's value, in rank order (collective)."""
-        world, limit_s = self._world, self.config.init_timeout_s
-        key = f"{self._epoch}/{what}"
-        return self._meeting.allgather(key, value, rank=world.rank, size=world.size, limit_s=limit_s)
+        return self.hub.gather(what, value, limit_s=self.config.init_timeout_s)
+
+    def where(self, rank: int) -> Where:
+        """Where this rank's hub listens."""
+        place = self._near.get(rank) or self._introductions[rank].place
+        assert place is not None, rank
+        return place
+
+    def set_tree(self, ranks: Sequence[int]) -> Tree:
+        """The tree of the members of a set, with the link of this rank to its parent there."""
+        tree = Tree([some for host in self.hosts if (some := [rank for rank in host if rank in ranks])])
+        parent = tree.parent(self._world.rank)
+        if parent is not None:
+            self.hub.link(parent, self.where(parent), limit_s=self.config.init_timeout_s)
+        return tree
 
     @contextlib.contextmanager
     def peers_may_go(self) -> Iterator[None]:
@@ -153,9 +184,10 @@ class Peers:
 
     def lost(self, rank: int) -> str:
         """What users read when a rank is gone."""
-        peer = self._introductions[rank]
+        peer = self._introductions[rank] if self._introductions else None
+        who = f" (process {peer.pid} on {peer.hostname})" if peer else ""  # it may go before it has introduced itself
         return (
-            f"rank {rank} (process {peer.pid} on {peer.hostname}) was lost: its connection ended without a goodbye. "
+            f"rank {rank}{who} was lost: its connection ended without a goodbye. "
             "It was killed, crashed, or its host is unreachable. Horovod has been shut down"
         )
 
@@ -173,43 +205,55 @@ class Peers:
 
     def _check_encryption(self) -> None:
         """Rank 0's wish is that of all, unless one of them wants more (all of them notice)."""
-        wish = self._introductions[0].settings.encrypt
-        strict = [peer.rank for peer in self._introductions if peer.settings.encrypt == "always"]
+        wish = self._introductions[0].encrypt
+        strict = [peer.rank for peer in self._introductions if peer.encrypt == "always"]
         if strict and wish != "always":
             raise ValueError(
                 f"HORA_ENCRYPT=always on rank(s) {strict}, but {wish} on rank 0: set it to the same value on all hosts"
             )
 
-    def _prove_hosts(self) -> list[list[int]]:
-        """Groups of ranks that really share memory: every other rank fetched the first one's."""
-        rank = self._world.rank
-        (group,) = [g for g in _same_host_groups([p.fingerprint for p in self._introductions]) if rank in g]
-        leader = group[0]
+    def _prove_host(self) -> Group:
+        """The ranks that really share memory with this one: every other one has fetched the first one's."""
+        rank, name = self._world.rank, self.hub.name.encode()
+        near = self._meet("near", _host_fingerprint(), name).members
+        leader = next(iter(near))
         proven = leader == rank
         if proven:
-            self.hub.offer("probe", 1, len(group) - 1)
+            self.hub.offer("probe", 1, len(near) - 1)
         else:
             try:
-                name, limit_s = self._introductions[leader].hub_name, _PROBE_LIMIT_S
-                self.hub.fetch(leader, name, "probe", limit_s=limit_s, guard=self._guard).close()
+                where = near[leader].decode()
+                self.hub.fetch(leader, where, "probe", limit_s=_PROBE_LIMIT_S, guard=self._guard).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
-        answers = self.gather("hosts", json.dumps([leader if proven else rank]).encode())
-        return _same_host_groups([json.loads(answer)[0] for answer in answers])
+        return self._meet("hosts", str(leader if proven else rank), name)
 
-    def _join_hub(self) -> None:
-        hub, world, limit_s = self.hub, self._world, self.config.init_timeout_s
-        if len(self.hosts) > 1 or not self._may_share:
-            address = self._address()
-            mine = [address, hub.listen_tcp(address)]
-            self._places = [tuple(json.loads(answer)) for answer in self.gather("hub", json.dumps(mine).encode())]
-        if world.rank == 0:
-            hub.wait_for_all(limit_s=limit_s)
-        elif world.rank in self.hosts[0]:
-            hub.join(self._introductions[0].hub_name, limit_s=limit_s)
-        else:
-            hub.join(self._places[0], limit_s=limit_s)
+    def _meet(self, what: str, group: str, value: bytes) -> Group:
+        """The values of the ranks of this group, when all ranks have come (collective)."""
+        world, key = self._world, f"{self._epoch}/{what}"
+        limit_s = self.config.init_timeout_s
+        return self._meeting.gather(key, group, value, rank=world.rank, size=world.size, limit_s=limit_s)
+
+    def _join_hub(self, host: Group) -> tuple[str, int] | None:
+        """Take this rank's place in the tree; returns where it listens for ranks of other hosts."""
+        rank, limit_s = self._world.rank, self.config.init_timeout_s
+        speaker, *others = self._near
+        parent: tuple[int, Where] | None = None if rank == speaker else (speaker, self._near[speaker])
+        place = None
+        if host.num_groups > 1:
+            place = self._listen()
+            above = self._meet("place", str(speaker), json.dumps(place).encode()).above
+            if rank == speaker and above is not None:
+                parent = above[0], tuple(json.loads(above[1]))
+        below = range(FANOUT * host.index + 1, min(FANOUT * host.index + FANOUT + 1, host.num_groups))
+        self.hub.join(parent, len(others) + len(below) if rank == speaker else 0, limit_s=limit_s)
+        return place
+
+    def _listen(self) -> tuple[str, int]:
+        """Listen for ranks of other hosts; where."""
+        address = self._address()
+        return address, self.hub.listen_tcp(address)
 
     def _address(self) -> str:
         """This host's address: of the interface that the user chose, or the one from which the others are reached."""
@@ -249,9 +293,9 @@ class Peers:
         name = f"{key}/{number}"
         if ranks[0] == self._world.rank:
             return self.hub.offer(name, num_bytes, len(ranks) - 1)
-        hub_name, limit_s = self._introductions[ranks[0]].hub_name, self.config.init_timeout_s
         try:
-            return self.hub.fetch(ranks[0], hub_name, name, limit_s=limit_s, guard=self._guard)
+            limit_s = self.config.init_timeout_s
+            return self.hub.fetch(ranks[0], self._near[ranks[0]], name, limit_s=limit_s, guard=self._guard)
         except ConnectionError:  # the hub will tell the same, in a moment
             raise HorovodInternalError(self.lost(ranks[0])) from None
 
@@ -274,9 +318,9 @@ class Peers:
         try:
             for rank in ranks:
                 if rank != me:
-                    outgoing[rank] = self._protected(
-                        self.hub.open_stream(rank, self._places[rank], key, limit_s=limit_s), rank
-                    )
+                    place = self._introductions[rank].place
+                    assert place is not None, rank
+                    outgoing[rank] = self._protected(self.hub.open_stream(rank, place, key, limit_s=limit_s), rank)
             for rank in ranks:
                 if rank != me:
                     incoming[rank] = self._protected(self.hub.take_stream(key, rank, limit_s=limit_s), rank)
@@ -324,9 +368,9 @@ def _host_fingerprint() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _same_host_groups(fingerprints: Sequence[object]) -> list[list[int]]:
-    """Ranks with equal fingerprints, each group in rank order, groups in order of their first rank."""
-    groups: dict[object, list[int]] = {}
-    for rank, fingerprint in enumerate(fingerprints):
-        groups.setdefault(fingerprint, []).append(rank)
+def _grouped(labels: Sequence[int]) -> list[list[int]]:
+    """Ranks with equal labels, each group in rank order, groups in order of their first rank."""
+    groups: dict[int, list[int]] = {}
+    for rank, label in enumerate(labels):
+        groups.setdefault(label, []).append(rank)
     return list(groups.values())

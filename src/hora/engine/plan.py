@@ -126,6 +126,23 @@ class Planner:
             self.on_arrival(member, key, signature)
         self._mark_if_ready(entry)
 
+    def feed_all(self, signature: Signature, instance: int) -> None:
+        """All members have announced the same request, and none has joined."""
+        assert not self._joined, (signature, self._joined)
+        self._positions[0] += 1
+        key = signature.key(instance)
+        if signature.name is None:
+            self._note_number(signature.operation, instance)
+        assert key not in self._pending, key
+        entry = self._pending[key] = Pending(key, self._num_members, self.now)
+        entry.signatures = [signature] * self._num_members
+        entry.num_announced, entry.uniform, entry.ready = self._num_members, signature, True
+        entry.order = (0, self._positions[0])
+        self._ready.append(entry)
+        if self.on_arrival is not None:
+            for member in range(self._num_members):
+                self.on_arrival(member, key, signature)
+
     @property
     def idle(self) -> bool:
         """Whether nothing is pending, no member has joined and no timeline is written: `plan_alike` may plan a round."""

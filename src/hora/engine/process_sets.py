@@ -1,8 +1,8 @@
 """The process sets of a world: which exist, and the queue of each one that this rank is a member of.
 
 All ranks register and remove sets in the same order, so that numbers and labels agree. `add`, `remove` and `share_segment`
-are requests like any other: the members agree on them, and `_execute` does what they ask. Announcements from other hosts
-may come before this rank has registered the set they are for; they are kept until it has.
+are requests like any other: the members agree on them, and `_execute` does what they ask. What members of other hosts say of
+a set may come before this rank has registered it; it is kept until then.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hora.config import EngineConfig
 from hora.engine.agree.agreement import Agreement, LocalAgreement
-from hora.engine.agree.hub import HubAgreement
 from hora.engine.agree.shared_memory import SharedMemoryAgreement
+from hora.engine.agree.tree import TreeAgreement
 from hora.engine.lone import LonePath, LonePlan
 from hora.engine.peers import Peers
 from hora.engine.plan import Batch, Planner
 from hora.engine.queue import OperationQueue
 from hora.engine.recorder import Recorder
-from hora.engine.request import Kind, Request, Signature
+from hora.engine.request import Key, Kind, Request, Signature
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector, StallLimits
 from hora.engine.status import WorldStatus
@@ -32,6 +32,7 @@ from hora.engine.transport.base import Transport
 from hora.engine.transport.factory import make_transport
 from hora.engine.transport.local import LocalTransport
 from hora.engine.validation import check_ranks
+from hora.net.wire import Header
 from hora.world import World
 
 __all__ = ["ProcessSets"]
@@ -56,8 +57,8 @@ class ProcessSets:
         self.known_allreduces: dict[object, tuple[OperationQueue, Signature, Any]] = {}
         self._serials: dict[int, int] = {}
         self._num_registered = 0
-        self._early_rounds: dict[int, list[list[tuple[int, bytes]]]] = {}
-        self._rounds_lock = threading.Lock()
+        self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for sets to come, by serial number
+        self._messages_lock = threading.Lock()
 
     def as_dict(self) -> dict[int, list[int]]:
         return {number: list(ranks) for number, ranks in sorted(self._sets.items())}
@@ -171,7 +172,7 @@ class ProcessSets:
         if number in self._queues:
             ranks = list(self._sets[number])
             self._queues[number].retire(f"the process set {number} with the ranks {ranks} has been removed")
-        with self._rounds_lock:
+        with self._messages_lock:
             del self._sets[number], self._serials[number]
             self._queues.pop(number, None)
             self._lone.pop(number, None)
@@ -183,15 +184,17 @@ class ProcessSets:
         number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
         serial = self._serials[number] = self._num_registered + 1  # on every rank, whether a member or not
         queue = self._make_queue(number, ranks) if self._world.rank in ranks else None
-        with self._rounds_lock:  # the hub's thread must neither drop a round now nor deliver one before the early ones
+        with (
+            self._messages_lock
+        ):  # the hub's thread must neither drop a message now nor deliver one before the early ones
             self._num_registered = serial
             if queue is not None:
                 self._queues[number] = queue
                 if isinstance(queue.agreement, SharedMemoryAgreement):
                     self._lone[number] = LonePath(queue, queue.agreement)
             self._sets[number] = ranks
-            for announcements in self._early_rounds.pop(serial, []):
-                self._deliver(serial, announcements)
+            for message in self._early.pop(serial, []):
+                self._deliver(serial, *message)
         return number
 
     def _label(self, number: int) -> str:
@@ -200,21 +203,43 @@ class ProcessSets:
 
     # What the hub reports, on its thread.
 
-    def deliver(self, serial: int, announcements: list[tuple[int, bytes]]) -> None:
-        """A round of announcements, of a set with members on several hosts. Late ones of a removed set are for no set."""
-        with self._rounds_lock:
-            self._deliver(serial, announcements)
+    def deliver(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
+        """A neighbour in the tree of a set says something. Late words of a removed set are for no set."""
+        with self._messages_lock:
+            self._deliver(serial, rank, header, payload)
 
-    def _deliver(self, serial: int, announcements: list[tuple[int, bytes]]) -> None:
+    def _deliver(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
         if serial > self._num_registered:
-            self._early_rounds.setdefault(serial, []).append(announcements)
-            return
-        for number, queue in self._queues.items():
-            if self._serials[number] == serial and isinstance(queue.agreement, HubAgreement):
-                queue.agreement.deliver(announcements)
+            self._early.setdefault(serial, []).append((rank, header, payload))
+        elif (agreement := self._trees().get(serial)) is not None:
+            agreement.receive(rank, header, payload)
+
+    def _trees(self) -> dict[int, TreeAgreement]:
+        """The agreements of the sets that span hosts, by serial number."""
+        queues = list(self._queues.items())
+        return {
+            self._serials[number]: queue.agreement
+            for number, queue in queues
+            if isinstance(queue.agreement, TreeAgreement)
+        }
+
+    def rounds(self) -> dict[int, int]:
+        """How many rounds this rank has executed of each set that spans hosts, by serial number."""
+        return {serial: agreement.rounds for serial, agreement in self._trees().items()}
+
+    def lacks(self, rounds: Mapping[int, int]) -> bool:
+        """Whether another rank has executed rounds of a set that have not come here."""
+        return any(agreement.num_delivered < rounds.get(serial, 0) for serial, agreement in self._trees().items())
+
+    def in_flight(self, serial: int) -> list[Key]:
+        """What this rank waits for in a set."""
+        numbers = [number for number, known in list(self._serials.items()) if known == serial]
+        return [key for number in numbers if number in self._queues for key in self._queues[number].keys_in_flight()]
 
     def inspect(self) -> None:
         """Look for stalls."""
+        for agreement in self._trees().values():
+            agreement.tick()
         for queue in self.queues():
             queue.inspect()
 
@@ -232,7 +257,7 @@ class ProcessSets:
         if hub is None or self._world.rank in hub.goodbyes:
             return
         if not any(queue.num_in_flight for queue in self.queues()):
-            hub.leave(self._status.reason)
+            hub.leave(self._status.reason, self.rounds())
 
     def close(self) -> None:
         """End all queues."""
@@ -280,8 +305,7 @@ class ProcessSets:
             num_bytes = SharedMemoryAgreement.num_bytes(len(ranks))
             segment = peers.share(f"{self._label(number)}/control", ranks, num_bytes)
             return SharedMemoryAgreement(segment, member, len(ranks), cache_capacity=capacity)
-        send = functools.partial(peers.hub.announce, self._serials[number])
-        return HubAgreement(send, ranks, cache_capacity=capacity)
+        return TreeAgreement(peers.hub, self._serials[number], peers.set_tree(ranks), ranks, cache_capacity=capacity)
 
     def _make_transport(self, number: int, ranks: tuple[int, ...], device: str) -> Transport:
         if self.peers is None or len(ranks) == 1:

@@ -249,6 +249,10 @@ class OperationQueue:
     def _error(self) -> HorovodInternalError:
         return HorovodInternalError(self._retired or self.status.reason)
 
+    def keys_in_flight(self) -> list[Key]:
+        """Of what this rank has announced and waits for. Any thread."""
+        return list(self._in_flight)
+
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight) + self.submission.alone
@@ -266,7 +270,7 @@ class OperationQueue:
                 self._finish([left], None)
             while self._in_flight and not (until is not None and until.done) and not self.driving.stopping:
                 if not self.unless_broken(self._step):
-                    self._stalls.check_pending(self.planner)
+                    self._stalls.check_pending(self.planner, self.agreement)
                     self.agreement.wait()
             if self.driving.stopping:
                 self._fail(self._error())

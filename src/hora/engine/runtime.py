@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Sequence
 
 import torch
 
 from hora.config import EngineConfig
-from hora.engine.hub import Hub, HubEvents
+from hora.engine.hub import Hub, HubEvents, Rounds
 from hora.engine.peers import Peers
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
@@ -28,12 +29,13 @@ from hora.engine.shm.segment import SharedMemory
 from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
 from hora.engine.validation import check_ranks_at_init
-from hora.net.wire import derived_secret, new_secret
+from hora.net.wire import Header, derived_secret, new_secret
 from hora.world import World
 
 __all__ = ["Runtime"]
 
 _GOODBYE_LIMIT_S = 2.0
+_FAREWELL_LIMIT_S = 1.0
 
 
 class Runtime:
@@ -51,6 +53,9 @@ class Runtime:
         self._handles: dict[int, tuple[OperationQueue, Request]] = {}
         self._next_handle = itertools.count()
         self._peers: Peers | None = None  # none in a world of one
+        self._farewells: list[
+            tuple[str, Rounds, float]
+        ] = []  # of ranks that leave: why, having seen what; until when to wait
         self._alone = new_secret()  # of a world of one
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
@@ -264,7 +269,7 @@ class Runtime:
         self.status.close(text)
         self.process_sets.drain()
         if self._hub is not None:
-            self._hub.leave(text)
+            self._hub.leave(text, self.process_sets.rounds())
             if not self.status.broken:
                 self._hub.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close()
@@ -283,8 +288,7 @@ class Runtime:
         """The launcher tells that a rank is gone."""
         hub = self._hub
         if rank != self.world.rank and hub is not None and rank not in hub.goodbyes:
-            self.status.fault(f"rank {rank} {how}. Horovod has been shut down")
-            hub.stop_waiting(self.status.reason)
+            self._broken(f"rank {rank} {how}. Horovod has been shut down")
 
     # What the world's status asks for.
 
@@ -301,21 +305,42 @@ class Runtime:
         return HubEvents(
             lost=self._on_lost,
             leaving=self._on_leaving,
-            fault=self._on_fault,
-            announced=self.process_sets.deliver,
-            tick=self.process_sets.inspect,
+            fault=self._broken,
+            agreeing=self._on_agreeing,
+            in_flight=self.process_sets.in_flight,
+            tick=self._on_tick,
         )
 
     def _on_lost(self, rank: int) -> None:
         assert self._peers is not None
-        self.status.fault(self._peers.lost(rank))
+        self._broken(self._peers.lost(rank))
 
-    def _on_leaving(self, rank: int, why: str) -> None:
-        self.status.close(why)
-        self.process_sets.say_goodbye_if_idle()
-
-    def _on_fault(self, rank: int, text: str) -> None:
+    def _broken(self, text: str) -> None:
         self.status.fault(text)
+        if self._hub is not None:
+            self._hub.stop_waiting(self.status.reason)
+
+    def _on_agreeing(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
+        self.process_sets.deliver(serial, rank, header, payload)
+        self._close_if_caught_up()
+
+    def _on_leaving(self, rank: int, why: str, rounds: Rounds) -> None:
+        self._farewells.append((why, rounds, time.monotonic() + _FAREWELL_LIMIT_S))
+        self._close_if_caught_up()
+
+    def _close_if_caught_up(self) -> None:
+        """End the world that another rank has left, not before the rounds have come that it has executed. It may wait for
+        this rank in one of them, and goodbyes come another way than the rounds of a set."""
+        for why, rounds, deadline in self._farewells:
+            if not self.process_sets.lacks(rounds) or time.monotonic() > deadline:
+                self._farewells = []
+                self.status.close(why)
+                self.process_sets.say_goodbye_if_idle()
+                return
+
+    def _on_tick(self) -> None:
+        self._close_if_caught_up()
+        self.process_sets.inspect()
 
 
 def _request_without_tensors(kind: Kind) -> Request:

@@ -1,6 +1,6 @@
 """A worker's line to the launcher: the client of the job's rendezvous. No torch, no pickle.
 
-The engine meets its peers through it (`allgather`, `set`, `get`, …), the worker entry point fetches its
+The engine meets its peers through it (`gather`, `set`, `get`, …), the worker entry point fetches its
 function and sends home results and errors, elastic training asks for its next world. One reader thread per
 client takes answers and notices off the wire; any number of threads may call.
 """
@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hora.errors import AuthenticationError, HorovodInternalError
@@ -23,7 +23,7 @@ from hora.net.secret_file import read_held_secret
 from hora.net.wire import VALUE_LENGTH, Credentials, Header
 from hora.world import MeetingPoint, World
 
-__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient"]
+__all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "Group"]
 
 # Under these keys a worker finds its function, and where the caller's modules are.
 FUNCTION_KEY = "hora/function"
@@ -36,6 +36,17 @@ _QUICK_S = 60.0
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
 Notice = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that met in one group: their values by rank, in ascending order, the place of the group among all
+    groups, and the first rank of the group above it with its value."""
+
+    members: dict[int, bytes]
+    index: int
+    num_groups: int
+    above: tuple[int, bytes] | None
 
 
 def _fitted(text: str, limit_bytes: int) -> str:
@@ -83,8 +94,8 @@ class ControlClient:
     ) -> ControlClient:
         """Connect to the rendezvous of this meeting.
 
-        `name` appears in messages. `worker`: this connection is that worker's (which must be ourselves); if it ends without
-        `close`, the worker counts as lost. `credentials`: other than what the launcher gave us.
+        `name` appears in messages. `worker`: this connection is that worker's (which must be ourselves); if it ends
+        without `close`, the worker counts as lost. `credentials`: other than what the launcher gave us.
         """
         proof = credentials or Credentials(read_held_secret(meeting.secret_file), meeting.job, meeting.worker)
         deadline, left_s = time.monotonic() + timeout_s, timeout_s
@@ -118,22 +129,27 @@ class ControlClient:
 
     # ---- meeting the other ranks --------------------------------------------------------------------------
 
-    def allgather(self, key: str, value: bytes, *, rank: int, size: int, timeout_s: float) -> list[bytes]:
-        """Every rank's value, in their order. A key may be used again once all ranks have their answers.
+    def gather(
+        self, key: str, value: bytes, *, rank: int, size: int, timeout_s: float, group: str = "", fanout: int = 0
+    ) -> Group:
+        """The values of all ranks that gave the same group, when every rank has come. A key may be used again once all
+        ranks have their answers. `fanout`: the groups, ordered by their first ranks, form a tree, so many below each.
 
         TimeoutError names the missing ranks; HorovodInternalError tells that one of them is lost.
         """
-        _, payload = self._ask(
-            {"op": "gather", "key": key, "rank": rank, "size": size, "timeout_s": timeout_s},
-            value,
-            waiting_for=f"all-gather {key!r}",
-            limit_s=timeout_s,
+        request = {"op": "gather", "key": key, "group": group, "fanout": fanout, "rank": rank, "size": size}
+        header, payload = self._ask(
+            request | {"timeout_s": timeout_s}, value, waiting_for=f"all-gather {key!r}", limit_s=timeout_s
         )
-        values, start = [], size * VALUE_LENGTH.size
-        for (length,) in VALUE_LENGTH.iter_unpack(payload[:start]):
-            values.append(payload[start : start + length])
+        start = 2 * int(header["values"]) * VALUE_LENGTH.size
+        words = [word for (word,) in VALUE_LENGTH.iter_unpack(payload[:start])]
+        values: list[tuple[int, bytes]] = []
+        for whose, length in zip(words[::2], words[1::2], strict=True):
+            values.append((whose, payload[start : start + length]))
             start += length
-        return values
+        num_members = int(header["members"])
+        above = values[num_members] if num_members < len(values) else None
+        return Group(dict(values[:num_members]), int(header["index"]), int(header["groups"]), above)
 
     def set(self, key: str, value: bytes) -> None:
         self._ask({"op": "set", "key": key}, value)

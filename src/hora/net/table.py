@@ -1,11 +1,12 @@
-"""A table where processes meet: keys and values, and all-gathers. The server side of `hora.net.client`.
+"""A table where processes meet: keys and values, and all-gathers among all of them or in groups. The server side of
+`hora.net.client`.
 
-The launcher's rendezvous is one that also knows of workers; under a foreign launcher rank 0 serves a plain one. All state
-belongs to the server's thread; public methods may be called from anywhere.
+The launcher's rendezvous is one that also knows of workers; under a foreign launcher rank 0 serves a plain one. All
+state belongs to the server's thread; public methods may be called from anywhere.
 
-A request is answered with `{"re": id}` on success and `{"re": id, "error": kind, "message": text}` otherwise, where kind
-is `timeout`, `lost` or `mismatch`. A request that must wait is parked until what it waits for happens, its time limit
-passes, its peer goes, or a rank it depends on is lost.
+A request is answered with `{"re": id}` on success and `{"re": id, "error": kind, "message": text}` otherwise, where
+kind is `timeout`, `lost` or `mismatch`. A request that must wait is parked until what it waits for happens, its time
+limit passes, its peer goes, or a rank it depends on is lost.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Parked:
 class _Gather:
     size: int
     parked: dict[int, Parked] = field(default_factory=dict)  # by rank
+    groups: dict[int, str] = field(default_factory=dict)  # by rank: the name of its group
+    fanout: int = 0  # how many groups stand below one; 0: none
 
     @property
     def complete(self) -> bool:
@@ -187,6 +190,8 @@ class Table:
             return
         self._ranks[peer] = (self.generation, rank)
         gather.parked[rank] = self._park(peer, header, gather.missing, payload)
+        gather.groups[rank] = str(header.get("group", ""))
+        gather.fanout = int(header.get("fanout", 0))
         if gather.complete:
             del self._gathers[key]
             self._complete(gather)
@@ -194,11 +199,21 @@ class Table:
             self._fail_gather(key, self._obituary())
 
     def _complete(self, gather: _Gather) -> None:
-        values = [gather.parked[rank].payload for rank in range(gather.size)]
-        # Their lengths first: a header has no room for those of thousands.
-        joined = b"".join([*(VALUE_LENGTH.pack(len(value)) for value in values), *values])
-        for parked in gather.parked.values():
-            parked.answer({}, joined)
+        """Answer each rank with the values of its own group, and with that of the first rank of the group above it: so
+        many bytes in all as there are ranks, whatever their number, while groups do not grow."""
+        groups: dict[str, list[int]] = {}
+        for rank in range(gather.size):
+            groups.setdefault(gather.groups[rank], []).append(rank)
+        firsts = [ranks[0] for ranks in groups.values()]
+        for index, ranks in enumerate(groups.values()):
+            above = [firsts[(index - 1) // gather.fanout]] if index and gather.fanout else []
+            values = [(rank, gather.parked[rank].payload) for rank in (*ranks, *above)]
+            # Who, and how long, first: a header has no room for thousands of them.
+            whose = [VALUE_LENGTH.pack(rank) + VALUE_LENGTH.pack(len(value)) for rank, value in values]
+            joined = b"".join([*whose, *(value for _, value in values)])
+            header = {"members": len(ranks), "values": len(values), "index": index, "groups": len(groups)}
+            for rank in ranks:
+                gather.parked[rank].answer(header, joined)
 
     def _store(self, key: str, value: bytes) -> None:
         self._table[key] = value
@@ -228,7 +243,7 @@ class Table:
         for key, gather in list(self._gathers.items()):
             for rank, one in list(gather.parked.items()):
                 if one is parked:
-                    del gather.parked[rank]
+                    del gather.parked[rank], gather.groups[rank]
             if not gather.parked:
                 del self._gathers[key]
         for waiting in self._gets.values():

@@ -5,7 +5,7 @@ derive the same batches. How a round comes about depends on where the members ar
 
     one member            `LocalAgreement`, here: what it announces is agreed
     all on one host       `agree.shared_memory`: the first member cuts rounds, all read them in shared memory
-    on several hosts      `agree.hub`: rank 0's hub sends the rounds
+    on several hosts      `agree.tree`: announcements go up a tree of the members, rounds come down it
 
 What is announced, as bytes, is in `agree.announcement`.
 """

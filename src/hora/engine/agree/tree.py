@@ -1,0 +1,334 @@
+"""Agreement of the members of a set that spans hosts: announcements go up a tree of the members, rounds come down it.
+
+The tree (`hora.engine.tree`) is the set's own: members alone are in it, the first member of each host speaks for those
+of its host, and the first member of all is the root. Each member waits until all at or below it have announced a
+request, and then says so once to its parent: however many ranks there are, a member hears one message of each child and
+sends one. What is complete at the root is agreed: it goes down unchanged to everybody as one round, in the same order
+for all.
+
+Messages, over the hub's links, which keep their order:
+
+    up      from a child: parts (who, announcements). Who is ALL: every member at or below the child has announced this; or one
+            member, where that is not so
+    round   from the parent, made by the root: parts of the same form, of all members. `joined`: how many have joined by then
+
+States of a request at a member:
+
+    absent --announced by some below--> held --by all at or below--> absent, passed on: as ALL if all have the same signature
+                                        held --OLD_S pass, or a member joins--> apart, what is known passed on member by member
+                                        apart --announced by more--> apart, passed on --by all--> absent
+
+So a request that ranks do not agree about, or that some never announce, still comes to the root with everything that is
+known of it: there the planner finds the mismatch, and the stall report who is missing. From the first member that joins
+until all have joined nobody holds anything back: everything is passed on member by member and decided by the planners.
+
+Invariants: announcements of one member reach the planners in its own order where that matters, because before a
+member's JOIN everything that is held is passed on. What is in a round was passed on by every member that it names. The
+planners of all members are fed the same rounds.
+
+A member that is late, though its process is alive, passes on what others announce: the hub's thread does that. One that
+is stopped cannot; since it is a member, what is held up behind it could not be agreed anyway. Only the stall report
+would name too many: before the root reports ranks that speak through a missing one, it asks them themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from hora.engine.agree.agreement import LoneRequests
+from hora.engine.agree.announcement import Announcer, Reader
+from hora.engine.hub import Hub, cut_parts, join_parts
+from hora.engine.plan import Batch, Planner
+from hora.engine.request import Key, Kind, Signature
+from hora.engine.tree import Tree
+from hora.net.wire import Header
+
+__all__ = ["ALL", "Collector", "TreeAgreement"]
+
+ALL = 0xFFFFFFFF  # instead of a rank: every member at or below the sender
+OLD_S = 1.0
+_SLICE_S = 0.05
+_ASK_LIMIT_S = 1.0
+_ASKED_AT_ONCE = 16
+
+Announced = tuple[int, Signature, int]  # who (a rank, or ALL), what, its running number
+
+
+class _Held:
+    """A request that not all at or below a member have announced. `whole`: by child (or this rank itself) below which
+    all have announced it; `parts`: by rank, of the others."""
+
+    __slots__ = ("apart", "instance", "parts", "since", "whole")
+
+    def __init__(self, instance: int, now: float) -> None:
+        self.instance = instance
+        self.since = now
+        self.apart = False
+        self.whole: dict[int, Signature] = {}
+        self.parts: dict[int, Signature] = {}
+
+
+class Collector:
+    """What a member knows of the announcements at and below it. Pure: `add` and `pass_on` give what to tell the parent,
+    or as the root everybody, in this order."""
+
+    def __init__(self, tree: Tree, rank: int) -> None:
+        self._below = {child: tree.below(child) for child in tree.children(rank)} | {rank: [rank]}
+        self._num_below = sum(map(len, self._below.values()))
+        self._held: dict[Key, _Held] = {}
+        self.joining = False  # a member has joined, and not all have
+
+    def may_speak(self, child: int, who: int) -> bool:
+        """Whether this child speaks for that rank."""
+        return who == ALL or who in self._below[child]
+
+    def add(self, child: int, announced: Announced, now: float) -> list[Announced]:
+        """A child, or this rank itself as one, has announced this."""
+        who, signature, instance = announced
+        if signature.kind == Kind.JOIN:
+            passed = [] if self.joining else self.hold_nothing()
+            return [*passed, *self._each(child, who, signature, instance)]
+        if self.joining:
+            return self._each(child, who, signature, instance)
+        key = signature.key(instance)
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = _Held(instance, now)
+        if who == ALL:
+            held.whole[child] = signature
+        else:
+            held.parts[who] = signature
+        if held.apart:
+            passed = self._each(child, who, signature, instance)
+            if self._complete(held):
+                del self._held[key]
+            return passed
+        if not self._complete(held):
+            return []
+        del self._held[key]
+        if not held.parts and all(other == signature for other in held.whole.values()):
+            return [(ALL, signature, instance)]
+        return self._taken_apart(held)
+
+    def hold_nothing(self) -> list[Announced]:
+        """A member has joined: pass on what is held, and from now on everything at once."""
+        self.joining = True
+        passed = self.pass_on(self._held.values())
+        self._held.clear()
+        return passed
+
+    def pass_on_old(self, now: float) -> list[Announced]:
+        """Pass on what has been held for long, for the stall report."""
+        return self.pass_on([held for held in self._held.values() if now - held.since > OLD_S])
+
+    def pass_on(self, some: Iterable[_Held]) -> list[Announced]:
+        passed = []
+        for held in some:
+            if not held.apart:
+                held.apart = True
+                passed += self._taken_apart(held)
+        return passed
+
+    def held(self) -> list[tuple[Key, int, float, dict[int, Signature]]]:
+        """What is held, with its running number, since when, and the signatures by rank. Any thread."""
+        return [
+            (key, held.instance, held.since, {rank: signature for rank, signature, _ in self._taken_apart(held)})
+            for key, held in list(self._held.items())
+        ]
+
+    def _complete(self, held: _Held) -> bool:
+        if not held.parts:
+            return len(held.whole) == len(self._below)
+        return sum(len(self._below[child]) for child in held.whole) + len(held.parts) == self._num_below
+
+    def _taken_apart(self, held: _Held) -> list[Announced]:
+        known = dict(held.parts)
+        for child, signature in dict(held.whole).items():
+            known |= dict.fromkeys(self._below[child], signature)
+        return [(rank, signature, held.instance) for rank, signature in sorted(known.items())]
+
+    def _each(self, child: int, who: int, signature: Signature, instance: int) -> list[Announced]:
+        return [(rank, signature, instance) for rank in (self._below[child] if who == ALL else [who])]
+
+
+class TreeAgreement:
+    """The agreement of one member of the set with this serial number. `receive` and `tick` are called on the hub's
+    thread, where all of this rank's part in the tree is played; `poll` only takes rounds from it."""
+
+    holds_back = False
+
+    def __init__(self, hub: Hub, serial: int, tree: Tree, ranks: Sequence[int], *, cache_capacity: int) -> None:
+        self.rounds = 0  # taken by `poll`
+        self.num_delivered = 0  # rounds that have come
+        self._hub, self._serial, self._rank = hub, serial, hub.rank
+        self._tree = tree
+        self._members = {rank: member for member, rank in enumerate(ranks)}
+        self._parent, self._children = tree.parent(hub.rank), tree.children(hub.rank)
+        self._collector = Collector(tree, hub.rank)
+        self._announcer = Announcer(cache_capacity)  # to the parent; the root's: of rounds
+        interned: dict[Signature, Signature] = {}
+        self._readers = {child: Reader(interned) for child in self._children}
+        self._round_reader = Reader({})
+        self._own: deque[tuple[Signature, int]] = deque()  # announcements of this rank, for the hub's thread
+        self._passed: list[Announced] = []  # to be sent at the end of this turn of the hub's thread
+        self._joined: set[int] = set()  # the root's
+        self._asking = False
+        self._asked_at = 0.0
+        self._answers: dict[int, set[Key]] = {}
+        self._delivered: deque[list[tuple[int, bytes]]] = deque()
+        self._changed = threading.Condition()
+
+    # Of this rank's queue.
+
+    def announce(self, signature: Signature, instance: int) -> None:
+        if not self._children and self._parent is not None:  # there is nobody to wait for
+            self._send_up([(ALL, self._announcer.encode(signature, instance))])
+            return
+        self._own.append((signature, instance))
+        if len(self._own) == 1:  # else the hub's thread has been told and has not come yet
+            self._hub.call(self._take_own)
+
+    def poll(self, planner: Planner) -> list[Batch] | None:
+        if not self._delivered:
+            return None
+        self.rounds += 1
+        for who, data in self._delivered.popleft():
+            for signature, instance in self._round_reader.decode(data):
+                if who == ALL:
+                    planner.feed_all(signature, instance)
+                else:
+                    planner.feed(self._members[who], signature, instance)
+        return planner.close_round()
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def lone_requests(self) -> LoneRequests:
+        """What the root knows of requests that some members have not announced. Of ranks that speak through a missing
+        one it knows from themselves; a request about which they have not been asked yet is left out."""
+        if self._rank != self._tree.root:
+            return {}
+        found: LoneRequests = {}
+        for key, instance, since, signatures in self._collector.held():
+            missing = self._members.keys() - signatures.keys()
+            doubtful = self._doubtful(missing)
+            if not signatures or (doubtful and self._asked_at < since + OLD_S):
+                continue
+            some = next(iter(signatures.values()))
+            signatures |= {rank: some for rank in doubtful if key in self._answers.get(rank, ())}
+            found[some, instance] = [signatures.get(rank) for rank in self._members]
+        return found
+
+    def wait(self) -> None:
+        with self._changed:
+            if not self._delivered:
+                self._changed.wait(_SLICE_S)
+
+    def wake(self) -> None:
+        """A round wakes the driver; an announcement of its own comes back as one."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    # On the hub's thread.
+
+    def receive(self, rank: int, header: Header, payload: bytes) -> None:
+        """A neighbour in the tree says something. Who is none is not heard."""
+        parts = cut_parts(payload, int(header["parts"]))
+        if header["t"] == "round":
+            if rank == self._parent:
+                self._take_round(int(header["joined"]), parts, payload)
+        elif rank in self._readers:
+            now = time.monotonic()
+            for who, data in parts:
+                for signature, instance in self._readers[rank].decode(data):
+                    if self._collector.may_speak(rank, who):
+                        self._pass(self._collector.add(rank, (who, signature, instance), now))
+
+    def tick(self) -> None:
+        """Once a second: see to it that the root learns what some wait for and others do not announce."""
+        if self._rank != self._tree.root:
+            self._pass(self._collector.pass_on_old(time.monotonic()))
+        else:
+            self._ask_beyond_missing()
+
+    def _take_own(self) -> None:
+        now = time.monotonic()
+        while self._own:
+            signature, instance = self._own.popleft()
+            self._pass(self._collector.add(self._rank, (ALL, signature, instance), now))
+
+    def _pass(self, some: Sequence[Announced]) -> None:
+        if some and not self._passed:
+            self._hub.call(self._send)  # with what else comes in this turn, so that it can be fused
+        self._passed += some
+
+    def _send(self) -> None:
+        passed, self._passed = self._passed, []
+        parts: list[tuple[int, bytes]] = []
+        for who, signature, instance in passed:
+            data = self._announcer.encode(signature, instance)
+            if parts and parts[-1][0] == who:
+                parts[-1] = who, parts[-1][1] + data
+            else:
+                parts.append((who, data))
+        if self._parent is not None:
+            self._send_up(parts)
+            return
+        self._joined |= {who for who, signature, _ in passed if signature.kind == Kind.JOIN}
+        num_joined = len(self._joined)
+        if num_joined == len(self._members):
+            self._joined.clear()
+        self._take_round(num_joined, parts, join_parts(parts))
+
+    def _send_up(self, parts: Sequence[tuple[int, bytes]]) -> None:
+        assert self._parent is not None
+        self._hub.send(self._parent, {"t": "up", "set": self._serial, "parts": len(parts)}, join_parts(parts))
+
+    def _take_round(self, num_joined: int, parts: list[tuple[int, bytes]], payload: bytes) -> None:
+        header = {"t": "round", "set": self._serial, "joined": num_joined, "parts": len(parts)}
+        for child in self._children:
+            self._hub.send(child, header, payload)
+        if num_joined == len(self._members):
+            self._collector.joining = False
+        elif num_joined and not self._collector.joining:
+            self._pass(self._collector.hold_nothing())
+        self.num_delivered += 1
+        with self._changed:
+            self._delivered.append(parts)
+            self._changed.notify_all()
+
+    # The root's questions.
+
+    def _doubtful(self, missing: Iterable[int]) -> list[int]:
+        """Those that speak through another missing one, which may be stopped."""
+        some = set(missing)
+        return [rank for rank in some if some.intersection(self._tree.above(rank))]
+
+    def _ask_beyond_missing(self) -> None:
+        now, ranks = time.monotonic(), set()
+        for _, _, since, signatures in self._collector.held():
+            if now - since > OLD_S and signatures:
+                ranks |= set(self._doubtful(self._members.keys() - signatures.keys()))
+        if ranks and not self._asking:
+            self._asking = True
+            ask = threading.Thread(target=self._ask, args=(sorted(ranks),), name="hora-hub-ask", daemon=True)
+            ask.start()
+
+    def _ask(self, ranks: Sequence[int]) -> None:
+        def answer(rank: int) -> set[Key]:
+            try:
+                return self._hub.ask_in_flight(rank, self._serial, limit_s=_ASK_LIMIT_S)
+            except (OSError, EOFError):
+                return set()  # it is stopped as well
+
+        try:
+            with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-hub-ask") as pool:
+                self._answers = dict(zip(ranks, pool.map(answer, ranks), strict=True))
+            self._asked_at = time.monotonic()
+        finally:
+            self._asking = False
