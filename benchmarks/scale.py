@@ -1,13 +1,15 @@
-"""What do many ranks cost where all of them meet? Run `python -m benchmarks.scale [--hosts 125] [--ranks-per-host 8]`.
+"""What do many ranks cost where they meet and agree? Run `python -m benchmarks.scale [--hosts 16 125 500]`.
 
-A real launcher's rendezvous and a real rank 0 (its hub), each in a process of its own, and simulated workers without torch:
-real connections with real keys, which say what ranks say when they meet and when they agree on an operation.
+A real launcher's rendezvous and a real rank 0 (its hub, agreement and planner), each in a process of its own, and simulated
+others: real connections with real keys, which say what ranks say.
 
-1. Meeting: all workers connect, get their keys, and exchange their introductions, hosts and addresses, as `hvd.init()` does.
-2. Agreement: all ranks announce an operation that they have announced before, and wait until they have heard of all.
+1. Meeting: all workers connect to the launcher, get their keys, hear of the ranks of their host and where their parent in the
+   tree is, as `hvd.init()` does. Then rank 0's neighbours in the tree hand in the introductions of all ranks and get them back.
+2. Agreement: rank 0 and its neighbours, each for all ranks below it, announce operations that they have announced before, and
+   wait for the round. No other rank speaks with rank 0.
 
 Seconds are wall time on this machine, where all of them share its cores; bytes and messages are exact. docs/scale.md has a
-model of them, which tells of numbers of ranks that no machine here can play.
+model of them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ from typing import Any
 
 import psutil
 
+from hora.engine.agree.announcement import Announcer
+from hora.engine.agree.tree import ALL, TreeAgreement
+from hora.engine.hub import Hub, HubEvents, join_parts
+from hora.engine.plan import Planner
+from hora.engine.request import Kind, Signature
+from hora.engine.tree import FANOUT, Tree
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys, worker_credentials
@@ -32,17 +40,30 @@ from hora.world import MeetingPoint, World
 
 LIMIT_S = 300.0
 JOB = "scale"
-ANNOUNCEMENT = bytes(8)  # of an operation that is known by its number
-# What a rank says of itself: about as long as `engine.peers` has it.
-INTRODUCTION = {
-    "hub_name": f"hora-{'0' * 32}",
-    "fingerprint": f"{'0' * 36}/4026531840",
-    "hostname": "node-000.cluster.internal",
-    "process_sets": [],
-    "settings": {"fusion_threshold_bytes": 134217728, "transport": "auto", "encrypt": "auto", "autotune": False},
-    "more": "x" * 160,
-}
-INTRODUCTION_BYTES = len(json.dumps(INTRODUCTION))
+NUM_ROUNDS = 50
+SERIAL = 1  # of the process set that agrees: the world
+
+
+def introduction(rank: int) -> bytes:
+    """What a rank tells all others of itself: as long as `engine.peers` has it."""
+    values = {
+        "rank": rank,
+        "speaker": rank // 8 * 8,
+        "place": [f"10.1.{rank // 8 // 250}.{rank // 8 % 250}", 32768 + rank * 7919 % 28000],
+        "pid": 1000 + rank * 104729 % 60000,
+        "hostname": f"node-{rank // 8:03}.cluster.internal",
+        "process_sets": [],
+        "can_encrypt": True,
+        "has_native": True,
+        "encrypts_natively": True,
+        "settings": None,
+    }
+    return json.dumps(values).encode()
+
+
+def operation(number: int) -> Signature:
+    """One of the operations on which ranks agree."""
+    return Signature(int(Kind.ALLREDUCE), "allreduce", f"gradient.{number}", ("float32",), ((1_000_000,),))
 
 
 @dataclass
@@ -132,35 +153,58 @@ def serve_launcher(pipe: Pipe, secret: bytes, size: int) -> None:
     server.close()
 
 
-def serve_hub(pipe: Pipe, world: bytes, size: int) -> None:
-    """Rank 0's process. Its engine needs torch, which is why the workers do without."""
-    from hora.engine.hub import Hub, HubEvents
-
-    nothing = {name: lambda *_: None for name in ("lost", "leaving", "fault", "announced", "tick")}
-    hub = Hub(0, size, HubEvents(**nothing))
+def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> None:
+    """Rank 0's process. An order is how many operations to agree on; the answer, its processor seconds for that."""
+    nothing = {name: lambda *_: None for name in ("lost", "leaving", "fault", "tick")}
+    hub = Hub(
+        0,
+        size,
+        HubEvents(
+            **nothing,
+            agreeing=lambda serial, rank, header, payload: agreement.receive(rank, header, payload),
+            in_flight=lambda serial: [],
+        ),
+    )
+    tree = tree_of(size, ranks_per_host)
+    agreement = TreeAgreement(hub, SERIAL, tree, range(size), cache_capacity=1024)
+    planner = Planner(range(size), fusion_threshold_bytes=2**27)
     hub.start(RankKeys(0, lambda ranks: rank_keys(world, 0, ranks)))
-    pipe.send(hub.listen_tcp("127.0.0.1"))
-    hub.wait_for_all(limit_s=LIMIT_S)
+    pipe.send((hub.name, hub.listen_tcp("127.0.0.1")))
+    hub.join(None, len(tree.children(0)), limit_s=LIMIT_S)
+    begun = time.process_time()
+    hub.gather("introduction", introduction(0), limit_s=LIMIT_S)
+    pipe.send(time.process_time() - begun)
+    operations = [operation(number) for number in range(1000)]
     while (order := pipe.recv()) != "end":
-        if order == "announce":
-            hub.announce(1, ANNOUNCEMENT)
-        pipe.send(_usage())
+        begun, left = time.process_time(), order
+        for one in operations[:order]:
+            agreement.announce(one, 0)
+        while left:
+            batches = agreement.poll(planner)
+            if batches is None:
+                agreement.wait()
+            else:
+                left -= sum(len(batch.parts) for batch in batches)
+        pipe.send(time.process_time() - begun)
     hub.close()
 
 
-def gather(workers: Sequence[Worker], key: str, values: Sequence[bytes]) -> None:
+def tree_of(size: int, ranks_per_host: int) -> Tree:
+    return Tree([range(first, min(first + ranks_per_host, size)) for first in range(0, size, ranks_per_host)])
+
+
+def gather(workers: Sequence[Worker], key: str, groups: Sequence[str], values: Sequence[bytes]) -> None:
     """All of them meet once."""
     size = len(workers)
-    for worker, value in zip(workers, values, strict=True):
-        worker.send(
-            {"op": "gather", "id": 1, "key": key, "rank": worker.rank, "size": size, "timeout_s": LIMIT_S}, value
-        )
+    for worker, group, value in zip(workers, groups, values, strict=True):
+        header = {"op": "gather", "id": 1, "key": key, "rank": worker.rank, "size": size, "timeout_s": LIMIT_S}
+        worker.send(header | {"group": group, "fanout": FANOUT}, value)
     for worker in workers:
         header, _ = worker.receive()
         assert "error" not in header, header
 
 
-def meet(port: int, secret: bytes, workers: Sequence[Worker]) -> None:
+def meet(port: int, secret: bytes, workers: Sequence[Worker], ranks_per_host: int) -> None:
     """What `hvd.init()` says to the launcher."""
     for worker in workers:
         worker.connect(("127.0.0.1", port), worker_credentials(secret, JOB, worker.rank))
@@ -169,43 +213,52 @@ def meet(port: int, secret: bytes, workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.receive()
         worker.receive()
-    introductions = [json.dumps(INTRODUCTION | {"rank": worker.rank}).encode() for worker in workers]
-    gather(workers, "0.0/introduction", introductions)
-    gather(workers, "0.0/hosts", [b"[%d]" % worker.rank for worker in workers])
-    gather(workers, "0.0/hub", [b'["10.1.100.100", 40000]' for _ in workers])
-    gather(workers, "0.0/ready", [b"1"] * len(workers))
+    hosts = [worker.rank // ranks_per_host for worker in workers]
+    fingerprints = [f"{host:036}/4026531840" for host in hosts]
+    speakers = [str(host * ranks_per_host) for host in hosts]
+    gather(workers, "0.0/near", fingerprints, [f"hora-{'0' * 32}".encode() for _ in workers])
+    gather(workers, "0.0/hosts", speakers, [f"hora-{'0' * 32}".encode() for _ in workers])
+    gather(workers, "0.0/place", speakers, [b'["10.1.100.100", 40000]' for _ in workers])
 
 
-def agree(ranks: Sequence[Worker], size: int, announce: Callable[[], None]) -> int:
-    """All ranks announce once and wait until they have heard of all; returns in how many rounds."""
-    announce()  # rank 0
-    for rank in ranks:
-        rank.send({"t": "announce", "set": 1}, ANNOUNCEMENT)
-    rounds = 0
-    for rank in ranks:
-        heard = 0
-        while heard < size:
-            header, _ = rank.receive()
-            heard += header["parts"]
-            rounds += rank is ranks[0]
-    return rounds
+def introduce(links: Sequence[Worker], tree: Tree) -> None:
+    """Rank 0's neighbours hand in what the ranks below them say, and hear of all."""
+    for link in links:
+        parts = [(rank, introduction(rank)) for rank in tree.below(link.rank)]
+        link.send({"want": "link"})
+        link.send({"t": "gather", "what": "introduction", "parts": len(parts)}, join_parts(parts))
+    for link in links:
+        link.receive()
 
 
-def run(num_hosts: int, ranks_per_host: int, *, num_rounds: int = 5) -> dict[str, Any]:
+def agree(links: Sequence[Worker], announcers: Sequence[Announcer], rank_0: Pipe, num_operations: int) -> float:
+    """All announce and hear that all have; returns rank 0's processor seconds."""
+    rank_0.send(num_operations)
+    for link, announcer in zip(links, announcers, strict=True):
+        data = b"".join(announcer.encode(operation(number), 0) for number in range(num_operations))
+        link.send({"t": "up", "set": SERIAL, "parts": 1}, join_parts([(ALL, data)]))
+    used: float = _answer(rank_0)
+    for link in links:
+        link.receive()
+    return used
+
+
+def run(num_hosts: int, ranks_per_host: int) -> dict[str, Any]:
     """Play it; what was measured."""
     size, secret, world = num_hosts * ranks_per_host, new_secret(), new_secret()
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    for serve, given in ((serve_launcher, secret), (serve_hub, world)):
+    for serve, given in ((serve_launcher, (secret, size)), (serve_rank_0, (world, size, ranks_per_host))):
         here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there, given, size), daemon=True)
+        process = context.Process(target=serve, args=(there, *given), daemon=True)
         process.start()
         pipes.append(here)
         processes.append(process)
     workers = [Worker(rank) for rank in range(size)]
-    links = [Worker(rank) for rank in range(1, size)]
+    links = [Worker(rank) for rank in tree_of(size, ranks_per_host).neighbours(0)]
     try:
-        return _measure(pipes, secret, world, workers, links, num_rounds, ranks_per_host)
+        found = _measure_meeting(pipes[0], secret, workers, ranks_per_host)
+        return found | _measure_rounds(pipes[1], world, links, size, ranks_per_host)
     finally:
         for worker in (*workers, *links):
             worker.close()
@@ -215,64 +268,63 @@ def run(num_hosts: int, ranks_per_host: int, *, num_rounds: int = 5) -> dict[str
             process.kill()
 
 
-def _ask(pipe: Pipe, order: str = "usage") -> tuple[float, float]:
-    pipe.send(order)
+def _answer(pipe: Pipe) -> Any:
     assert pipe.poll(LIMIT_S), f"no answer within {LIMIT_S:g} s"
-    answer: tuple[float, float] = pipe.recv()
-    return answer
+    return pipe.recv()
 
 
-def _measure(
-    pipes: Sequence[Pipe],
-    secret: bytes,
-    world: bytes,
-    workers: Sequence[Worker],
-    links: Sequence[Worker],
-    num_rounds: int,
-    ranks_per_host: int,
-) -> dict[str, Any]:
-    launcher, hub = pipes
-    ports = [pipe.recv() if pipe.poll(LIMIT_S) else 0 for pipe in pipes]
-    before = _ask(launcher)
+def _usage_of(pipe: Pipe) -> tuple[float, float]:
+    pipe.send("usage")
+    usage: tuple[float, float] = _answer(pipe)
+    return usage
+
+
+def _measure_meeting(launcher: Pipe, secret: bytes, workers: Sequence[Worker], ranks_per_host: int) -> dict[str, Any]:
+    port = _answer(launcher)
+    before = _usage_of(launcher)
     begun = time.perf_counter()
-    meet(ports[0], secret, workers)
+    meet(port, secret, workers, ranks_per_host)
     found: dict[str, Any] = {"ranks": len(workers), "meeting_s": time.perf_counter() - begun}
-    after = _ask(launcher)
-    found |= {"launcher_cpu_s": after[1] - before[1], "launcher_mib": after[0] - before[0]}
-    found["launcher"] = vars(Traffic.sum([worker.traffic for worker in workers]))
+    after = _usage_of(launcher)
+    sent = sum(worker.traffic.bytes_in for worker in workers)
+    found |= {"launcher_sent_mb": sent / 1e6, "launcher_sent_mb_per_100_ranks": sent / 1e4 / len(workers)}
+    return found | {"launcher_cpu_s": after[1] - before[1], "launcher_mib": after[0] - before[0]}
+
+
+def _measure_rounds(
+    rank_0: Pipe, world: bytes, links: Sequence[Worker], size: int, ranks_per_host: int
+) -> dict[str, Any]:
+    name, port = _answer(rank_0)
     for link in links:
         keys = RankKeys(link.rank, lambda ranks, rank=link.rank: rank_keys(world, rank, ranks))  # type: ignore[misc]
-        link.connect(("127.0.0.1", ports[1]), keys.towards(0))
-        link.send({"want": "hub"})
+        near = link.rank < ranks_per_host
+        link.connect(name if near else ("127.0.0.1", port), keys.towards(0))
     begun = time.perf_counter()
-    agree(links, len(workers), lambda: pipes[1].send("announce"))  # the first: also the time to join
-    hub.recv()
-    found["joining_s"] = time.perf_counter() - begun
-    usage, so_far = _ask(hub), Traffic.sum([link.traffic for link in links])
-    host_so_far = Traffic.sum([link.traffic for link in links[-ranks_per_host:]])
-    times, rounds = [], 0
-    for _ in range(num_rounds):
+    introduce(links, tree_of(size, ranks_per_host))
+    found = {"introduction_s": time.perf_counter() - begun, "introduction_cpu_s": _answer(rank_0)}
+    found["introduction_sent_mb"] = Traffic.sum([link.traffic for link in links]).bytes_in / 1e6
+    announcers = [Announcer(1024) for _ in links]
+    for what, num_operations in (("round", 1), ("round_of_25", 25), ("round_of_1000", 1000)):
+        agree(links, announcers, rank_0, num_operations)  # the first time operations are told in full
+        before = Traffic.sum([link.traffic for link in links])
         begun = time.perf_counter()
-        rounds += agree(links, len(workers), lambda: hub.send("announce"))
-        times.append(time.perf_counter() - begun)
-        hub.recv()
-    after = _ask(hub)
-    passed = Traffic.sum([link.traffic for link in links]) - so_far
-    of_host = Traffic.sum([link.traffic for link in links[-ranks_per_host:]]) - host_so_far
-    found |= {"round_s": sorted(times)[len(times) // 2], "messages_of_rounds": rounds / num_rounds}
-    found |= {"hub_cpu_s": (after[1] - usage[1]) / num_rounds, "hub_mib": after[0]}
-    found["rank_0"] = {name: value / num_rounds for name, value in vars(passed).items()}
-    found["host"] = {name: value / num_rounds for name, value in vars(of_host).items()}
+        used = [agree(links, announcers, rank_0, num_operations) for _ in range(NUM_ROUNDS)]
+        found[f"{what}_s"] = (time.perf_counter() - begun) / NUM_ROUNDS
+        found[f"{what}_rank_0_cpu_ms"] = sorted(used)[NUM_ROUNDS // 2] * 1e3
+        passed = Traffic.sum([link.traffic for link in links]) - before
+        found[f"{what}_rank_0_sent_kb"] = passed.bytes_in / NUM_ROUNDS / 1e3
+        found[f"{what}_rank_0_messages"] = (passed.messages_in + passed.messages_out) / NUM_ROUNDS
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, default=125)
+    parser.add_argument("--hosts", type=int, nargs="*", default=[16, 125, 500])
     parser.add_argument("--ranks-per-host", type=int, default=8)
     options = parser.parse_args()
-    for name, value in run(options.hosts, options.ranks_per_host).items():
-        print(f"{name:20} {value if not isinstance(value, float) else round(value, 4)}", flush=True)
+    runs = [run(num_hosts, options.ranks_per_host) for num_hosts in options.hosts]
+    for name in runs[0]:
+        print(f"{name:32}", *(f"{one[name]:12.4g}" for one in runs), flush=True)
 
 
 if __name__ == "__main__":

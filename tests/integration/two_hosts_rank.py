@@ -78,7 +78,12 @@ def listen(namespace: str, answer: Any) -> None:
             with contextlib.suppress(TimeoutError):
                 frames.append(sniffer.recv(2**17))
     recorded = b"".join(frames)
-    texts = (TENSOR_TEXT, OBJECT_TEXT.encode(), NAME_TEXT.encode(), b"hub_name")  # which is in the ranks' introductions
+    texts = (
+        TENSOR_TEXT,
+        OBJECT_TEXT.encode(),
+        NAME_TEXT.encode(),
+        b"can_encrypt",
+    )  # which is in the ranks' introductions
     answer.send([len(recorded), [text for text in texts if text in recorded]])
 
 

@@ -1,13 +1,15 @@
-"""The hub without ranks: two of them in one process."""
+"""The hub without ranks: several of them in one process."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hora.engine.hub import Hub, HubEvents, _cut, _joined
+from hora.engine.hub import Hub, HubEvents, cut_parts, join_parts
+from hora.engine.tree import Tree
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys
@@ -23,6 +25,16 @@ def given(rank: int, world: bytes = WORLD) -> RankKeys:
     return RankKeys(rank, lambda ranks: rank_keys(world, rank, ranks))
 
 
+def a_hub(rank: int, size: int, heard: list[tuple[object, ...]]) -> Hub:
+    """Which writes down what it tells its runtime."""
+    told = {
+        name: lambda *what, name=name: heard.append((name, *what)) for name in ("lost", "leaving", "fault", "agreeing")
+    }
+    hub = Hub(rank, size, HubEvents(**told, tick=lambda: None, in_flight=lambda serial: [("allreduce", serial)]))
+    hub.start(given(rank))
+    return hub
+
+
 @pytest.fixture
 def heard():
     """What rank 0's hub has told its runtime."""
@@ -31,19 +43,55 @@ def heard():
 
 @pytest.fixture
 def hubs(heard):
-    some = []
+    """Ranks 0 and 1 of a world of three, which share a host."""
     with contextlib.ExitStack() as stack:
-        for rank in range(2):
-            told = {name: lambda *_: None for name in ("lost", "leaving", "fault", "announced", "tick")}
-            if rank == 0:
-                told |= {"lost": lambda *what: heard.append(("lost", *what))}
-                told |= {"leaving": lambda *what: heard.append(("leaving", *what))}
-                told |= {"announced": lambda *what: heard.append(("announced", *what))}
-            hub = Hub(rank, 3, HubEvents(**told))
-            hub.start(given(rank))
+        some = [a_hub(0, 3, heard), a_hub(1, 3, [])]
+        for hub in some:
             stack.callback(hub.close)
-            some.append(hub)
+            hub.know(Tree([[0, 1], [2]]), lambda rank: some[rank].name)
         yield some
+
+
+class World:
+    """Ranks connected along the tree of their hosts."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.tree = Tree([list(range(sum(sizes[:at]), sum(sizes[: at + 1]))) for at in range(len(sizes))])
+        size = sum(sizes)
+        self.heard: list[list[tuple[object, ...]]] = [[] for _ in range(size)]
+        self.hubs = [a_hub(rank, size, self.heard[rank]) for rank in range(size)]
+        for hub in self.hubs:
+            parent = self.tree.parent(hub.rank)
+            place = None if parent is None else (parent, self.hubs[parent].name)
+            hub.join(place, len(self.tree.children(hub.rank)), limit_s=LIMIT_S)
+            hub.know(self.tree, lambda rank: self.hubs[rank].name)
+
+    def gather(self, what: str) -> list[list[bytes]]:
+        with ThreadPoolExecutor(len(self.hubs)) as pool:
+            return list(pool.map(lambda hub: hub.gather(what, b"%d" % hub.rank, limit_s=LIMIT_S), self.hubs))
+
+    def stop(self, rank: int) -> None:
+        """As if its process was: it takes what is sent to it, and does nothing about it."""
+        self.hubs[rank]._on_message = lambda *message: None  # type: ignore[method-assign]
+
+    def all_heard(self, what: tuple[object, ...], ranks: list[int]) -> None:
+        wait_until(f"{ranks} have heard {what}", lambda: all(what in self.heard[rank] for rank in ranks))
+        for rank in ranks:
+            assert self.heard[rank].count(what) == 1
+
+
+@pytest.fixture
+def worlds():
+    made = []
+
+    def make(*sizes: int) -> World:
+        made.append(World(*sizes))
+        return made[-1]
+
+    yield make
+    for world in made:
+        for hub in world.hubs:
+            hub.close()
 
 
 def test_a_rank_fetches_what_another_one_offers(hubs):
@@ -69,32 +117,103 @@ def test_a_rank_does_not_wait_for_an_offer_when_the_world_has_ended(hubs):
 
 def a_member(hub: Hub, rank: int) -> Connection:
     connection = connect(hub.name, given(rank).towards(hub.rank), timeout_s=LIMIT_S)
-    connection.send({"want": "hub"})
+    connection.send({"want": "link"})
     return connection
 
 
-def test_a_member_speaks_for_its_own_rank_and_for_no_other(hubs, heard):
+def news(kind: str, rank: int, text: str = "") -> dict[str, object]:
+    return {"t": "news", "kind": kind, "rank": rank, "text": text}
+
+
+def test_a_member_speaks_for_its_own_side_of_the_tree_and_for_no_other(hubs, heard):
     with a_member(hubs[0], 2) as other:
-        hubs[1].join(hubs[0].name, limit_s=LIMIT_S)
-        hubs[0].wait_for_all(limit_s=LIMIT_S)
+        hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)
+        wait_until("both are connected", lambda: len(hubs[0]._links) == 2)
         for taken in (1, 2, 3, -1):
             with a_member(hubs[0], taken) as second, pytest.raises(EOFError):
                 second.receive(limit_s=LIMIT_S)
-        other.send({"t": "lost", "rank": 1})
-        other.send({"t": "leaving", "rank": 1, "why": "says rank 2"})
-        other.send({"t": "round", "set": 0, "parts": [[1, 1]]}, b"x")
-        other.send({"t": "leaving", "rank": 2, "why": "the end"})
+        other.send(news("lost", 1))
+        other.send(news("leaving", 1, "says rank 2"), b"{}")
+        other.send(news("gone mad", 2))
+        other.send(news("leaving", 2, "the end"), b'{"1": 7}')
         wait_until("rank 2 has left", lambda: heard)
-    assert heard == [("leaving", 2, "the end")]
+    assert heard == [("leaving", 2, "the end", {1: 7})]
 
 
 def test_what_a_rank_announces_is_its_own_whatever_it_says(hubs, heard):
     with a_member(hubs[0], 2) as other:
-        hubs[1].join(hubs[0].name, limit_s=LIMIT_S)
-        hubs[0].wait_for_all(limit_s=LIMIT_S)
-        other.send({"t": "announce", "set": 5, "member": 1, "rank": 1}, b"mine")
-        wait_until("the round has come", lambda: heard)
-    assert heard[0] == ("announced", 5, [(2, b"mine")])
+        said = {"t": "up", "set": 5, "parts": 1, "rank": 1}
+        other.send(said, b"mine")
+        wait_until("it has come", lambda: heard)
+    assert heard[0] == ("agreeing", 5, 2, said, b"mine")
+
+
+@pytest.mark.parametrize("sizes", [(1,), (4,), (1, 1), (2, 1, 3), (1,) * 7])
+def test_all_ranks_gather_what_each_says(worlds, sizes):
+    world = worlds(*sizes)
+    for what in ("first", "second"):
+        assert world.gather(what) == [[b"%d" % rank for rank in range(sum(sizes))]] * sum(sizes)
+
+
+def test_who_does_not_come_is_named(worlds):
+    world = worlds(2, 1)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(world.hubs[1].gather, "names", b"", limit_s=LIMIT_S)
+        with pytest.raises(HorovodInternalError, match=r"waited 0.5 s for rank\(s\) \[2\] to tell their names"):
+            world.hubs[0].gather("names", b"", limit_s=0.5)
+        world.hubs[1].stop_waiting("rank 2 was lost")
+        with pytest.raises(HorovodInternalError, match="rank 2 was lost"):
+            late.result()
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2, 6])
+def test_one_goodbye_is_heard_by_all_and_all_goodbyes_are_waited_for(worlds, leaver):
+    world = worlds(2, 2, 1, 1, 1)
+    others = [rank for rank in range(7) if rank != leaver]
+    world.hubs[leaver].leave("the end", {3: 4})
+    world.all_heard(("leaving", leaver, "the end", {3: 4}), others)
+    for rank in others:
+        world.hubs[rank].leave("the end too", {})
+    for hub in world.hubs:
+        hub.wait_for_goodbyes(LIMIT_S)
+        assert hub._all_gone
+    for hub in world.hubs:
+        hub.close()
+    assert all(len(heard) == (rank != leaver) for rank, heard in enumerate(world.heard))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_death_is_heard_on_every_side_of_the_dead(worlds, victim):
+    """Rank 2 is between the root and the hosts of ranks 8 and 9."""
+    world = worlds(2, 2, *[1] * 6)
+    assert set(world.tree.children(2)) == {3, 8, 9}
+    world.hubs[victim].close()
+    world.all_heard(("lost", victim), [rank for rank in range(10) if rank != victim])
+
+
+@pytest.mark.parametrize("sender", [0, 1, 3, 8])
+def test_news_goes_around_a_stopped_rank(worlds, sender):
+    world = worlds(2, 2, *[1] * 6)
+    world.stop(2)
+    world.hubs[sender].report_fault(sender, "it broke")
+    world.all_heard(("fault", "it broke"), [rank for rank in range(10) if rank not in (2, sender)])
+    world.hubs[sender].leave("the end", {})
+    others = [rank for rank in range(10) if rank not in (2, sender)]
+    world.all_heard(("leaving", sender, "the end", {}), others)
+
+
+def test_a_rank_is_asked_what_it_waits_for(worlds):
+    world = worlds(1, 1)
+    assert world.hubs[0].ask_in_flight(1, 7, limit_s=LIMIT_S) == {("allreduce", 7)}
+
+
+def test_what_is_sent_before_there_is_a_link_comes_when_there_is_one(hubs, heard):
+    hubs[1].send(0, {"t": "up", "set": 1}, b"early")
+    hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)
+    hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)  # there is one
+    hubs[1].send(0, {"t": "up", "set": 1}, b"late")
+    wait_until("both have come", lambda: len(heard) == 2)
+    assert [what[-1] for what in heard] == [b"early", b"late"]
 
 
 def test_with_its_own_keys_a_rank_opens_nothing_in_the_name_of_another(hubs):
@@ -135,23 +254,23 @@ def test_keys_are_asked_for_once_and_together():
     assert keys.shared == given(3).shared
 
 
-def test_a_stopped_rank_delays_nobodys_rounds(hubs, heard):
-    """It reads nothing, far more is sent to it than its socket holds, and a set of which it is no member goes on."""
+def test_a_rank_that_does_not_read_delays_nobody(hubs, heard):
+    """Far more is sent to it than its socket holds, and the others go on."""
     with a_member(hubs[0], 2) as stopped:
         stopped.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        hubs[1].join(hubs[0].name, limit_s=LIMIT_S)
-        hubs[0].wait_for_all(limit_s=LIMIT_S)
+        hubs[1].link(0, hubs[0].name, limit_s=LIMIT_S)
+        wait_until("both are connected", lambda: len(hubs[0]._links) == 2)
         piece, num_rounds = bytes(100_000), 50
         for number in range(num_rounds):
-            hubs[1].announce(7, piece)
-            wait_until("the round has come", lambda number=number: len(heard) > number)
+            hubs[0].send(2, {"t": "round", "set": 7}, piece)
+            hubs[1].send(0, {"t": "up", "set": 7}, piece)
+            wait_until("it has come", lambda number=number: len(heard) > number)
         assert not hubs[0]._links[2].drained
-        assert heard == [("announced", 7, [(1, piece)])] * num_rounds
         for _ in range(num_rounds):  # and when it goes on it has missed nothing
             header, payload = stopped.receive(limit_s=LIMIT_S)
-            assert (header["t"], header["set"], payload[-len(piece) :]) == ("round", 7, piece)
+            assert (header["t"], header["set"], payload) == ("round", 7, piece)
 
 
-def test_ten_thousand_ranks_fit_into_a_round():
+def test_ten_thousand_ranks_fit_into_a_message():
     parts = [(rank, b"%d" % rank) for rank in range(10_000)]
-    assert _cut(_joined(parts) + b"more", len(parts)) == parts
+    assert cut_parts(join_parts(parts) + b"more", len(parts)) == parts

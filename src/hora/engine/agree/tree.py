@@ -305,9 +305,9 @@ class TreeAgreement:
     # The root's questions.
 
     def _doubtful(self, missing: Iterable[int]) -> list[int]:
-        """Those that speak through another missing one, which may be stopped."""
+        """Those that speak through another missing one, which may be stopped, as the root that asks is not."""
         some = set(missing)
-        return [rank for rank in some if some.intersection(self._tree.above(rank))]
+        return [rank for rank in some if some.intersection(self._tree.above(rank)) - {self._rank}]
 
     def _ask_beyond_missing(self) -> None:
         now, ranks = time.monotonic(), set()

@@ -1,0 +1,257 @@
+"""The tree of ranks, and agreement over it, without processes: messages are delivered in a random order."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from hora.engine.agree.tree import OLD_S, TreeAgreement
+from hora.engine.plan import Planner
+from hora.engine.request import Key, Kind, Signature
+from hora.engine.tree import FANOUT, Tree
+from waiting import wait_until
+
+
+def hosts_of(*sizes: int) -> list[list[int]]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 3, 1), (8,) * 30, (1,) * 100])
+def test_every_rank_but_the_root_has_a_parent_and_few_neighbours(sizes):
+    hosts = hosts_of(*sizes)
+    tree, ranks = Tree(hosts), [rank for host in hosts for rank in host]
+    assert tree.root == 0
+    assert tree.parent(0) is None
+    assert tree.below(0) == ranks
+    for rank in ranks[1:]:
+        parent = tree.parent(rank)
+        assert rank in tree.children(parent)
+        assert tree.above(rank)[0] == parent
+        assert tree.above(rank)[-1] == 0
+    for rank in ranks:
+        assert len(tree.neighbours(rank)) <= max(sizes) + FANOUT
+        assert tree.neighbours(rank) == ([] if rank == 0 else [tree.parent(rank)]) + tree.children(rank)
+        sides = [tree.behind(rank, neighbour) for neighbour in tree.neighbours(rank)]
+        assert sorted([rank, *(one for side in sides for one in side)]) == ranks
+
+
+class Network:
+    """Hubs without sockets: each pair of ranks has a line in each direction that keeps its order; nothing else is ordered."""
+
+    def __init__(self, tree: Tree, ranks: list[int], seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lines: dict[tuple[int, int], deque] = {}
+        self.calls: dict[int, deque] = {rank: deque() for rank in ranks}
+        self.num_messages = 0
+        self.stopped: set[int] = set()
+        self.in_flight: dict[int, set[Key]] = {rank: set() for rank in ranks}  # what they answer when they are asked
+        hubs = {rank: FakeHub(self, rank) for rank in ranks}
+        self.agreements = {rank: TreeAgreement(hubs[rank], 1, tree, ranks, cache_capacity=4) for rank in ranks}
+        self.planners = {rank: Planner(ranks, fusion_threshold_bytes=1000) for rank in ranks}
+        self.executed: dict[int, list] = {rank: [] for rank in ranks}
+
+    def step(self) -> bool:
+        """Deliver one message or run one planned call, of those that can come next."""
+        lines = [ends for ends, line in self.lines.items() if line and ends[1] not in self.stopped]
+        calls = [rank for rank, some in self.calls.items() if some and rank not in self.stopped]
+        if not lines and not calls:
+            return False
+        what = self.random.choice([*lines, *calls])
+        if isinstance(what, int):
+            self.calls[what].popleft()()
+        else:
+            self.agreements[what[1]].receive(what[0], *self.lines[what].popleft())
+        return True
+
+    def run(self) -> None:
+        while self.step():
+            pass
+        for rank, agreement in self.agreements.items():
+            while (batches := agreement.poll(self.planners[rank])) is not None:
+                self.executed[rank] += [
+                    (batch.kind, batch.error, batch.last_joined, [part[0] for part in batch.parts]) for batch in batches
+                ]
+
+    def agreed(self) -> list:
+        """What all ranks have executed, in the same order and batches."""
+        (same,) = {repr(executed) for executed in self.executed.values()}
+        del same
+        return next(iter(self.executed.values()))
+
+
+class FakeHub:
+    def __init__(self, network: Network, rank: int) -> None:
+        self.network, self.rank = network, rank
+
+    def send(self, rank, header, payload=b""):
+        self.network.num_messages += 1
+        self.network.lines.setdefault((self.rank, rank), deque()).append((header, payload))
+
+    def call(self, function):
+        self.network.calls[self.rank].append(function)
+
+    def ask_in_flight(self, rank, serial, *, limit_s):
+        if rank in self.network.stopped:
+            raise TimeoutError
+        return self.network.in_flight[rank]
+
+
+def an_allreduce(name: str | None, *, size: int = 10) -> Signature:
+    return Signature(int(Kind.ALLREDUCE), "allreduce", name, ("float32",), ((size,),))
+
+
+JOIN = Signature(int(Kind.JOIN), "join", None)
+SHAPES = [(1,), (2, 2), (1, 3, 2), (3, 1, 1, 1, 1, 2), (1,) * 12]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("seed", range(10))
+def test_all_ranks_execute_the_same_in_the_same_order(sizes, seed):
+    """Each announces the same operations in an order of its own, some with a name, some numbered, some of its own shape."""
+    hosts = hosts_of(*sizes)
+    ranks = [rank for host in hosts for rank in host]
+    network = Network(Tree(hosts), ranks, seed)
+    for _ in range(3):  # names come again, and there are more than the announcers keep
+        for rank in ranks:
+            operations = [(an_allreduce(f"t{index}"), 0) for index in range(6)]
+            operations += [(an_allreduce(None), instance) for instance in range(3)]
+            operations += [(Signature(int(Kind.ALLGATHER), "allgather", "g", ("float32",), ((rank + 1,),)), 0)]
+            network.random.shuffle(operations)
+            for signature, instance in operations:
+                network.agreements[rank].announce(signature, instance)
+                network.step()
+        network.run()
+        agreed = network.agreed()
+        assert not any(error for _, error, _, _ in agreed)
+        assert sorted(str(key) for _, _, _, keys in agreed for key in keys) == sorted(
+            [str(("allreduce", f"t{index}")) for index in range(6)]
+            + [str(("allreduce", index)) for index in range(3)]
+            + [str(("allgather", "g"))]
+        )
+        for executed in network.executed.values():
+            executed.clear()
+
+
+def test_a_known_request_costs_each_link_two_small_messages():
+    hosts = hosts_of(*[8] * 30)
+    ranks = [rank for host in hosts for rank in host]
+    network = Network(Tree(hosts), ranks, 0)
+    for _ in range(2):
+        network.num_messages = 0
+        for rank in ranks:
+            network.agreements[rank].announce(an_allreduce("t"), 0)
+        sent = [payload for line in network.lines.values() for _, payload in line]
+        network.run()
+        assert network.agreed()
+    assert network.num_messages == 2 * (len(ranks) - 1)
+    assert {len(payload) for payload in sent} == {8 + 8}  # who, how long, a number and a running number
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3, 2), (1,) * 12])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mismatch_is_an_error_on_all_ranks(sizes, seed):
+    hosts = hosts_of(*sizes)
+    ranks = [rank for host in hosts for rank in host]
+    network = Network(Tree(hosts), ranks, seed)
+    odd = network.random.choice(ranks)
+    for rank in ranks:
+        network.agreements[rank].announce(an_allreduce("t", size=11 if rank == odd else 10), 0)
+    network.run()
+    ((_, error, _, _),) = network.agreed()
+    assert f"rank {odd} has [11]" in error
+
+
+@pytest.mark.parametrize("sizes", [(1,), *SHAPES[1:]])
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_join_at_different_times_and_begin_anew(sizes, seed):
+    """Rank r announces r operations and joins; then there is an operation of all again."""
+    hosts = hosts_of(*sizes)
+    ranks = [rank for host in hosts for rank in host]
+    network = Network(Tree(hosts), ranks, seed)
+    for again in range(2):
+        for index in range(len(ranks) + 1):
+            for rank in network.random.sample(ranks, len(ranks)):
+                if index < rank:
+                    network.agreements[rank].announce(an_allreduce(f"step{index}"), 0)
+                elif index == rank:
+                    network.agreements[rank].announce(JOIN, again)
+                for _ in range(network.random.randrange(4)):
+                    network.step()
+        network.run()
+        for rank in ranks:
+            network.agreements[rank].announce(an_allreduce("after"), 0)
+        network.run()
+        agreed = network.agreed()
+        assert not any(error for _, error, _, _ in agreed)
+        keys = [key for _, _, _, keys in agreed for key in keys]
+        assert set(keys) == {("allreduce", f"step{index}") for index in ranks[:-1]} | {("allreduce", "after")}
+        assert keys[-1] == ("allreduce", "after")
+        assert [kind for kind, _, _, _ in agreed].count(Kind.JOIN) == 1
+        for executed in network.executed.values():
+            executed.clear()
+
+
+def let_time_pass(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic() + 2 * OLD_S
+    monkeypatch.setattr("hora.engine.agree.tree.time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(2):
+        for rank, agreement in network.agreements.items():
+            if rank not in network.stopped:
+                agreement.tick()
+        network.run()
+
+
+def test_the_root_learns_who_is_missing(monkeypatch):
+    """Two ranks of different hosts have not announced what the others wait for, one of them the root."""
+    hosts = hosts_of(2, 2, 2)
+    network = Network(Tree(hosts), list(range(6)), 0)
+    for rank in (1, 2, 4, 5):
+        network.agreements[rank].announce(an_allreduce("t"), 0)
+    network.run()
+    let_time_pass(network, monkeypatch)
+    ((_, signatures),) = network.agreements[0].lone_requests().items()
+    assert [rank for rank, signature in enumerate(signatures) if signature is None] == [0, 3]
+    for rank in (0, 3):  # and when they come, it is done
+        network.agreements[rank].announce(an_allreduce("t"), 0)
+    network.run()
+    assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t")]]
+    assert not network.agreements[0].lone_requests()
+
+
+def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypatch):
+    """Rank 2 is stopped; of those below it rank 7 has not announced either."""
+    hosts = [[0, 1], [2, 3], [4], [5], [6], [7]]  # the last one is below the second
+    network = Network(Tree(hosts), list(range(8)), 0)
+    network.stopped.add(2)
+    for rank in (0, 1, 3, 4, 5, 6):
+        network.agreements[rank].announce(an_allreduce("t"), 0)
+        network.in_flight[rank].add(("allreduce", "t"))
+    network.run()
+    assert not network.agreements[0].lone_requests()  # nobody has been asked yet
+    let_time_pass(network, monkeypatch)
+    wait_until("the root has asked", network.agreements[0].lone_requests)
+    ((_, signatures),) = network.agreements[0].lone_requests().items()
+    assert [rank for rank, signature in enumerate(signatures) if signature is None] == [2, 7]
+    network.stopped.clear()
+    for rank in (2, 7):
+        network.agreements[rank].announce(an_allreduce("t"), 0)
+    network.run()
+    assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t")]]
+
+
+def test_a_child_does_not_speak_for_ranks_that_are_not_below_it():
+    network = Network(Tree(hosts_of(1, 1, 1)), [0, 1, 2], 0)
+    impostor = network.agreements[1]
+    for rank in (0, 1, 2):
+        impostor._send_up([(rank, impostor._announcer.encode(an_allreduce("t"), 0))])
+    network.agreements[0].announce(an_allreduce("t"), 0)
+    network.run()
+    assert network.agreed() == []
+    network.agreements[2].announce(an_allreduce("t"), 0)
+    network.run()
+    assert len(network.agreed()) == 1
