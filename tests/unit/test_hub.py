@@ -65,6 +65,7 @@ class World:
             place = None if parent is None else (parent, self.hubs[parent].name)
             hub.join(place, len(self.tree.children(hub.rank)), limit_s=LIMIT_S)
             hub.know(self.tree, lambda rank: self.hubs[rank].name)
+        self.gather("ready")  # as ranks do: now all links are there
 
     def gather(self, what: str) -> list[list[bytes]]:
         with ThreadPoolExecutor(len(self.hubs)) as pool:
@@ -184,9 +185,9 @@ def test_one_goodbye_is_heard_by_all_and_all_goodbyes_are_waited_for(worlds, lea
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 def test_a_death_is_heard_on_every_side_of_the_dead(worlds, victim):
-    """Rank 2 is between the root and the hosts of ranks 8 and 9."""
+    """Rank 2 is between the root and the hosts of ranks 7, 8 and 9."""
     world = worlds(2, 2, *[1] * 6)
-    assert set(world.tree.children(2)) == {3, 8, 9}
+    assert set(world.tree.children(2)) == {3, 7, 8, 9}
     world.hubs[victim].close()
     world.all_heard(("lost", victim), [rank for rank in range(10) if rank != victim])
 

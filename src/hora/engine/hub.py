@@ -489,10 +489,10 @@ class Hub:
     def _believes(self, peer: Peer, kind: str, rank: int, around: Sequence[int]) -> bool:
         """Whether it may say this: a rank speaks for those behind it, and who goes around a stopped one for those
         behind that. That something is wrong, everybody may say."""
-        if kind == "fault" or peer.speaker == rank:
-            return True
-        if kind not in ("leaving", "lost") or self._tree is None:
-            return kind == "lost" and self._tree is None
+        if kind not in ("leaving", "lost"):
+            return kind == "fault"
+        if peer.speaker == rank or self._tree is None:
+            return kind == "lost" or peer.speaker == rank
         neighbours = self._tree.neighbours(self.rank)
         via = [one for one in (peer.speaker, *around) if one in neighbours]
         return any(rank in self._tree.behind(self.rank, one) for one in via)
