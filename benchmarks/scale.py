@@ -53,7 +53,7 @@ def introduction(rank: int) -> bytes:
         "pid": 1000 + rank * 104729 % 60000,
         "hostname": f"node-{rank // 8:03}.cluster.internal",
         "process_sets": [],
-        "can_encrypt": True,
+        "encrypt": "always",
         "has_native": True,
         "encrypts_natively": True,
         "settings": None,

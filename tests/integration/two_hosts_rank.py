@@ -82,7 +82,7 @@ def listen(namespace: str, answer: Any) -> None:
         TENSOR_TEXT,
         OBJECT_TEXT.encode(),
         NAME_TEXT.encode(),
-        b"can_encrypt",
+        b"has_native",
     )  # which is in the ranks' introductions
     answer.send([len(recorded), [text for text in texts if text in recorded]])
 

@@ -23,6 +23,7 @@ from hora.net.keys import RankKeys, worker_key
 from hora.net.wire import ClientHandshake, Credentials, Opener, ServerHandshake, new_secret
 
 LIMIT_S = 60.0
+_EVENTS = ("lost", "leaving", "fault", "agreeing", "in_flight", "tick")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 VECTORS = {
     name: bytes.fromhex(text)
@@ -85,7 +86,9 @@ def test_another_end_at_the_rendezvous(rendezvous: Rendezvous):
                 {"op": "gather", "id": 2, "key": "g", "rank": number, "size": 2, "timeout_s": LIMIT_S}, b"%d" % number
             )
         for one in workers:
-            assert one.receive() == ({"re": 2}, bytes(7) + b"\x01" + bytes(7) + b"\x01" + b"01")
+            members = b"".join(number.to_bytes(8, "big") + (1).to_bytes(8, "big") for number in (0, 1))
+            header = {"re": 2, "members": 2, "values": 2, "index": 0, "groups": 1}
+            assert one.receive() == (header, members + b"01")
         workers[0].send({"op": "set", "id": 3, "key": "k"}, large)
         assert workers[0].receive() == ({"re": 3}, b"")
         workers[1].send({"op": "get", "id": 4, "key": "k", "timeout_s": LIMIT_S})
@@ -122,7 +125,7 @@ def test_another_end_with_other_credentials_is_refused(rendezvous: Rendezvous, h
 def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)
     derived, world = another_end.derived, new_secret()
-    hub = Hub(0, 2, HubEvents(**{name: lambda *_: None for name in ("lost", "leaving", "fault", "announced", "tick")}))
+    hub = Hub(0, 2, HubEvents(**{name: lambda *_: None for name in _EVENTS}))
     try:
         hub.start(RankKeys.derived(world, 0))
         with socket.create_connection(("127.0.0.1", hub.listen_tcp("127.0.0.1")), timeout=LIMIT_S) as sock:

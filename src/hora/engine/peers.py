@@ -144,7 +144,9 @@ class Peers:
             accept_risk(
                 "tensors travel between hosts over gloo, neither authenticated nor encrypted", warn=not world.rank
             )
-        if len(self.hosts) == 1 and not self._may_share:  # by rank 0's settings the ranks of one host need a network, too
+        if (
+            len(self.hosts) == 1 and not self._may_share
+        ):  # by rank 0's settings the ranks of one host need a network, too
             places = self.gather("place", json.dumps(self._listen()).encode())
             pairs = zip(self._introductions, places, strict=True)
             self._introductions = [replace(peer, place=tuple(json.loads(place))) for peer, place in pairs]
