@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -569,3 +570,48 @@ def test_a_member_that_sends_nonsense_and_pickles_harms_itself_only(tmp_path: Pa
     assert all(f"rank {rank} sum 2.0" in job.text() for rank in (0, 1)), (status, job.text())
     assert not trap.exists()
     job.assert_nothing_left()
+
+
+WHISPER = """
+import pathlib, os
+import torch
+import horovod.torch as hvd
+hvd.init()
+pathlib.Path(f"key {hvd.rank()}").write_bytes(pathlib.Path(os.environ["HORA_SECRET_FILE"]).read_bytes())
+numbers = torch.frombuffer(bytearray(b"a tensor, whispered " * 400), dtype=torch.uint8)
+assert torch.equal(hvd.allgather(numbers, name="the name of a tensor")[:8000], numbers)
+assert hvd.allgather_object("an object, whispered " * 50) == ["an object, whispered " * 50] * 2
+"""
+
+
+@pytest.mark.security
+@pytest.mark.skipif(os.geteuid() != 0, reason="listening on the network needs root")
+@pytest.mark.parametrize("encrypt", ["always", "never"])
+def test_who_listens_hears_no_key_no_message_and_no_number(tmp_path: Path, encrypt: str):
+    """With `never` numbers and objects are heard, which also shows that this test listens well."""
+    heard, over = bytearray(), threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                heard.extend(listener.recv(70_000))
+
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
+        listener.bind(("lo", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 2**20)
+        listener.settimeout(0.2)
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, WHISPER)]
+            job = JobProcess(line, tmp_path, HORA_TRANSPORT="tcp", HORA_ENCRYPT=encrypt)
+            assert job.wait() == 0, job.text()
+        finally:
+            over.set()
+            thread.join(30)
+    keys = [(tmp_path / f"key {rank}").read_bytes() for rank in (0, 1)]
+    assert b"HORA/" in heard
+    for said in (b"a tensor, whispered", b"an object, whispered"):
+        assert (said in heard) == (encrypt == "never"), said
+    for secret in (b"the name of a tensor", *keys, *(key.hex().encode() for key in keys)):
+        assert secret not in heard
