@@ -218,6 +218,42 @@ def test_a_command_that_complains_about_a_lost_peer_is_not_the_root_cause(tmp_pa
     job.assert_nothing_left()
 
 
+@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
+def test_a_rank_that_leaves_with_status_0_is_named_not_its_victims(tmp_path: Path, leave: str):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "import horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "for step in range(200):\n"
+        "    if hvd.rank() == 1 and step == 5:\n"
+        f"        {leave}\n"
+        "    hvd.allreduce(torch.ones(1000), name='a')\n"
+    )
+    job = JobProcess([*HOROVODRUN, "-np", "3", sys.executable, str(script)], tmp_path)
+    assert job.wait() == 1
+    text = job.text()
+    assert "Process name: 1\nExit code: 1\nReason: it was done, with status 0, while rank" in text, text
+    assert "process 1 on host" in text
+    job.assert_nothing_left()
+
+
+def test_a_rank_whose_function_returns_early_is_named_not_its_victims():
+    def work() -> None:
+        import torch
+
+        import horovod.torch as hvd
+
+        hvd.init()
+        for _ in range(5 if hvd.rank() == 2 else 200):
+            hvd.allreduce(torch.ones(10), name="a")
+        hvd.shutdown()
+
+    with pytest.raises(JobFailedError, match="status 0, while rank") as caught:
+        horovod.run(work, num_proc=3)
+    assert caught.value.rank == 2
+
+
 def test_a_command_that_does_not_exist(tmp_path: Path):
     job = JobProcess([*HOROVODRUN, "-np", "2", "no-such-command"], tmp_path)
     assert job.wait() == 1

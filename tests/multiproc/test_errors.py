@@ -392,3 +392,55 @@ class Broken:
 
     def announce(self, signature, instance):
         raise OverflowError("as planned")
+
+
+def _resize(tensor):
+    tensor.resize_(2 * tensor.numel())
+
+
+def _shrink(tensor):
+    tensor.resize_(10)
+
+
+def _empty(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_tensor_resized_in_flight_is_named_on_every_rank():
+    """Everybody gets the error, and nobody waits for what will not come."""
+    for number, change in enumerate((_resize, _shrink, _empty)):
+        for start in (
+            partial(hvd.allreduce_async_, op=hvd.Sum),
+            hvd.allgather_async,
+            hvd.reducescatter_async,
+            partial(hvd.broadcast_async_, root_rank=0),
+            hvd.alltoall_async,
+        ):
+            hvd.init()
+            tensor = torch.ones(6000)
+            name = f"resized.{number}"
+            if hvd.rank() == 0:
+                handle = start(tensor, name=name)
+                change(tensor)
+            hvd.barrier()  # the others have still to submit theirs
+            if hvd.rank() > 0:
+                handle = start(tensor, name=name)
+            with raises(Internal, f".{name} was submitted with a tensor of shape [6000]", "rank 0", "do not resize"):
+                hvd.synchronize(handle)
+            hvd.shutdown()
+
+
+@pytest.mark.ranks(2)
+def test_a_resized_tensor_of_a_group_is_named():
+    hvd.init()
+    tensors = [torch.ones(5), torch.ones(5), torch.ones(5)]
+    if hvd.rank() == 0:
+        handle = hvd.grouped_allreduce_async_(tensors, name="several")
+        tensors[1].resize_(7)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        handle = hvd.grouped_allreduce_async_(tensors, name="several")
+    with raises(Internal, "several_2of3 was submitted with a tensor of shape [5], which has shape [7]"):
+        hvd.synchronize(handle)
+    hvd.shutdown()

@@ -94,8 +94,8 @@ def test_a_process_that_lingers_after_the_last_result_does_not_keep_the_results(
     assert decide(returned, 5.0 + LINGER_LIMIT_S) == Finish()
 
 
-def failure(worker: int, at: float, *, consequence: bool = False) -> Failure:
-    return Failure(worker=worker, at=at, code=1, consequence=consequence)
+def failure(worker: int, at: float, *, consequence: bool = False, blames: int | None = None) -> Failure:
+    return Failure(worker=worker, at=at, code=1, consequence=consequence, blames=blames)
 
 
 def test_the_first_failure_ends_the_job_at_once():
@@ -125,6 +125,25 @@ def test_does_not_wait_for_a_root_cause_when_all_have_ended():
     facts = replace(RUNNING, failures=[failure(0, 1.0, consequence=True)])
     facts = but(facts, {0: {"state": WorkerState.FAILED, "exited": True}, 1: SUCCESS, 2: SUCCESS})
     assert decide(facts, 1.1) == Fail(facts.failures[0])
+
+
+def test_a_worker_that_left_without_an_error_is_the_root_cause_not_those_that_needed_it():
+    complaints = [failure(0, 1.0, consequence=True, blames=1), failure(2, 1.1, consequence=True, blames=1)]
+    facts = replace(RUNNING, failures=complaints)
+    assert decide(facts, 1.2) == Wait(1.0 + ROOT_CAUSE_WAIT_S)  # its end has not been seen yet
+    found = decide(but(facts, {1: SUCCESS}), 1.3)
+    assert isinstance(found, Fail)
+    assert found.failure is not None
+    assert (found.failure.worker, found.failure.code) == (1, 1)
+    assert "status 0, while rank 0 still needed it" in found.failure.reason
+    other = decide(but(facts, {2: SUCCESS}), 1.0 + ROOT_CAUSE_WAIT_S)  # one that nobody names
+    assert other == Fail(complaints[0])
+
+
+def test_a_worker_that_all_name_is_the_root_cause_even_if_it_says_the_same():
+    complaints = [failure(0, 1.0, consequence=True, blames=2), failure(2, 1.1, consequence=True, blames=2)]
+    facts = replace(RUNNING, failures=complaints)
+    assert decide(facts, 1.0 + ROOT_CAUSE_WAIT_S) == Fail(complaints[1])
 
 
 def test_workers_are_forked_with_what_their_function_names():

@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from hora.engine.plan import Batch, Part
-from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature
+from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature, full_names
 from hora.engine.transport.arithmetic import arithmetic_of, identity
 from hora.engine.transport.base import CompressingTransport, Transport
 from hora.errors import HorovodInternalError
@@ -25,6 +25,7 @@ Requests = Mapping[Key, Request]
 
 def execute(batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int]) -> None:
     """Execute a batch of a collective on tensors; results are left in the requests."""
+    _check_sizes(batch, requests)
     if batch.kind is Kind.ALLREDUCE:
         _allreduce(batch, requests, transport)
     elif batch.kind is Kind.ALLGATHER:
@@ -38,6 +39,23 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
     else:
         # A barrier that all members have agreed on has been reached by all of them: there is nothing left to do.
         assert batch.kind is Kind.BARRIER, batch.kind
+
+
+def _check_sizes(batch: Batch, requests: Requests) -> None:
+    """RuntimeError for a tensor that is not as large as all members have agreed on: the user has resized it meanwhile."""
+    for part in batch.parts:
+        request = requests.get(part.key)
+        if request is None or not request.tensors:
+            continue
+        shape = request.signature.shapes[part.index]
+        for tensor in (request.tensors[part.index], *(request.outputs or ())[part.index : part.index + 1]):
+            end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+            if tensor.shape != shape or tensor.untyped_storage().nbytes() < end:
+                name = full_names(*part.key, len(request.tensors))[part.index]
+                raise RuntimeError(
+                    f"{name} was submitted with a tensor of shape {list(shape)}, which has shape {list(tensor.shape)} and a "
+                    f"storage of {tensor.untyped_storage().nbytes()} bytes now; do not resize a tensor before synchronize()"
+                )
 
 
 def execute_on_device(

@@ -269,7 +269,9 @@ class Runtime:
         self.status.close(text)
         self.process_sets.drain()
         if self._hub is not None:
-            self._hub.leave(text, self.process_sets.rounds())
+            # Of a broken world the others may hear from here first, and should hear what broke it.
+            why = self.status.reason if self.status.broken else text
+            self._hub.leave(why, self.process_sets.rounds())
             if not self.status.broken:
                 self._hub.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close()

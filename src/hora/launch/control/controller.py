@@ -7,6 +7,7 @@ One for all jobs: whether the size is fixed or workers come and go is a matter o
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -259,7 +260,7 @@ class _Controller:
     def _end(self, numbers: Sequence[int], why: str, *, failed: bool, now: float) -> None:
         for number in numbers:
             if failed:
-                self._note_failure(number, 1, why, consequence=False)
+                self._note_failure(number, 1, why)
                 self._bar_the_place_of(number)
                 self._tell_the_others(number, f"was given up: {why}", failed=True)
             else:
@@ -367,7 +368,7 @@ class _Controller:
     def on_raise(self, worker: int, report: ErrorReport) -> None:
         self._reports[worker] = report
         if worker in self._roster and self._roster[worker].alive and not self.run.ending:
-            self._note_failure(worker, 1, report.headline, consequence=report.consequence)
+            self._note_failure(worker, 1, report.headline, report.headline if report.consequence else "")
 
     def on_exit(self, ended: WorkerExit) -> None:
         number, before = ended.worker, self._roster[ended.worker]
@@ -391,19 +392,22 @@ class _Controller:
             code, reason = 1, reason or f"it ended with status 0 {early}: did it call exit?"
         if code == 0:
             return False
-        blames = self._blames_another(worker.number)
-        self._note_failure(worker.number, code, reason or signal_text(code), consequence=blames)
+        # Of a command we have only the output to tell whether its last words are that another worker is lost.
+        words = self.run.out.tail(worker.number).rstrip().rpartition("\n")[2]
+        complaint = words if "HorovodInternalError" in words else ""
+        self._note_failure(worker.number, code, reason or signal_text(code), complaint)
         return worker.alive
 
-    def _blames_another(self, worker: int) -> bool:
-        """Whether a worker's last words are that another one is lost: of a command we have only the output to tell."""
-        return "HorovodInternalError" in self.run.out.tail(worker).rstrip().rpartition("\n")[2]
-
-    def _note_failure(self, number: int, code: int, reason: str, *, consequence: bool) -> None:
+    def _note_failure(self, number: int, code: int, reason: str, complaint: str = "") -> None:
+        """`complaint`: the worker's error, if that only says that another rank was lost."""
         now = time.monotonic()
         if self._roster[number].alive:
             self._roster.set(number, WorkerState.FAILED, now)
-        self._failures.append(Failure(worker=number, at=now, code=code, reason=reason, consequence=consequence))
+        named = re.search(r"HorovodInternalError.*?\brank (\d+)", complaint)
+        blames = next((n for n, slot in self._places.items() if named and slot.rank == int(named[1])), None)
+        self._failures.append(
+            Failure(worker=number, at=now, code=code, reason=reason, consequence=bool(complaint), blames=blames)
+        )
 
     def _tell_the_others(self, number: int, how: str, *, failed: bool) -> None:
         """Ranks that wait for this worker need not wait any longer. They hear of it once."""

@@ -97,13 +97,14 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first sign that a worker failed. `consequence`: it only says that another rank was lost."""
+    """The first sign that a worker failed. `consequence`: it only says that another rank was lost, the worker `blames`."""
 
     worker: int
     at: float
     code: int
     reason: str = ""
     consequence: bool = False
+    blames: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +227,18 @@ class FixedSize:
     def _judge(self, facts: Facts, now: float) -> Wait | Fail:
         cause = root_cause(facts.failures)
         assert cause is not None
-        # A complaint about a lost peer tends to arrive before the news of the peer's end.
-        limit = cause.at + ROOT_CAUSE_WAIT_S
-        if cause.consequence and now < limit and not all(worker.exited for worker in facts.workers):
-            return Wait(limit)
+        if cause.consequence:
+            for worker in facts.workers:
+                if worker.number == cause.blames and worker.state is WorkerState.SUCCEEDED:
+                    reason = (
+                        f"it was done, with status 0, while rank {cause.worker} still needed it: did it leave early?"
+                    )
+                    return Fail(Failure(worker=worker.number, at=worker.since, code=1, reason=reason))
+            # A complaint about a lost peer tends to arrive before the news of the peer's end.
+            limit = cause.at + ROOT_CAUSE_WAIT_S
+            if now < limit and not all(worker.exited for worker in facts.workers):
+                return Wait(limit)
+            cause = next((failure for failure in facts.failures if failure.worker == cause.blames), cause)
         return Fail(cause)
 
     def _arrived(self, worker: Worker) -> bool:
