@@ -79,13 +79,13 @@ def by_hand(epochs, *, rate=0.1):
     return model.state_dict()
 
 
-def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), **values):
+def fit(folder, module, *, checkpoint=None, val_rows=0, features=("x",), save_runs=True, **values):
     """Train on this rank; the result is rank 0's, on all ranks."""
     from hora.spark.lightning.estimator import LIGHTNING
     from hora.spark.lightning.package import default_package
     from hora.spark.lightning.training import LightningSpec, train
 
-    store = Store.create(folder)
+    store = Store.create(folder, save_runs=save_runs)
     given = {"label_cols": ["y"], "batch_size": 64, "epochs": 3, "verbose": 0, "shuffle": False}
     columns = {name: Column(name, "scalar", "double", 1) for name in ("x", "y", "name")}
     spec = LightningSpec(
@@ -231,6 +231,14 @@ def test_every_callback_of_lightning(folder, name):
     result = fit(folder, finetuned(), **given)
     assert [entry["epoch"] for entry in result.history] == [0, 1, 2]
     assert all(torch.isfinite(value).all() for value in result.state.values())
+
+
+def test_a_run_that_is_not_saved_has_a_logger_too(folder):
+    from lightning.pytorch.callbacks import LearningRateMonitor
+
+    callbacks = [LearningRateMonitor()]
+    result = fit(folder, finetuned(), val_rows=NUM_ROWS, batch_size=4, callbacks=callbacks, save_runs=False)
+    assert len(result.history) == 3
 
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end", "on_validation_epoch_end", "setup"])

@@ -161,13 +161,16 @@ class Session:
             self._changed.notify_all()
             while not (ending := [worker for worker in self._holders.get(holder, ()) if self._is_ending(worker)]):
                 if abandoned():
-                    self._holders.pop(holder, None)
                     break
                 self._changed.wait(_CHECK_S)
+            if abandoned():
+                self._holders.pop(holder, None)
             return ending
 
     def release(self, holder: object) -> None:
-        """The ranks of this holder have ended."""
+        """The ranks of this holder have ended. Ignored if it holds nothing."""
+        if holder not in self._holders:  # most callers: they need not wait for the lock
+            return
         with self._changed:
             self._holders.pop(holder, None)
             self._changed.notify_all()

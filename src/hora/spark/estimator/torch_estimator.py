@@ -55,7 +55,7 @@ class TorchEstimator(HorovodEstimator):
         return train, spec
 
     def _load_checkpoint(self, run_id: str) -> dict[str, Any] | None:
-        """What the run goes on from: the state of model and optimizer, and the history."""
+        """Return the state of model and optimizer, and the history, from which the run goes on; None for a new one."""
         found = self._read_checkpoint(run_id)
         if found is None:
             return None

@@ -103,7 +103,7 @@ class TorchModel(HorovodModel):
     def _sizes(
         self, predict: Callable[[Any], list[np.ndarray[Any, Any]]], frame: DataFrame, num_labels: int
     ) -> list[int]:
-        """How many numbers each prediction has: as in the training, else as the first row's."""
+        """Return how many numbers each prediction has: as in the training, else as the first row's."""
         sizes = list((self.getOrDefault("_metadata") or {}).get("output_sizes", ()))
         if len(sizes) == num_labels:
             return sizes
@@ -179,7 +179,7 @@ class _PredictRow:
 
 
 def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) -> Column:
-    """The same by a function of whole rows, as the DataFrame has them: its vectors are vectors, its structs rows."""
+    """The same column, by a function of whole rows as the DataFrame has them: its vectors are vectors, its structs rows."""
     import pyspark
     from pyspark.sql import functions as sql
 

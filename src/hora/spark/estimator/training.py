@@ -34,8 +34,8 @@ __all__ = ["RankSpec", "TrainingResult", "TrainingSpec", "rank_device", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """What a rank of any estimator has to know, apart from its model. `values` are the estimator's parameters. `checkpoint`:
-    what the run goes on from: a state for `TorchEstimator`, the bytes of Lightning's file for its estimator."""
+    """Facts that a rank of any estimator needs, apart from its model. `values` are the estimator's parameters. `checkpoint`:
+    what the run goes on from, a state for `TorchEstimator`, the bytes of Lightning's file for its estimator."""
 
     store: Store
     remote: RemoteStore

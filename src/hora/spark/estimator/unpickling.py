@@ -7,7 +7,6 @@ so before it reads such a file, and refuses it under HORA_STRICT=1. Classes that
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -112,7 +111,7 @@ class _Careful(_Trusting):
             # A class or function that travels whole. What it is called is among what the helper gets, which is no more than
             # collected here: nothing of the file runs.
             self._naming = True
-            return functools.partial(_name_it, _BY_VALUE[name])
+            return lambda *args: _name_it(_BY_VALUE[name], *args)
         if self._naming:
             return _Nothing
         raise _Foreign(f"{module}.{name}")

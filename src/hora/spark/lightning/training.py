@@ -88,9 +88,8 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
     callbacks = [*users, *old_hooks(package, users), keeper]  # the estimator's own list stays as it is
     keeper.users_checkpoint = _take_over(package, callbacks, spec, folder)
     kinds = package.part("callbacks")
-    own_bar = any(
-        isinstance(callback, kinds.ProgressBar) for callback in callbacks
-    )  # it is quiet on other ranks itself
+    # A bar of the user's is quiet on other ranks by itself.
+    own_bar = any(isinstance(callback, kinds.ProgressBar) for callback in callbacks)
     if values["terminate_on_nan"]:
         callbacks.append(_stop_on_nan(package)())
     arguments: dict[str, Any] = {
@@ -138,11 +137,13 @@ def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, fold
 
 
 def _logger(spec: LightningSpec, folder: str) -> Any:
-    """The user's, else one whose files lie in the run's folder: TensorBoard's where it is installed, as Lightning does."""
+    """Return the user's logger, else one that writes into the run's folder: TensorBoard's where it is installed and the run
+    is saved, as Lightning does."""
     given = spec.values["logger"]
     if given is not None:
         return given
-    kind = "CSVLogger" if importlib.util.find_spec("tensorboard") is None else "TensorBoardLogger"
+    kept = spec.remote.saving_runs and importlib.util.find_spec("tensorboard") is not None
+    kind = "TensorBoardLogger" if kept else "CSVLogger"
     return getattr(spec.package.part("loggers"), kind)(folder, name=spec.remote.logs_subdir, version="")
 
 
