@@ -365,10 +365,10 @@ def test_timeline_must_be_armed():
 def test_after_four_billion_unnamed_operations_their_number_begins_anew():
     queue = engine.current_runtime().process_sets.queue(0)
     hvd.allreduce(torch.ones(1))
-    queue.submission.numbers["allreduce"] = queue.planner.unnamed["allreduce"] = 2**32 - 2
+    queue.numbers["allreduce"] = queue.planner.unnamed["allreduce"] = 2**32 - 2
     for _ in range(4):
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
-    assert queue.submission.numbers["allreduce"] == 2
+    assert queue.numbers["allreduce"] == 2
 
 
 @pytest.mark.ranks(2)

@@ -149,8 +149,9 @@ class Planner:
         return not self._pending and not self._joined and self.on_arrival is None
 
     def plan_alike(self, signatures: Sequence[Signature], instances: Sequence[int]) -> list[Batch]:
-        """What `feed` for every member and `close_round` would give for requests that all members have announced in the same
-        order, on an idle planner: one of any kind that needs no comparison, or several allreduces of single tensors.
+        """What `feed` for every member and `close_round` would give for requests that all members have announced in the
+        same order, on an idle planner: one of any kind that needs no comparison, or several allreduces of single
+        tensors.
 
         Most rounds are like this, and it is several times faster.
         """
@@ -163,11 +164,11 @@ class Planner:
                 self._note_number(signature.operation, instance)
             part = Part(signature.key(instance), 0, (signature,) * num_members)
             fusion_key, num_bytes = self._fusion_of(signature)[0] if signature.dtypes else (None, 0)
-            batch = None if signature.bound or signature.extra else open_batches.get(fusion_key)
+            batch = None if signature.bound else open_batches.get(fusion_key)
             if batch is None or batch.num_bytes + num_bytes > self._threshold:
                 batch = Batch(KINDS[signature.kind], signature)
                 batches.append(batch)
-                if not signature.bound and not signature.extra:
+                if not signature.bound:
                     open_batches[fusion_key] = batch
             batch.parts.append(part)
             batch.num_bytes += num_bytes
@@ -225,8 +226,7 @@ class Planner:
             uniform = entry.uniform if entry.num_announced == self._num_members else None
             signature = uniform or entry.any_signature()
             error = self._error(entry, signature, uniform is not None)
-            in_place = signature.bound or (uniform is not None and bool(signature.extra))  # where it lies, alone
-            if error is None and signature.kind in _FUSIBLE and not in_place:
+            if error is None and signature.kind in _FUSIBLE and not signature.bound:
                 self._add_fusible(entry, signature, batches, open_batches)
             else:
                 part = Part(entry.key, 0, entry.signatures)
@@ -329,8 +329,7 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
         return "Mismatched compression", a.code or "none", b.code or "none"
     if a.bound != b.bound:
         return f"Mismatched {kind.name} memory", _memory(a), _memory(b)
-    # Where tensors lie in registered memory may differ: then it is as if they did not.
-    if not gathers and kind is not Kind.ALLREDUCE and a.extra != b.extra:
+    if not gathers and a.extra != b.extra:
         return f"Mismatched {kind.name} arguments", str(list(a.extra)), str(list(b.extra))
     return None
 

@@ -19,12 +19,13 @@ from hora.config import EngineConfig
 from hora.engine.agree.agreement import Agreement, LocalAgreement
 from hora.engine.agree.shared_memory import SharedMemoryAgreement
 from hora.engine.agree.tree import TreeAgreement
-from hora.engine.lone import LonePath, LonePlan
 from hora.engine.peers import Peers
 from hora.engine.plan import Batch, Planner
-from hora.engine.queue import OperationQueue
+from hora.engine.queue import OperationQueue, QueueWorld
 from hora.engine.recorder import Recorder
+from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
 from hora.engine.request import Key, Kind, Request, Signature
+from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector, StallLimits
 from hora.engine.status import WorldStatus
@@ -51,9 +52,9 @@ class ProcessSets:
         self._recorder = recorder
         self._sets: dict[int, tuple[int, ...]] = {}
         self._queues: dict[int, OperationQueue] = {}
-        self._lone: dict[int, LonePath] = {}  # of the queues whose members share a host
-        # Of allreduces that are repeated, by what fronts know of a call: the short way, or what is submitted.
-        self.lone_plans: dict[object, LonePlan] = {}
+        self._repeated: dict[int, RepeatedAllreduce] = {}  # of the queues whose members share a host
+        # Of allreduces that are repeated, by what fronts know of a call: the fast path, or what is submitted.
+        self.repeated_plans: dict[object, AllreducePlan] = {}
         self.known_allreduces: dict[object, tuple[OperationQueue, Signature, Any]] = {}
         self._serials: dict[int, int] = {}
         self._num_registered = 0
@@ -84,9 +85,9 @@ class ProcessSets:
             )
         return queue
 
-    def lone_plan(self, queue: OperationQueue, signature: Signature) -> LonePlan | None:
-        """The plan of the short way for an allreduce of one tensor; None where the members of the set share no host."""
-        path = self._lone.get(queue.process_set_id)
+    def repeated_plan(self, queue: OperationQueue, signature: Signature) -> AllreducePlan | None:
+        """The fast path for an allreduce of one tensor; None where the members of the set share no host."""
+        path = self._repeated.get(queue.process_set_id)
         return None if path is None else path.plan(signature)
 
     def wake(self) -> None:
@@ -115,16 +116,13 @@ class ProcessSets:
         self._request(0, Kind.REMOVE_PROCESS_SET, number)
         return True
 
-    def share_segment(self, number: int, num_bytes: int) -> tuple[int, Segment] | None:
-        """The same zeroed memory for all members (collective), and the number by which they all know it; None where they
-        share no host, or it is too little."""
+    def share_segment(self, number: int, num_bytes: int) -> Segment | None:
+        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
         queue, peers = self.queue(number), self.peers
         if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
             return None
-        request = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, False)
-        label = request.key[1]  # the running number of a request without a name, which all members count alike
-        assert isinstance(label, int), label
-        return None if request.answer is None else (label, _segment(request.answer))
+        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, False).answer
+        return None if answer is None else _segment(answer)
 
     def share_in_hosts(self, number: int, num_bytes: int) -> tuple[Segment | None, list[int]]:
         """Memory that the members of each host have in common, so many bytes for each of them, and which members those of
@@ -175,8 +173,8 @@ class ProcessSets:
         with self._messages_lock:
             del self._sets[number], self._serials[number]
             self._queues.pop(number, None)
-            self._lone.pop(number, None)
-            self.lone_plans.clear()
+            self._repeated.pop(number, None)
+            self.repeated_plans.clear()
             self.known_allreduces.clear()
 
     def register(self, ranks: tuple[int, ...]) -> int:
@@ -190,8 +188,9 @@ class ProcessSets:
             self._num_registered = serial
             if queue is not None:
                 self._queues[number] = queue
-                if isinstance(queue.agreement, SharedMemoryAgreement):
-                    self._lone[number] = LonePath(queue, queue.agreement)
+                native = library()
+                if isinstance(queue.agreement, SharedMemoryAgreement) and native is not None:
+                    self._repeated[number] = RepeatedAllreduce(queue, queue.agreement, native)
             self._sets[number] = ranks
             for message in self._early.pop(serial, []):
                 self._deliver(serial, *message)
@@ -264,18 +263,19 @@ class ProcessSets:
         for queue in self.queues():
             queue.close()
         self._queues.clear()
-        self._lone.clear()
-        self.lone_plans.clear()
+        self._repeated.clear()
+        self.repeated_plans.clear()
         self.known_allreduces.clear()
 
     # Making a queue.
 
     def _make_queue(self, number: int, ranks: tuple[int, ...]) -> OperationQueue:
         member, config = ranks.index(self._world.rank), self._config
+        status, recorder = self._status, self._recorder
         return OperationQueue(
             number,
             ranks,
-            member,
+            QueueWorld(self._world.rank, status, recorder, self._execute, self.say_goodbye_if_idle, self._core()),
             agreement=self._make_agreement(number, ranks, member),
             planner=Planner(
                 ranks,
@@ -283,12 +283,7 @@ class ProcessSets:
                 group_fusion=not config.disable_group_fusion,
             ),
             stall=self._make_stall_inspector(number, ranks, member),
-            status=self._status,
-            recorder=self._recorder,
             make_transport=functools.partial(self._make_transport, number, ranks),
-            change_sets=self._execute,
-            on_idle=self.say_goodbye_if_idle,
-            core=self._core(),
         )
 
     @property

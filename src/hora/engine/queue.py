@@ -1,147 +1,225 @@
-"""The operation queue of a process set: everything the set does, independent of every other set.
-
-It holds the requests in flight (`submission`), the agreement with the other members, the planner, and the transports. Progress
-is made by one thread at a time, the driver (`driving`).
+"""The operation queue of a process set: everything the set does by agreement, independent of every other set.
 
     submit -> in flight, announced -> (agreement, plan) -> batch -> transport -> request done -> waiters woken
 
-A thread that has the queue to itself may do without all this (`alone`, for `lone`): meanwhile nothing is announced.
+A request is numbered, kept in flight and announced to the other members; the members agree on rounds, of which each
+derives the same batches; a batch is executed, and its requests are done. One thread at a time makes progress
+(`progress`).
 
-A signal may come at any line here, and its handler may call `hvd.shutdown()`: nothing on that way (`drain`, `close`) waits
-without a limit for a lock that the interrupted thread may hold.
+A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
+the driver, and what others submit is announced afterwards. If it is interrupted (Ctrl-C) while it waits for the other
+members, what it has begun is left in flight as an ordinary blocking request would be, and whoever drives the queue next
+goes on with it:
+
+    free --begin_exclusive--> exclusive --end_exclusive--> free
+                              exclusive --leave_unfinished--> unfinished --the next driver--> free
+
+Gradient buckets on one host need no agreement in a step: they go through a lane (`lane`), not through here.
+
+A signal may come at any line here, and its handler may call `hvd.shutdown()`: nothing on that way (`drain`, `close`)
+waits without a limit for a lock that the interrupted thread may hold.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from threading import get_ident
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hora.engine.agree.agreement import Agreement
-from hora.engine.alone import Alone
-from hora.engine.driving import Driving
 from hora.engine.execute import deliver, execute, execute_on_device, write_back
 from hora.engine.plan import Batch, Part, Planner
+from hora.engine.progress import Progress
 from hora.engine.recorder import Recorder
-from hora.engine.registered import Registry
-from hora.engine.request import Key, Kind, Request, Signature
-from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, full_names
 from hora.engine.shm.segment import Segment
-from hora.engine.stall import StallInspector
-from hora.engine.stall_watch import StallWatch
+from hora.engine.stall import StallInspector, StallWatch
 from hora.engine.status import WorldStatus
-from hora.engine.submission import Submission
 from hora.engine.transport.base import Transport
-from hora.engine.transport.shm import ShmTransport
-from hora.engine.transports import Transports
+from hora.engine.transport.cuda import CudaTransport
 from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["ExecuteBound", "OperationQueue"]
+__all__ = ["ExecuteBound", "OperationQueue", "QueueWorld", "TransportCache"]
 
 log = logging.getLogger("hora")
 
 _DRAIN_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 5.0
+_SETTLE_LIMIT_S = 600.0  # of work that is queued on a GPU
 
-# Executes a bound reduction that all members have agreed on; the request is None if this rank has joined.
+# Executes a persistent reduction that all members have agreed on; the request is None if this rank has joined.
 ExecuteBound = Callable[[Part, Request | None, Transport], None]
 
 
-class OperationQueue:
-    """The progress of one process set on this rank, which is its member number `member`.
+class QueueWorld(NamedTuple):
+    """The part of a world that every queue of it needs.
 
-    `make_transport(devices)` is called by every member at the same point of the agreed order. `change_sets` executes a batch
-    that is about the process sets themselves, and gives the answer to its requests. `on_idle` is called when nothing is in
-    flight any more while the world is closing. `core`: where the background thread runs.
+    `change_sets` executes a batch that is about the process sets themselves, and gives the answer to its requests.
+    `on_idle` is called when nothing is in flight any more while the world is closing. `core`: where background threads
+    run.
     """
+
+    rank: int
+    status: WorldStatus
+    recorder: Recorder
+    change_sets: Callable[[Batch], int | Segment | None]
+    on_idle: Callable[[], None]
+    core: int | None
+
+
+class Lane(Protocol):
+    """Work of this rank that goes without agreement (`lane`)."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """How much of it is under way."""
+
+    def leave(self) -> None:
+        """This rank joins."""
+
+    def come_back(self) -> None:
+        """All ranks have joined."""
+
+    def close(self) -> None:
+        """The queue ends."""
+
+
+class _Unfinished(NamedTuple):
+    """A repeated call in which a thread was interrupted. `go_on` says whether all members have agreed on it, and then
+    it is done."""
+
+    request: Request
+    instance: int
+    go_on: Callable[[], bool]
+
+
+class OperationQueue:
+    """The progress of one process set on this rank. `make_transport(devices)` is called by every member at the same
+    point of the agreed order."""
 
     def __init__(
         self,
         process_set_id: int,
         ranks: Sequence[int],
-        member: int,
+        world: QueueWorld,
         *,
         agreement: Agreement,
         planner: Planner,
         stall: StallInspector | None,
-        status: WorldStatus,
-        recorder: Recorder,
         make_transport: Callable[[str], Transport],
-        change_sets: Callable[[Batch], int | Segment | None],
-        on_idle: Callable[[], None],
-        core: int | None = None,
     ) -> None:
         self.process_set_id = process_set_id
         self.ranks = tuple(ranks)
-        self.member = member
+        self.member = member = self.ranks.index(world.rank)
+        self.world = world
+        self.status, self.recorder = world.status, world.recorder
         self.agreement = agreement
-        self.registry = Registry(member, len(ranks))
-        self.validator = Validator(ranks, self.registry.locate)
-        self.status = status
-        self.recorder = recorder
-        self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
-        self.barriers: weakref.WeakSet[SharedMemoryBarrier] = weakref.WeakSet()  # of bound reductions and their owners
         self.planner = planner
-        self._stalls = StallWatch(stall, ranks, member, status)
-        self._change_sets = change_sets
-        self._on_idle = on_idle
-        self._transports = Transports(make_transport, status)
-        self.submission = Submission(agreement)
-        self._in_flight = self.submission.in_flight
-        self.driving = Driving(
+        self.validator = Validator(ranks)
+        self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
+        self.lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self.lock = threading.Lock()  # of submission
+        self.in_flight: dict[Key, Request] = {}
+        self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
+        self._exclusive = False
+        self._unfinished: _Unfinished | None = None
+        self._kept_back: list[tuple[Signature, int]] = []  # announcements, while a thread has the queue to itself
+        self._stalls = StallWatch(stall, ranks, member, world.status)
+        self._transports = TransportCache(make_transport, world.status)
+        self.progress = Progress(
             f"hora-set-{process_set_id}",
-            core,
-            in_flight=self._in_flight,
+            world.core,
+            work=self.in_flight,
             drive=self._drive,
             wake_driver=agreement.wake,
             put_away=self._put_away,
         )
-        self.alone = Alone(self.submission, self.driving, planner, recorder, status, on_idle)
         self._farewell = ""  # why the set ends, when its end has been announced
         self._retired = ""  # the same, when all members have agreed on it
-        self._records = ranks[member] == 0  # rank 0 writes the timeline
+        self._records = world.rank == 0  # rank 0 writes the timeline
+
+    # Submission.
 
     def submit(self, request: Request, *, background: bool, instance: int | None = None) -> None:
         """Put a request in flight. `background`: the background thread has to drive it, because the caller goes on.
         `instance`: its running number, where it has one already."""
-        with self.submission.lock:
+        with self.lock:
             if self._retired or not self.status.is_open:
                 self.check_open()
             try:
-                self.submission.put(request, instance)
-                if self.driving.stopping:  # a signal's handler has shut down while this was under way
+                self._put(request, instance)
+                if self.progress.stopping:  # a signal's handler has shut down while this was under way
                     raise self._error()
             except BaseException:
-                if self._in_flight.get(request.key) is request:
-                    self._in_flight.pop(request.key, None)
+                if self.in_flight.get(request.key) is request:
+                    self.in_flight.pop(request.key, None)
                 self.check_open()
                 raise
         if background:
             self.agreement.wake()
-            self.driving.wake_background()
+            self.progress.wake_background()
 
-    def look_around_alone(self, closing: bool) -> None:
-        """While a lone request waits: raise when that has become pointless, and look for stalls. `closing`: what the status
-        said before it turned out that a member has not come."""
-        if self.driving.stopping:
-            raise self._error()
-        self.status.guard()
-        if closing:
-            raise self.status.error()
-        self.planner.now = time.monotonic()
-        self._stalls.check_pending(self.planner, self.agreement)
+    def next_instance(self, signature: Signature) -> int:
+        """Take the running number of the next request; 0 for one with a name. Under the lock."""
+        if signature.name is not None:
+            return 0
+        instance = self.numbers.get(signature.operation, 0)
+        self.numbers[signature.operation] = (instance + 1) % NUM_INSTANCES
+        return instance
+
+    def _put(self, request: Request, instance: int | None) -> None:
+        signature = request.signature
+        if instance is None:
+            instance = self.next_instance(signature)
+        key = signature.key(instance)
+        if key in self.in_flight:
+            raise ValueError(
+                f"a tensor with the same name as another tensor that is still being processed was submitted: "
+                f"{full_names(*key, 1)[0]}; give it another name or synchronize the first one"
+            )
+        self._hold(request, key)
+        try:
+            self._announce(signature, instance)
+        except BaseException:  # no member will ever hear of it
+            self.in_flight.pop(key, None)
+            raise
+
+    def _hold(self, request: Request, key: Key) -> None:
+        request.key = key
+        request.parts_left = max(len(request.tensors), 1)
+        self.in_flight[key] = request
+
+    def _announce(self, signature: Signature, instance: int) -> None:
+        """Tell the other members about a request, when no thread has the queue to itself any more. Under the lock."""
+        if self._exclusive:
+            self._kept_back.append((signature, instance))
+        else:
+            self.agreement.announce(signature, instance)
 
     def check_open(self) -> None:
         """Raise when nothing new may begin."""
         if self._retired:
             raise HorovodInternalError(self._retired)
         self.status.check_open()
+
+    def keys_in_flight(self) -> list[Key]:
+        """Of what this rank has announced and waits for. Any thread."""
+        return list(self.in_flight)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.in_flight) + self._exclusive + sum(lane.num_in_flight for lane in list(self.lanes))
+
+    # Results.
 
     def result(self, request: Request) -> list[torch.Tensor]:
         """Wait for a request of this queue; its outputs, or its error."""
@@ -153,134 +231,41 @@ class OperationQueue:
             deliver(request)
         return request.results or request.outputs or []
 
-    def made_transport(self) -> Transport | None:
-        """The transport for tensors on the CPU, if there is one already."""
-        return self._transports.made("cpu")
-
     def wait(self, request: Request) -> None:
         """Return when the request is done; drive the queue unless another thread does."""
         since, moving_s = time.perf_counter(), meter.transport_s
         meter.blocked = request, since, self.ranks
         try:
             while not request.done:
-                self.driving.drive_or_wait(request)
+                self.progress.drive_or_wait(request)
         finally:
             meter.blocked = None
             meter.waited(since, moving_s)
 
-    def transport(self, devices: str = "cpu") -> Transport:
-        """The transport for these devices (see `Batch`), made when first needed."""
-        return self._transports.get(devices)
-
-    def inspect(self) -> None:
-        """Look for stalls; called once a second, on the hub's thread. Nothing is executed here: other ranks may need
-        this thread before they can do their part."""
-        if not self._stalls.inspects:
-            return
-        if self.driving.lock.acquire(blocking=False):
-            try:
-                self._look_around()
-            finally:
-                self.driving.lock.release()
-            self.driving.hand_over()
-        else:
-            self._stalls.check_execution()
-
-    def _look_around(self) -> None:
-        """While nothing is in flight here, take note of what others wait for. Else the driver does that."""
-        if not self.submission.lock.acquire(blocking=False):
-            return  # something is being submitted
-        try:  # nothing new is submitted meanwhile, so nothing can become ready
-            idle = not self._in_flight and not self.driving.stopping and self.status.is_open
-            batches = self._poll() if idle else None
-        finally:
-            self.submission.lock.release()
-        assert not batches, batches
-        self._stalls.check_pending(self.planner, self.agreement)
-
-    def drain(self) -> None:
-        """Execute what was agreed before this rank began to leave; what was not agreed fails."""
-        if not self.num_in_flight or not self.submission.lock.acquire(timeout=_DRAIN_LIMIT_S):
-            return  # a submission was interrupted by the signal that this rank leaves for
-        self.submission.lock.release()
-        if self.driving.may_drive(_DRAIN_LIMIT_S):
-            try:
-                self._drive(None)
-            finally:
-                self.driving.lock.release()
-
-    def settle(self) -> None:
-        """Wait until the GPU has done what this rank has its part in."""
-        self._transports.settle()
-
-    def wake(self) -> None:
-        """The world's status has changed: look at it again. Any thread."""
-        self.agreement.wake()
-        if self.status.broken:
-            self._transports.give_up()
-
-    def retire(self, why: str) -> None:
-        """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""
-        self._farewell = why
-        last = Request(Signature(int(Kind.RETIRE), "remove_process_set", None))
-        try:
-            self.submit(last, background=False)
-            self.result(last)
-        except HorovodInternalError:
-            if self.status.is_open:
-                raise
-            # A rank that is no member has done its part, the removal, and shut down: the set ends with the world.
-        self.close()
-
-    def close(self) -> None:
-        """Fail what is in flight, end the background thread, release the transports."""
-        self.driving.stop()
-        self._fail(self._error())
-        if self.driving.may_drive(_CLOSE_LIMIT_S):
-            self.driving.release()
-
-    def _put_away(self) -> None:
-        """The last driver lets go of what the queue holds."""
-        self._transports.close()
-        self.bound.clear()
-        self.registry.clear()
-        self.agreement.close()
-
-    def _error(self) -> HorovodInternalError:
-        return HorovodInternalError(self._retired or self.status.reason)
-
-    def keys_in_flight(self) -> list[Key]:
-        """Of what this rank has announced and waits for. Any thread."""
-        return list(self._in_flight)
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight) + self.submission.alone
-
-    # Progress. Everything below runs under the progress lock, unless it says otherwise.
+    # Progress. Everything in this part runs under the progress lock, unless it says otherwise.
 
     def _drive(self, until: Request | None) -> None:
         if torch.is_inference_mode_enabled():  # the caller's: tensors of ours that are made on the way outlive it
             with torch.inference_mode(False):
                 self._drive(until)
             return
-        self.driving.thread = get_ident()
+        self.progress.thread = get_ident()
         try:
-            if not self.driving.stopping and (left := self.alone.finish()) is not None:
-                self._finish([left], None)
-            while self._in_flight and not (until is not None and until.done) and not self.driving.stopping:
+            if not self.progress.stopping:
+                self._finish_unfinished()
+            while self.in_flight and not (until is not None and until.done) and not self.progress.stopping:
                 if not self.unless_broken(self._step):
                     self._stalls.check_pending(self.planner, self.agreement)
                     self.agreement.wait()
-            if self.driving.stopping:
+            if self.progress.stopping:
                 self._fail(self._error())
         except HorovodInternalError as error:
             self._fail(error)
         finally:
-            self.driving.thread = 0
+            self.progress.thread = 0
 
     def unless_broken(self, work: Callable[[], bool]) -> bool:
-        """Do it. What this rank has agreed to and cannot do breaks the world: the others wait for it."""
+        """Do it. What this rank has agreed to and cannot do breaks the world: the others wait for it. Any thread."""
         try:
             return work()
         except HorovodInternalError:
@@ -298,7 +283,7 @@ class OperationQueue:
         """Execute one round. False when there was none."""
         closing = self.status.closing  # before polling: what was agreed before the goodbye is then seen by poll
         if self.agreement.holds_back:
-            with self.submission.lock:
+            with self.lock:
                 self.agreement.flush()
         batches = self._poll()
         if batches is None:
@@ -322,20 +307,20 @@ class OperationQueue:
         return self.agreement.poll(self.planner)
 
     def _execute(self, batch: Batch) -> None:
-        in_flight = self._in_flight
+        in_flight = self.in_flight
         requests = {part[0]: in_flight[part[0]] for part in batch.parts if part[0] in in_flight}
         if batch.kind is Kind.JOIN:
             self._end_join(batch)
         elif batch.error is not None:
             self._finish(requests.values(), HorovodInternalError(batch.error))
         elif batch.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET, Kind.SHARED_MEMORY):
-            answer = self._change_sets(batch)
+            answer = self.world.change_sets(batch)
             for request in requests.values():
                 request.answer = answer
             self._finish(requests.values(), None)
         elif batch.kind is Kind.RETIRE:
             self._finish(requests.values(), None)
-            with self.submission.lock:  # nothing is submitted from now on
+            with self.lock:  # nothing is submitted from now on
                 self._retired = self._farewell
             self._fail(self._error())
         else:
@@ -366,17 +351,14 @@ class OperationQueue:
         elif batch.signature.bound:
             (part,) = batch.parts
             self.bound[str(part.key[1])](part, requests.get(part.key), transport)
-        elif (views := self.registry.in_place(batch)) is not None:
-            assert isinstance(transport, ShmTransport), transport
-            transport.allreduce_in_place(views, batch.signature.reduce)
         else:
             execute(batch, requests, transport, self.member, self.ranks)
 
     def _end_join(self, batch: Batch) -> None:
-        with self.submission.lock:
+        with self.lock:
             # A rank that had joined has counted fewer unnamed requests: all go on from the latest number.
-            self.submission.numbers = dict(self.planner.unnamed)
-        joined = [request for request in self._in_flight.values() if request.signature.kind == Kind.JOIN]
+            self.numbers = dict(self.planner.unnamed)
+        joined = [request for request in self.in_flight.values() if request.signature.kind == Kind.JOIN]
         for request in joined:
             request.answer = batch.last_joined
         self._finish(joined, None)
@@ -388,13 +370,223 @@ class OperationQueue:
         if error is None:
             write_back([request for request in requests if request.device_event is None])  # a GPU's are on its stream
         for request in requests:
-            self._in_flight.pop(request.key, None)
+            self.in_flight.pop(request.key, None)
             request.done = True
-        self.driving.notify_waiters()
-        if self.status.closing and not self._in_flight:
-            self._on_idle()
+        self.progress.notify_waiters()
+        self.idle_if_closing()
+
+    def idle_if_closing(self) -> None:
+        """Tell the world that nothing is in flight any more, if it is closing. Any thread."""
+        if self.status.closing and not self.in_flight:
+            self.world.on_idle()
 
     def _fail(self, error: HorovodInternalError) -> None:
         """Give every request in flight this error. Any thread."""
-        self._finish(self._in_flight.copy().values(), error)
-        self.driving.notify_waiters(all_threads=True)
+        self._finish(self.in_flight.copy().values(), error)
+        self.progress.notify_waiters(all_threads=True)
+
+    # One thread that has the queue to itself. It needs no lock for that, because it looks whether something is in
+    # flight after it has said so, and a submission looks whether a thread is alone after it has put its request in
+    # flight.
+
+    def begin_exclusive(self) -> bool:
+        """Become the driver of a queue in which nothing happens; False where something does."""
+        progress = self.progress
+        if self.in_flight or self.recorder.timeline is not None or not progress.lock.acquire(False):
+            return False
+        progress.thread = get_ident()
+        self._exclusive = True
+        if self.in_flight or progress.stopping or not self.status.is_open or not self.planner.idle:
+            self.end_exclusive()
+            return False
+        return True
+
+    def end_exclusive(self) -> None:
+        """Stop to be the driver, and announce what other threads have submitted meanwhile."""
+        if self._unfinished is None:
+            self._announce_kept_back()
+        progress = self.progress
+        progress.thread = 0
+        progress.release()
+        if self.in_flight or progress.num_waiters:
+            progress.hand_over()
+        if self.status.closing:
+            self.idle_if_closing()
+
+    def leave_unfinished(self, request: Request, instance: int, go_on: Callable[[], bool]) -> None:
+        """The thread has been interrupted after its record was published. `end_exclusive` comes next."""
+        self._hold(request, request.signature.key(instance))
+        self._unfinished = _Unfinished(request, instance, go_on)
+
+    def _finish_unfinished(self) -> None:
+        """Go on with what was left unfinished."""
+        unfinished = self._unfinished
+        if unfinished is None:
+            return
+        request, instance, go_on = unfinished
+        done = go_on()
+        self._unfinished = None
+        self._announce_kept_back()
+        if done:
+            self._finish([request], None)
+            return
+        with self.lock:
+            self._announce(request.signature, instance)
+
+    def _announce_kept_back(self) -> None:
+        with self.lock:
+            self._exclusive = False
+            if self._kept_back:
+                kept_back, self._kept_back = self._kept_back, []
+                for signature, instance in kept_back:
+                    self.agreement.announce(signature, instance)
+
+    def look_around(self, closing: bool) -> None:
+        """While the thread waits: raise when that has become pointless, and look for stalls. `closing`: what the status
+        said before it turned out that a member has not come."""
+        if self.progress.stopping:
+            raise self._error()
+        self.status.guard()
+        if closing:
+            raise self.status.error()
+        self.planner.now = time.monotonic()
+        self._stalls.check_pending(self.planner, self.agreement)
+
+    # Transports.
+
+    def transport(self, devices: str = "cpu") -> Transport:
+        """The transport for these devices (see `Batch`), made when first needed."""
+        return self._transports.get(devices)
+
+    def made_transport(self) -> Transport | None:
+        """The transport for tensors on the CPU, if there is one already."""
+        return self._transports.made("cpu")
+
+    # Stalls, on the hub's thread.
+
+    def inspect(self) -> None:
+        """Look for stalls, once a second. Nothing is executed here: other ranks may need this thread before they can do
+        their part."""
+        if not self._stalls.inspects:
+            return
+        if self.progress.lock.acquire(blocking=False):
+            try:
+                self._note_others()
+            finally:
+                self.progress.lock.release()
+            self.progress.hand_over()
+        else:
+            self._stalls.check_execution()
+
+    def _note_others(self) -> None:
+        """While nothing is in flight here, take note of what others wait for. Else the driver does that."""
+        if not self.lock.acquire(blocking=False):
+            return  # something is being submitted
+        try:  # nothing new is submitted meanwhile, so nothing can become ready
+            idle = not self.in_flight and not self.progress.stopping and self.status.is_open
+            batches = self._poll() if idle else None
+        finally:
+            self.lock.release()
+        assert not batches, batches
+        self._stalls.check_pending(self.planner, self.agreement)
+
+    # The end. Any thread.
+
+    def wake(self) -> None:
+        """The world's status has changed: look at it again."""
+        self.agreement.wake()
+        if self.status.broken:
+            self._transports.give_up()
+
+    def drain(self) -> None:
+        """Execute what was agreed before this rank began to leave; what was not agreed fails."""
+        if not self.num_in_flight or not self.lock.acquire(timeout=_DRAIN_LIMIT_S):
+            return  # a submission was interrupted by the signal that this rank leaves for
+        self.lock.release()
+        if self.progress.may_drive(_DRAIN_LIMIT_S):
+            try:
+                self._drive(None)
+            finally:
+                self.progress.lock.release()
+
+    def settle(self) -> None:
+        """Wait until the GPU has done what this rank has its part in."""
+        self._transports.settle()
+
+    def retire(self, why: str) -> None:
+        """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""
+        self._farewell = why
+        last = Request(Signature(int(Kind.RETIRE), "remove_process_set", None))
+        try:
+            self.submit(last, background=False)
+            self.result(last)
+        except HorovodInternalError:
+            if self.status.is_open:
+                raise
+            # A rank that is no member has done its part, the removal, and shut down: the set ends with the world.
+        self.close()
+
+    def close(self) -> None:
+        """Fail what is in flight, end the background threads, release the transports."""
+        for lane in list(self.lanes):
+            lane.close()
+        self.progress.stop()
+        self._fail(self._error())
+        if self.progress.may_drive(_CLOSE_LIMIT_S):
+            self.progress.release()
+
+    def _put_away(self) -> None:
+        """The last driver lets go of what the queue holds."""
+        self._transports.close()
+        self.bound.clear()
+        self.agreement.close()
+
+    def _error(self) -> HorovodInternalError:
+        return HorovodInternalError(self._retired or self.status.reason)
+
+
+class TransportCache:
+    """The transports of a queue, one for each choice of devices. `make(devices)` is called by every member at the same
+    point of the agreed order."""
+
+    def __init__(self, make: Callable[[str], Transport], status: WorldStatus) -> None:
+        self._make = make
+        self._status = status
+        self._made: dict[str, Transport] = {}
+
+    def get(self, devices: str) -> Transport:
+        """The one for these devices (see `Batch`), made when first needed."""
+        found = self._made.get(devices)
+        if found is None:
+            found = self._made[devices] = self._make(devices)
+        return found
+
+    def made(self, devices: str) -> Transport | None:
+        """The same, if there is one already."""
+        return self._made.get(devices)
+
+    def settle(self) -> None:
+        """Wait until the GPU has done what this rank has its part in: other members may need that part."""
+        until = time.monotonic() + _SETTLE_LIMIT_S
+
+        def check_alive() -> None:
+            if self._status.broken or time.monotonic() > until:
+                raise self._status.error()
+
+        for transport in self._on_gpus():
+            with suppress(HorovodInternalError):
+                transport.settle(check_alive)
+
+    def give_up(self) -> None:
+        """The world is broken: what waits on a GPU need not go on."""
+        for transport in self._on_gpus():
+            transport.give_up()
+
+    def _on_gpus(self) -> list[CudaTransport]:
+        return [transport for transport in [*self._made.values()] if isinstance(transport, CudaTransport)]
+
+    def close(self) -> None:
+        """Release what they hold."""
+        for transport in self._made.values():
+            transport.close()
+        self._made.clear()

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hora.config import EngineConfig
+from hora.engine.lane import Item
 from hora.engine.meeting import control_client, open_meeting
 from hora.engine.request import Request, full_names
-from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.net.client import ControlClient
 from hora.telemetry.data_loaders import meter_data_loaders
 from hora.telemetry.meters import meter
@@ -63,5 +63,5 @@ def _describe(what: Any, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         names = full_names(*what.key, max(len(what.tensors), 1))
         name = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
     else:
-        name = what.name if isinstance(what, SharedMemoryBarrier) else str(what)
+        name = what.name if isinstance(what, Item) else str(what)
     return name, tuple(ranks)

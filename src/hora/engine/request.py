@@ -83,8 +83,8 @@ class Signature(NamedTuple):
     """What members must agree on. Dimension 0 may differ for gathers.
 
     `device`: see `Validator.device_label`. `extra`: an alltoall's splits; what a request for the process sets is about
-    (`process_sets.py`). `bound`: the data lies in shared memory and is reduced there, by what the members have bound to
-    the name (`OperationQueue.bound`). `code`: how float32 travels between hosts in fewer bytes (`transport.codes`), with a
+    (`process_sets.py`). `bound`: a persistent reduction, executed by what the members have bound to the name
+    (`OperationQueue.bound`). `code`: how float32 travels between hosts in fewer bytes (`transport.codes`), with a
     "+" if what it loses is kept and added the next time.
     """
 

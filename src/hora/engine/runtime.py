@@ -18,13 +18,12 @@ import torch
 
 from hora.config import EngineConfig
 from hora.engine.hub import Hub, HubEvents, Rounds
+from hora.engine.lane import Lane
 from hora.engine.peers import Peers
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
 from hora.engine.recorder import Recorder
-from hora.engine.registered import Registry
 from hora.engine.request import Kind, ReduceOp, Request, Signature
-from hora.engine.shm.barrier import SharedMemoryBarrier
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
@@ -56,7 +55,7 @@ class Runtime:
         self._farewells: list[
             tuple[str, Rounds, float]
         ] = []  # of ranks that leave: why, having seen what; until when to wait
-        self._alone = new_secret()  # of a world of one
+        self._solo_secret = new_secret()  # of a world of one
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all are there, within the limit."""
@@ -83,7 +82,7 @@ class Runtime:
 
     def secret_for(self, purpose: str) -> bytes:
         """A secret that the ranks of this world have in common, and no other process has."""
-        return derived_secret(self._alone if self._peers is None else self._peers.keys.shared, purpose)
+        return derived_secret(self._solo_secret if self._peers is None else self._peers.keys.shared, purpose)
 
     def _peers_may_go(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go()
@@ -195,18 +194,18 @@ class Runtime:
         if torch.cuda.is_initialized():
             for queue in queues:  # another thread, for which another GPU is the current one, may drive it
                 queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
-        barriers = [barrier for queue in queues for barrier in queue.barriers]
-        for barrier in barriers:
-            barrier.leave()
+        lanes = [lane for queue in queues for lane in queue.lanes]
+        for lane in lanes:
+            lane.leave()
         requests = [(queue, _request_without_tensors(Kind.JOIN)) for queue in queues]
         for queue, request in requests:
             # This thread waits for the world, and drives it meanwhile.
             queue.submit(request, background=queue.process_set_id != 0)
         for queue, request in requests:
             queue.result(request)
-        for barrier in barriers:
-            barrier.come_back()
-        self.barrier()  # no rank may wait at one of them before all have come back to it
+        for lane in lanes:
+            lane.come_back()
+        self.barrier()  # no rank may go on in one of them before all have come back to it
         last = requests[0][1].answer
         assert isinstance(last, int), last
         return last
@@ -226,14 +225,8 @@ class Runtime:
 
     def shared_memory(self, process_set_id: int, num_bytes: int) -> SharedMemory | None:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
-        shared = self.process_sets.share_segment(process_set_id, num_bytes)
-        return None if shared is None else SharedMemory(shared[1])
-
-    def registered_memory(self, process_set_id: int, num_bytes: int) -> torch.Tensor | None:
-        """Bytes of this rank's that all members map (collective); None where there is no such memory."""
-        queue = self.process_sets.queue(process_set_id)
-        shared = self.process_sets.share_segment(process_set_id, Registry.segment_bytes(num_bytes, len(queue.ranks)))
-        return None if shared is None else queue.registry.add(*shared, num_bytes)
+        segment = self.process_sets.share_segment(process_set_id, num_bytes)
+        return None if segment is None else SharedMemory(segment)
 
     def host_memory(self, process_set_id: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
         """Zeroed memory of the members of each host of a set that spans hosts, so many bytes for each member, and which
@@ -241,23 +234,11 @@ class Runtime:
         segment, near = self.process_sets.share_in_hosts(process_set_id, num_bytes)
         return (None if segment is None else SharedMemory(segment)), near
 
-    def shared_barrier(self, memory: SharedMemory, *, name: str, process_set_id: int = 0) -> SharedMemoryBarrier:
-        """A barrier of the members in the next piece of their memory (collective)."""
-        queue, limits = self.process_sets.queue(process_set_id), StallLimits.of(self.config)
-        barrier = SharedMemoryBarrier(
-            memory.segment,
-            memory.reserve(SharedMemoryBarrier.num_bytes(len(queue.ranks))),
-            member=queue.member,
-            ranks=queue.ranks,
-            name=name,
-            # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
-            guard=queue.check_open,
-            warning_s=limits.warning_s,
-            shutdown_s=limits.shutdown_s,
-            stalled=self.status.stalled,
-        )
-        queue.barriers.add(barrier)
-        return barrier
+    def lane(self, memory: SharedMemory, process_set_id: int = 0) -> Lane:
+        """A lane of the members, with its counters in the next piece of their memory (collective)."""
+        queue = self.process_sets.queue(process_set_id)
+        offset = memory.reserve(Lane.num_bytes(len(queue.ranks)))
+        return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config))
 
     # The end.
 

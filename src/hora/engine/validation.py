@@ -6,7 +6,7 @@ the ranks can show is found by `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import index, is_
 
 import torch
@@ -28,17 +28,14 @@ _OPERATIONS = {kind: kind.name.lower() for kind in Kind}
 
 
 class Validator:
-    """Checks the arguments of collectives for one set with these global ranks. `locate` gives a tensor's place in registered
-    memory.
+    """Checks the arguments of collectives for one set with these global ranks.
 
     What depends on nothing but a tensor's kind is checked once: training repeats itself.
     """
 
-    def __init__(self, ranks: Sequence[int], locate: Callable[[torch.Tensor], tuple[int, ...]] = lambda _: ()) -> None:
+    def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
-        self._locate = locate
         self._known: dict[object, Signature] = {}
-        self._placed: dict[tuple[Signature, tuple[int, ...]], Signature] = {}
         self._gpus: list[torch.device] = []  # that this rank uses here, in the order of their first use
 
     @property
@@ -89,19 +86,7 @@ class Validator:
                     self._known.clear()
                 self._known[key] = found
             signature = found
-            if kind is Kind.ALLREDUCE and op != ReduceOp.ADASUM and _in_place(tensors, outputs) and tensor.is_cpu:
-                place = self._locate(tensor)
-                signature = self._at(found, place) if place else found
         return _with_contiguous_tensors(signature, kind, tensors, outputs)
-
-    def _at(self, signature: Signature, place: tuple[int, ...]) -> Signature:
-        """The same for a tensor at this place."""
-        placed = self._placed.get((signature, place))
-        if placed is None:
-            if len(self._placed) >= _KEPT_SIGNATURES:
-                self._placed.clear()
-            placed = self._placed[signature, place] = signature._replace(extra=place)
-        return placed
 
     def known_allreduce(
         self, tensor: torch.Tensor, name: str | None, op: int, prescale: float, postscale: float

@@ -60,7 +60,6 @@ from hora.torch.optimizer.distributed import DistributedOptimizer
 from hora.torch.optimizer.state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
-from hora.torch.shared import shared_empty, shared_gradients, shared_like
 from hora.torch.sparse import sparse_allreduce_async
 from hora.torch.sync_batch_norm import SyncBatchNorm
 
@@ -129,9 +128,6 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
-    "shared_empty",
-    "shared_gradients",
-    "shared_like",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -16,9 +16,9 @@ from torch import Tensor, empty_like, is_inference_mode_enabled
 from torch.autograd.graph import increment_version
 
 from hora import engine
-from hora.engine.lone import LonePlan
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
+from hora.engine.repeated import AllreducePlan
 from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
@@ -26,7 +26,6 @@ from hora.torch.process_sets import ProcessSet, global_process_set, registered_i
 __all__ = [
     "Collective",
     "Tensors",
-    "carry_out",
     "forget_handles",
     "poll",
     "repeated_allreduce",
@@ -107,8 +106,6 @@ def submit_repeated_allreduce_(
             kept.clear()
         known = kept[key] = (queue, signature, collective)
     queue, signature, collective = known
-    if queue.registry:  # the place of the tensor has to be looked up
-        return None
     request = Request(signature, (tensor,), (tensor,))
     request.results = [tensor]
     handle = runtime.put_in_flight(queue, request)
@@ -117,17 +114,7 @@ def submit_repeated_allreduce_(
 
 
 def run(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
-    """Carry out a collective: by the short way if it is open, else the calling thread drives it."""
-    if collective.kind is Kind.ALLREDUCE and not collective.grouped and not collective.code and len(tensors) == 1:
-        _, name, process_set, op, prescale, postscale, *_ = collective
-        result = repeated_allreduce(tensors[0], in_place, name, op, prescale, postscale, process_set)
-        if result is not None:
-            return (result,)
-    return carry_out(collective, tensors, in_place=in_place)
-
-
-def carry_out(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool = False) -> Tensors:
-    """Carry out a collective the ordinary way: the calling thread drives it, which saves a change of threads."""
+    """Carry out a collective: the calling thread drives it, which saves a change of threads."""
     handle = _hand_over(collective, tensors, in_place, background=False)
     outputs = engine.current_runtime().synchronize(handle)
     if not outputs:
@@ -144,7 +131,7 @@ def repeated_allreduce(
     postscale: float,
     process_set: ProcessSet,
 ) -> Tensor | None:
-    """An allreduce like one before, by the short way (`hora.engine.lone`); None if it has to go the ordinary one.
+    """An allreduce like one before, by the fast path (`hora.engine.repeated`); None if it has to go the ordinary way.
 
     Flat, because this is done for every operation: what the arguments mean is found out once.
     """
@@ -161,7 +148,7 @@ def repeated_allreduce(
             postscale,
             process_set.process_set_id,
         )
-        plan = sets.lone_plans.get(key)
+        plan = sets.repeated_plans.get(key)
     except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
         return None
     if not _is_plain(tensor):
@@ -191,14 +178,14 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _learnt(sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet) -> LonePlan | None:
-    """The plan for calls like this one, kept; None while the engine has not seen one, or cannot do it the short way."""
+def _learnt(sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet) -> AllreducePlan | None:
+    """The plan for calls like this one, kept; None while the engine has not seen one, or has no fast path for it."""
     found = _known(sets, key, tensor, process_set)
-    plan = None if found is None else sets.lone_plan(*found)
+    plan = None if found is None else sets.repeated_plan(*found)
     if plan is not None:
-        if len(sets.lone_plans) >= _KEPT_PLANS:
-            sets.lone_plans.clear()
-        sets.lone_plans[key] = plan
+        if len(sets.repeated_plans) >= _KEPT_PLANS:
+            sets.repeated_plans.clear()
+        sets.repeated_plans[key] = plan
     return plan
 
 

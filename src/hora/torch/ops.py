@@ -17,7 +17,6 @@ from hora.torch.autograd import differentiable
 from hora.torch.collective import (
     Collective,
     Tensors,
-    carry_out,
     repeated_allreduce,
     run,
     submit,
@@ -80,11 +79,13 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Reduce a tensor over all ranks into a new one. Differentiable."""
-    if average is None and compression is Compression.none:
+    if average is not None:
+        op = handle_average_backwards_compatibility(op, average)
+    if compression is Compression.none:
         result = repeated_allreduce(tensor, False, name, op, prescale_factor, postscale_factor, process_set)
         if result is not None:
             return result
-    op = handle_average_backwards_compatibility(op, average)
+    op = handle_average_backwards_compatibility(op, None)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
     return _run_compressed(collective, [tensor], compression)[0]
 
@@ -124,7 +125,7 @@ def allreduce_(
             return result
     op = handle_average_backwards_compatibility(op, average)
     collective = Collective(Kind.ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor)
-    return carry_out(collective, [tensor], in_place=True)[0]
+    return run(collective, [tensor], in_place=True)[0]
 
 
 def grouped_allreduce_async(

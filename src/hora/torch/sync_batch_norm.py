@@ -1,7 +1,7 @@
 """`SyncBatchNorm`: batch normalisation over the batches of all ranks, one round of communication each way.
 
-Forward sends every channel's sum, sum of squares and count as one float64 tensor; backward sends the two sums its formula
-needs. Both are allreduces: counts may differ, ranks without rows and ranks that have joined simply add nothing.
+Forward sends every channel's sum, sum of squares and count as one float64 tensor; backward sends the two sums its
+formula needs. Both are allreduces: counts may differ, ranks without rows and ranks that have joined simply add nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hora import engine
-from hora.engine.request import Kind, ReduceOp
-from hora.torch.collective import Collective, run
+from hora.torch.ops import allreduce_
+from hora.torch.reduce_op import Sum
 
 __all__ = ["SyncBatchNorm"]
 
@@ -58,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    return run(Collective(Kind.ALLREDUCE, op=ReduceOp.SUM), [tensor], in_place=True)[0]
+    return allreduce_(tensor, op=Sum)
 
 
 def _other_dims(input: torch.Tensor) -> list[int]:

@@ -16,10 +16,10 @@ A round, as the coordinator sees it. `fed` is how far the news has been given to
     alike --> round of what all have announced, planned by `Planner.plan_alike`: most rounds are like this
     planning --something is ready, or the rings fill up--> round, planned by `Planner.close_round`
 
-The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator publishes
-a cut only where the one of _NUM_CUTS rounds ago has been read by all members (`_cut_is_free`).
+The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator
+publishes a cut only where the one of _NUM_CUTS rounds ago has been read by all members (`_cut_is_free`).
 
-One request of every member, and nothing else, needs no round at all: `lone`.
+One request of every member, and nothing else, needs no round at all: `repeated`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from operator import eq, sub
 
 from hora.engine.agree.agreement import LoneRequests
 from hora.engine.agree.announcement import RECORD, Announcer, Reader
-from hora.engine.agree.lone import TICKETS_PER_ROUND, LoneRecords
+from hora.engine.agree.repeated import TICKETS_PER_ROUND, RepeatedRecords
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Kind, Signature
 from hora.engine.shm import native
@@ -52,9 +52,9 @@ _RECORD_BYTES = RECORD.size
 
 
 class SharedMemoryAgreement:
-    """Layout: per member one line each for head (bytes announced), rounds (rounds done) and bell; one line for the round
-    number; the lone records; a ring of cuts (vectors of 64-bit positions); one ring of announcements per member. Positions
-    never wrap.
+    """Layout: per member one line each for head (bytes announced), rounds (rounds done) and bell; one line for the
+    round number; the records of repeated calls; a ring of cuts (vectors of 64-bit positions); one ring of announcements
+    per member. Positions never wrap.
     """
 
     def __init__(self, segment: Segment, member: int, num_members: int, *, cache_capacity: int) -> None:
@@ -69,10 +69,10 @@ class SharedMemoryAgreement:
             memory, 2 * line + 8
         )  # whether the coordinator waits for its bell, beside which it lies
         self._round = Counter.at(memory, 3 * num_members * line)
-        self.lone = LoneRecords(memory, (3 * num_members + 1) * line, member, num_members)
-        self.ticket = 1  # the next one: see `lone`
+        self.repeated = RepeatedRecords(memory, (3 * num_members + 1) * line, member, num_members)
+        self.ticket = 1  # the next one: see `repeated`
         self.void = 0  # a ticket that was published and not settled: never again
-        self._cuts_at = (3 * num_members + 1) * line + LoneRecords.num_bytes(num_members)
+        self._cuts_at = (3 * num_members + 1) * line + RepeatedRecords.num_bytes(num_members)
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)
         self._announcer = Announcer(cache_capacity)
@@ -96,8 +96,8 @@ class SharedMemoryAgreement:
     def num_bytes(num_members: int) -> int:
         """How large a segment must be."""
         cuts = aligned(_NUM_CUTS * 8 * num_members, LINE_BYTES)
-        lone = LoneRecords.num_bytes(num_members)
-        return (3 * num_members + 1) * LINE_BYTES + lone + cuts + num_members * _RING_BYTES
+        records = RepeatedRecords.num_bytes(num_members)
+        return (3 * num_members + 1) * LINE_BYTES + records + cuts + num_members * _RING_BYTES
 
     def wait(self) -> None:
         if self._member == 0:
@@ -117,35 +117,20 @@ class SharedMemoryAgreement:
     def close(self) -> None:
         """Let go of the memory. No thread waits any more, though a `wake` may still come."""
         self._memory.release()
-        self.lone.close()
+        self.repeated.close()
         self._heads, self._rounds_done, self._bells = [], [], []
         del self._round, self._asleep
 
-    # Without a round. The driver calls these, and nothing is announced between `ticket` and `settle`.
+    # Without a round: nothing is announced while a member is at a ticket.
 
-    @property
-    def quiet(self) -> bool:
-        """Whether all that any member has announced was agreed on in a round that this one has seen."""
-        if self._round.value != self.rounds or self._overflow:
-            return False
-        return [head.value for head in self._heads] == self._fed
-
-    def settle(self, ticket: int, agreed: bool) -> None:
-        """All members have published the ticket, with equal records or not, or some will not."""
-        if agreed:
-            self.ticket = ticket + 1
-        else:
-            self.void = ticket
-
-    def describe_to(self, job: native.Lone) -> None:
-        """Tell the native part where lone records are, and where it sees whether all is quiet."""
-        job.members, job.heads, job.round = self.lone.address, self._heads[0].address, self._round.address
-        job.patience = native.new_patience(self._num_members)
+    def describe_to(self, job: native.Repeated) -> None:
+        """Tell the native part where records are, and where it sees whether all that was announced has been agreed on."""
+        job.group, job.heads, job.round = self.repeated.tickets.group, self._heads[0].address, self._round.address
         job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 3 * LINE_BYTES
 
     def lone_requests(self) -> LoneRequests:
         found: LoneRequests = {}
-        for member, record in enumerate(self.lone.waiting(self.ticket)):
+        for member, record in enumerate(self.repeated.waiting(self.ticket)):
             signature = None if record is None else self._by_digest(record[1])
             if record is not None and signature is not None:
                 row = found.setdefault((signature, record[2]), [None] * self._num_members)
@@ -198,8 +183,8 @@ class SharedMemoryAgreement:
         return self._end_round(planner.close_round())
 
     def _alike(self, num_bytes: int) -> tuple[list[Signature], Sequence[int]] | None:
-        """The requests and their running numbers, if the next so many bytes of every member's news announce the same known
-        simple ones, in the same order."""
+        """The requests and their running numbers, if the next so many bytes of every member's news announce the same
+        known simple ones, in the same order."""
         if num_bytes < _RECORD_BYTES:
             return None
         same: list[Signature] | None = None
@@ -216,8 +201,8 @@ class SharedMemoryAgreement:
         return (same, instances) if simple else None
 
     def _hopes(self, heads: Sequence[int]) -> bool:
-        """Whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs may be
-        the same."""
+        """Whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs
+        may be the same."""
         num_missing = sum(map(eq, heads, self._fed))
         if num_missing in (0, self._num_members) or sum(heads) - sum(self._fed) > _RING_BYTES // 4:
             return False
@@ -319,7 +304,7 @@ class SharedMemoryAgreement:
         self._head += num_bytes
         self._heads[self._member].store(self._head)
         if first_news:
-            self.lone.nudge()  # what they hope for will not come
+            self.repeated.tickets.nudge()  # what they hope for will not come
         if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
             self._ring()
 

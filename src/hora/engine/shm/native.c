@@ -1,6 +1,6 @@
 /* What the transports do most often, without Python: copy in, wait, reduce, encode. Called through ctypes by
  * `native.py`, which says when; libc only, nothing of Python's. Everything here is also written in Python, and both give
- * the same bits (`sums.h`, `codes.h`, `lone.h`, `records.h`, `hosts.h`).
+ * the same bits (`sums.h`, `codes.h`, `repeated.h`, `records.h`, `hosts.h`).
  * Built with -ffp-contract=off: a multiplication and an addition that became one would give other bits.
  */
 #define _GNU_SOURCE
@@ -17,7 +17,7 @@
 
 #include "codes.h"
 
-#define VERSION 8 /* native.py asks for the one that it was written for */
+#define VERSION 9 /* native.py asks for the one that it was written for */
 
 int hora_version(void) { return VERSION; }
 
@@ -107,16 +107,58 @@ static int patiently(const int64_t *word, int64_t target, struct patience *it, l
     return seen >= target;
 }
 
+/* The members of a group, each with a counter that it alone advances, at `words` + m * `stride`; beside the counter, whether its
+ * member sleeps. The one way of waiting among the members of a host: counters.py is the same in Python.
+ */
+struct group {
+    char *words;
+    int64_t stride;
+    int32_t member, num_members;
+    struct patience patience;
+};
+
+enum { SLEEPS_AT = 120 };
+static const int64_t OPEN = INT64_MAX; /* the counter of a member that has joined */
+
+static int64_t *counter_of(const struct group *group, int member) {
+    return (int64_t *)(void *)(group->words + member * group->stride);
+}
+
+static int64_t *sleeps(const struct group *group, int member) { return counter_of(group, member) + SLEEPS_AT / 8; }
+
+static void publish(const struct group *group, int64_t value) {
+    publish_to(counter_of(group, group->member), value, sleeps(group, 0), group->stride, group->num_members,
+               group->member);
+}
+
+/* Whether all members have published the value; if not, a slice of time has passed in vain. 2: one of them has joined. */
+static int all_have(struct group *group, int64_t value, int32_t *late, long slice_ns) {
+    int64_t *own_sleep = sleeps(group, group->member);
+    int found = 1;
+    begin_patience(&group->patience);
+    for (int distance = 1; distance < group->num_members; distance++) {
+        int peer = (group->member + distance) % group->num_members;
+        const int64_t *word = counter_of(group, peer);
+        *late = peer;
+        if (value_of(word) < value && !patiently(word, value, &group->patience, slice_ns, own_sleep)) return 0;
+        if (value_of(word) == OPEN) found = 2;
+    }
+    return found;
+}
+
+int hora_wait(struct group *group, int64_t value, int32_t *late, long slice_ns) {
+    return all_have(group, value, late, slice_ns);
+}
+
 /* An allreduce through the slots of a ring (ring.py has the rules: steps, depth, how far ahead a member may be).
  * Several tensors are one row of elements; a piece of the row goes through a slot at a time. `direct`: each member reduces
  * all slots into its own output. Else member m reduces slice m into a common result, which all copy out `lag` steps later.
  */
 struct ring {
     char *slots, *results; /* of member 0 for step 0; the common results */
-    int64_t *counters; /* of member 0; the next member's is `member_bytes` further on */
-    int64_t member_bytes, slot_bytes;
-    int32_t member, num_members, depth, ahead;
-    struct patience patience;
+    int64_t slot_bytes;
+    int32_t depth, ahead;
+    struct group group;
 };
 
 struct job {
@@ -133,34 +175,6 @@ struct job {
 
 static char *slot(const struct ring *ring, int member, int64_t step) {
     return ring->slots + ((int64_t)member * ring->depth + step % ring->depth) * ring->slot_bytes;
-}
-
-static int64_t *counter_of(const struct ring *ring, int member) {
-    return (int64_t *)(void *)((char *)ring->counters + member * ring->member_bytes);
-}
-
-enum { RING_SLEEPS_AT = 120 };
-
-static int64_t *ring_sleeps(const struct ring *ring, int member) {
-    return counter_of(ring, member) + RING_SLEEPS_AT / 8;
-}
-
-static void publish_step(const struct ring *ring, int64_t step) {
-    publish_to(counter_of(ring, ring->member), step, ring_sleeps(ring, 0), ring->member_bytes, ring->num_members,
-               ring->member);
-}
-
-/* Whether all members have published the step; if not, a slice of time has passed in vain. */
-static int all_have(struct ring *ring, int64_t step, int32_t *late, long slice_ns) {
-    int64_t *own_sleep = ring_sleeps(ring, ring->member);
-    begin_patience(&ring->patience);
-    for (int distance = 1; distance < ring->num_members; distance++) {
-        int peer = (ring->member + distance) % ring->num_members;
-        const int64_t *word = counter_of(ring, peer);
-        *late = peer;
-        if (value_of(word) < step && !patiently(word, step, &ring->patience, slice_ns, own_sleep)) return 0;
-    }
-    return 1;
 }
 
 static int64_t piece(const struct job *job, int64_t index) {
@@ -186,14 +200,14 @@ static void put(struct job *job, char *to, int64_t count) {
 static void take(struct job *job, int64_t step, int64_t count) {
     const struct ring *ring = job->ring;
     int64_t size = (int64_t)item_bytes[job->dtype], done = 0;
-    const void *operands[ring->num_members];
+    const void *operands[ring->group.num_members];
     while (done < count) {
         int64_t n = job->counts[job->take_part] - job->take_offset;
         if (n > count - done) n = count - done;
         char *out = (char *)job->outputs[job->take_part] + job->take_offset * size;
         if (job->direct) {
-            for (int m = 0; m < ring->num_members; m++) operands[m] = slot(ring, m, step) + done * size;
-            sum_with_own((enum dtype)job->dtype, ring->num_members, operands, ring->member,
+            for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, step) + done * size;
+            sum_with_own((enum dtype)job->dtype, ring->group.num_members, operands, ring->group.member,
                          (const char *)job->inputs[job->take_part] + job->take_offset * size, out, (size_t)n, job->stage,
                          job->prescale, (enum finish)job->finish, job->factor);
         } else {
@@ -207,19 +221,19 @@ static void take(struct job *job, int64_t step, int64_t count) {
 
 /* As `shared_slice` of reduction.py: two members never write to one cache line. */
 static void own_slice(const struct ring *ring, int64_t count, int64_t *begin, int64_t *end) {
-    int64_t share = ((count + ring->num_members - 1) / ring->num_members + 63) / 64 * 64;
-    *begin = ring->member * share, *end = *begin + share;
+    int64_t share = ((count + ring->group.num_members - 1) / ring->group.num_members + 63) / 64 * 64;
+    *begin = ring->group.member * share, *end = *begin + share;
     if (*begin > count) *begin = count;
     if (*end > count) *end = count;
 }
 
 static void reduce_own_slice(struct job *job, int64_t step, int64_t count) {
     const struct ring *ring = job->ring;
-    const void *operands[ring->num_members];
+    const void *operands[ring->group.num_members];
     int64_t begin, end;
     own_slice(ring, count, &begin, &end);
-    for (int m = 0; m < ring->num_members; m++) operands[m] = slot(ring, m, step);
-    sum((enum dtype)job->dtype, ring->num_members, operands, ring->results + step % ring->depth * ring->slot_bytes,
+    for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, step);
+    sum((enum dtype)job->dtype, ring->group.num_members, operands, ring->results + step % ring->depth * ring->slot_bytes,
         (size_t)begin, (size_t)(end - begin), job->prescale, (enum finish)job->finish, job->factor);
 }
 
@@ -232,11 +246,11 @@ int hora_allreduce(struct job *job, long slice_ns) {
     for (; job->drained < steps; job->drained++) {
         for (; job->filled < steps && job->filled <= job->drained + ahead; job->filled++) {
             if (job->filled < pieces)
-                put(job, slot(ring, ring->member, job->first_step + job->filled), piece(job, job->filled));
-            publish_step(ring, job->first_step + job->filled);
+                put(job, slot(ring, ring->group.member, job->first_step + job->filled), piece(job, job->filled));
+            publish(&ring->group, job->first_step + job->filled);
         }
         int64_t step = job->first_step + job->drained;
-        if (!all_have(ring, step, &job->late, slice_ns)) return 0;
+        if (!all_have(&ring->group, step, &job->late, slice_ns)) return 0;
         if (job->direct)
             take(job, step, piece(job, job->drained));
         else if (job->drained < pieces)
@@ -246,83 +260,41 @@ int hora_allreduce(struct job *job, long slice_ns) {
     return 1;
 }
 
-/* Data that lies in memory which all members map, at `data[m]` of member m: member m reduces slice m where it is, into all
- * members' data; then all wait for one another, by a step of the ring.
- */
-struct in_place {
-    struct ring *ring;
-    char *const *data;
-    int64_t count, step;
-    int32_t dtype, finish, reduced, late; /* `reduced`: the own slice is; a job that was interrupted goes on from here */
-    double prescale, factor;
-};
-
-static void reduce_in_place(const struct in_place *job) {
-    const struct ring *ring = job->ring;
-    int64_t size = (int64_t)item_bytes[job->dtype], begin, end;
-    own_slice(ring, job->count, &begin, &end);
+/* Sum what lies at `data[m]` of every member m, from element `begin` on, into all of it. */
+void hora_reduce_everywhere(int dtype, int k, char *const *data, int64_t begin, int64_t count, double prescale, int how,
+                            double factor) {
+    int64_t size = (int64_t)item_bytes[dtype], end = begin + count;
     for (int64_t at = begin; at < end; at += BLOCK) {
         int64_t n = end - at < BLOCK ? end - at : BLOCK;
-        sum((enum dtype)job->dtype, ring->num_members, (const void *const *)job->data, job->data[0], (size_t)at,
-            (size_t)n, job->prescale, (enum finish)job->finish, job->factor);
-        for (int m = 1; m < ring->num_members; m++)
-            memcpy(job->data[m] + at * size, job->data[0] + at * size, (size_t)(n * size));
+        sum((enum dtype)dtype, k, (const void *const *)data, data[0], (size_t)at, (size_t)n, prescale, (enum finish)how,
+            factor);
+        for (int m = 1; m < k; m++) memcpy(data[m] + at * size, data[0] + at * size, (size_t)(n * size));
     }
 }
 
-/* Whether it is done; if not, a slice of time has passed in vain: look around and call again. */
-int hora_in_place(struct in_place *job, long slice_ns) {
-    struct ring *ring = job->ring;
-    if (!job->reduced) {
-        reduce_in_place(job);
-        publish_step(ring, job->step);
-        job->reduced = 1;
-    }
-    return all_have(ring, job->step, &job->late, slice_ns);
-}
-
-/* A meeting at a barrier (barrier.py has the rules). Each member has two lines: how often it came; how often it really came,
- * and whether it sleeps.
- */
-struct meeting {
-    char *members; /* all members' lines */
-    int32_t member, num_members;
-    struct patience patience;
-};
-
-enum { MEETING_BYTES = 128, SLEEPS_AT = 72 };
-static const int64_t OPEN = INT64_MAX; /* how often a member came that has joined */
-
-static int64_t *came(const struct meeting *meeting, int member) {
-    return (int64_t *)(void *)(meeting->members + member * MEETING_BYTES);
-}
-
-static int64_t *sleeps(const struct meeting *meeting, int member) {
-    return (int64_t *)(void *)(meeting->members + member * MEETING_BYTES + SLEEPS_AT);
-}
-
-static void come(const struct meeting *meeting, int64_t number) {
-    int64_t *own = came(meeting, meeting->member);
-    if (value_of(own) == number) return; /* called again, to go on waiting */
-    publish_to(own, number, sleeps(meeting, 0), MEETING_BYTES, meeting->num_members, meeting->member);
-}
-
-/* 1 when all members have come this often, 2 when one of them has joined; 0: a member has not come, and a slice has passed. */
-int hora_meet(struct meeting *meeting, int64_t number, long slice_ns) {
-    int64_t *own_sleep = sleeps(meeting, meeting->member);
-    int met = 1;
-    come(meeting, number);
-    begin_patience(&meeting->patience);
-    for (int distance = 1; distance < meeting->num_members; distance++) {
-        const int64_t *word = came(meeting, (meeting->member + distance) % meeting->num_members);
-        if (!patiently(word, number, &meeting->patience, slice_ns, own_sleep)) return 0;
-        if (value_of(word) == OPEN) met = 2;
-    }
-    return met;
-}
-
-#include "lone.h"
+#include "repeated.h"
 
 #include "records.h"
 
 #include "hosts.h"
+
+/* The size of every struct that native.py fills in, and where its members are: it compares them with its own. */
+#define AT(type, member) (int32_t) offsetof(struct type, member)
+static const int32_t layouts[][24] = {
+    {sizeof(struct group), AT(group, words), AT(group, stride), AT(group, member), AT(group, num_members),
+     AT(group, patience)},
+    {sizeof(struct ring), AT(ring, slots), AT(ring, results), AT(ring, slot_bytes), AT(ring, depth), AT(ring, ahead),
+     AT(ring, group)},
+    {sizeof(struct job), AT(job, ring), AT(job, inputs), AT(job, outputs), AT(job, counts), AT(job, total),
+     AT(job, first_step), AT(job, lag), AT(job, filled), AT(job, drained), AT(job, dtype), AT(job, finish),
+     AT(job, direct), AT(job, late), AT(job, stage), AT(job, prescale), AT(job, factor), AT(job, put_part),
+     AT(job, put_offset), AT(job, take_part), AT(job, take_offset)},
+    {sizeof(struct spec), AT(spec, ring), AT(spec, count), AT(spec, digest), AT(spec, dtype), AT(spec, finish),
+     AT(spec, direct), AT(spec, staged), AT(spec, lag), AT(spec, stage), AT(spec, prescale), AT(spec, factor)},
+    {sizeof(struct repeated), AT(repeated, group), AT(repeated, heads), AT(repeated, round), AT(repeated, fed),
+     AT(repeated, head_bytes), AT(repeated, late), AT(repeated, spec), AT(repeated, source), AT(repeated, out),
+     AT(repeated, rounds), AT(repeated, step), AT(repeated, record.ticket), AT(repeated, record.digest),
+     AT(repeated, record.instance), AT(repeated, published), AT(repeated, state), AT(repeated, job)},
+};
+
+int hora_layout(int number, int index) { return layouts[number][index]; }

@@ -1,8 +1,8 @@
 """The native part: `native.c` as a library, if it was built when this package was installed. Nothing needs it.
 
 The library is called through `ctypes`, which knows nothing of Python's versions; long calls release the GIL. With
-HORA_NATIVE=0, without a library (no compiler was there), or with one that is not of this source, `library` gives None and
-Python does the same work, with the same bits. `absence` says why, for `hora doctor` and `--check-build`.
+HORA_NATIVE=0, without a library (no compiler was there), or with one that is not of this source, `library` gives None
+and Python does the same work, with the same bits. `absence` says why, for `hora doctor` and `--check-build`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ __all__ = [
     "NOTHING",
     "SHORT_BYTES",
     "Allreduce",
-    "InPlace",
+    "AllreduceSpec",
+    "Group",
     "Library",
-    "Lone",
-    "Meeting",
     "Patience",
+    "Repeated",
     "Ring",
     "Sum",
-    "What",
     "absence",
     "library",
     "new_patience",
 ]
 
-_VERSION = 8  # VERSION of native.c
+_VERSION = 9  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -71,8 +70,8 @@ class Patience(ctypes.Structure):
     )
 
 
-# Looks of about 50 ns each before a thread sleeps, where that has been worth while: to be woken takes about as long. With a
-# core to spare for every member, looking takes no time from anyone.
+# Looks of about 50 ns each before a thread sleeps, where that has been worth while: to be woken takes about as long.
+# With a core to spare for every member, looking takes no time from anyone.
 _MANY_LOOKS = 600
 _MANY_LOOKS_TO_SPARE = 4000
 
@@ -83,20 +82,28 @@ def new_patience(num_members: int) -> Patience:
     return Patience(many=_MANY_LOOKS_TO_SPARE if spare else _MANY_LOOKS)
 
 
+class Group(ctypes.Structure):
+    """The counters of a group's members (`counters`): `struct group`."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("member", ctypes.c_int32),
+        ("num_members", ctypes.c_int32),
+        ("patience", Patience),
+    )
+
+
 class Ring(ctypes.Structure):
-    """Where the slots and counters of a ring are: `struct ring`."""
+    """The slots and counters of a ring: `struct ring`."""
 
     _fields_ = (
         ("slots", ctypes.c_void_p),
         ("results", ctypes.c_void_p),
-        ("counters", ctypes.c_void_p),
-        ("member_bytes", ctypes.c_int64),
         ("slot_bytes", ctypes.c_int64),
-        ("member", ctypes.c_int32),
-        ("num_members", ctypes.c_int32),
         ("depth", ctypes.c_int32),
         ("ahead", ctypes.c_int32),
-        ("patience", Patience),
+        ("group", Group),
     )
 
 
@@ -127,36 +134,8 @@ class Allreduce(ctypes.Structure):
     )
 
 
-class InPlace(ctypes.Structure):
-    """An allreduce of data that lies in memory which all members map: `struct in_place`."""
-
-    _fields_ = (
-        ("ring", ctypes.POINTER(Ring)),
-        ("data", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("finish", ctypes.c_int32),
-        ("reduced", ctypes.c_int32),
-        ("late", ctypes.c_int32),
-        ("prescale", ctypes.c_double),
-        ("factor", ctypes.c_double),
-    )
-
-
-class Meeting(ctypes.Structure):
-    """Where the members of a barrier say how often they came: `struct meeting`."""
-
-    _fields_ = (
-        ("members", ctypes.c_void_p),
-        ("member", ctypes.c_int32),
-        ("num_members", ctypes.c_int32),
-        ("patience", Patience),
-    )
-
-
-class What(ctypes.Structure):
-    """What all lone allreduces with one signature have in common: `struct what`."""
+class AllreduceSpec(ctypes.Structure):
+    """The common part of all allreduces with one signature: `struct spec`."""
 
     _fields_ = (
         ("ring", ctypes.POINTER(Ring)),
@@ -164,24 +143,26 @@ class What(ctypes.Structure):
         ("digest", ctypes.c_uint8 * 16),
         ("dtype", ctypes.c_int32),
         ("finish", ctypes.c_int32),
+        ("direct", ctypes.c_int32),
+        ("staged", ctypes.c_int32),
+        ("lag", ctypes.c_int64),
         ("stage", ctypes.c_double),
         ("prescale", ctypes.c_double),
         ("factor", ctypes.c_double),
     )
 
 
-class Lone(ctypes.Structure):
-    """Lone allreduces of one tensor that fits a slot, one after the other: `struct lone`."""
+class Repeated(ctypes.Structure):
+    """Repeated allreduces of one tensor, one after the other: `struct repeated`."""
 
     _fields_ = (
-        ("members", ctypes.c_void_p),
+        ("group", Group),
         ("heads", ctypes.c_void_p),
         ("round", ctypes.c_void_p),
         ("fed", ctypes.c_void_p),
         ("head_bytes", ctypes.c_int64),
-        ("patience", Patience),
         ("late", ctypes.c_int32),
-        ("what", ctypes.c_void_p),  # from here on: of one call, written by CALL
+        ("spec", ctypes.c_void_p),  # from here on: of one call, written by CALL
         ("source", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("rounds", ctypes.c_int64),
@@ -191,12 +172,20 @@ class Lone(ctypes.Structure):
         ("instance", ctypes.c_int64),
         ("published", ctypes.c_int32),
         ("state", ctypes.c_int32),
+        ("job", Allreduce),
     )
 
 
-# What, source, out, rounds, step, ticket, instance: one call of `struct.pack_into` instead of a store for each.
+# Spec, source, out, rounds, step, ticket, instance: one call of `struct.pack_into` instead of a store for each.
 CALL = struct.Struct("<QQQqqq16xqii")
-CALL_AT = Lone.what.offset
+CALL_AT = Repeated.spec.offset
+_LAYOUTS: tuple[type[ctypes.Structure], ...] = (
+    Group,
+    Ring,
+    Allreduce,
+    AllreduceSpec,
+    Repeated,
+)  # `layouts` of native.c
 
 
 class Sum(NamedTuple):
@@ -220,6 +209,10 @@ class Library:
         if found != _VERSION:
             raise OSError(f"{path.name} is version {found}, not {_VERSION}: it was built from another source")
         self.long = long  # for who has structures of its own
+        for number, kind in enumerate(_LAYOUTS):
+            expected = [ctypes.sizeof(kind), *(getattr(kind, field[0]).offset for field in kind._fields_)]
+            if expected != [int(long.hora_layout(number, index)) for index in range(len(expected))]:
+                raise OSError(f"{path.name} lays out {kind.__name__} in another way: it was built from another source")
         self.has_float16 = bool(long.hora_has_f16())
         for reduce in (long.hora_reduce, short.hora_reduce):
             reduce.argtypes = (
@@ -234,15 +227,20 @@ class Library:
         self._encode_int8.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_size_t)
         self._decode_int8.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_size_t)
         self._encode_int8.restype = self._decode_int8.restype = None
-        self._in_place = long.hora_in_place
-        self._in_place.argtypes = (ctypes.POINTER(InPlace), ctypes.c_long)
+        self._everywhere = long.hora_reduce_everywhere
+        self._everywhere.argtypes = (
+            *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+            *(ctypes.c_double, ctypes.c_int, ctypes.c_double),
+        )
+        self._everywhere.restype = None
         # 1: all members have come, 2: and one has joined, 0: one has not come yet.
-        self.meet = long.hora_meet
-        self.meet.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_long)
-        # 1: done, 0: a member has not come yet, -1: the members want different things. The short one keeps the GIL.
-        self.lone, self.short_lone = long.hora_lone, short.hora_lone
-        for lone in (self.lone, self.short_lone):
-            lone.argtypes = (ctypes.c_void_p, ctypes.c_long)
+        self.wait = long.hora_wait
+        self.wait.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_long)
+        # -1: the members want different things, 0: a member has not come yet, 1: done, 2: agreed, and under way. The
+        # short one keeps the GIL.
+        self.repeated, self.short_repeated = long.hora_repeated, short.hora_repeated
+        for repeated in (self.repeated, self.short_repeated):
+            repeated.argtypes = (ctypes.c_void_p, ctypes.c_long)
 
     def sums(self, dtype: torch.dtype) -> bool:
         """Whether it can sum this dtype, on this processor."""
@@ -260,6 +258,14 @@ class Library:
         number, prescale, how, factor = what
         return partial(call, number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
 
+    def reduction_everywhere(
+        self, what: Sum, members: Sequence[torch.Tensor], begin: int, end: int
+    ) -> Callable[[], None]:
+        """Sum elements `begin` to `end` of all members' flat tensors into all of them, as often as it is called."""
+        pointers = (ctypes.c_void_p * len(members))(*[member.data_ptr() for member in members])
+        number, prescale, how, factor = what
+        return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
+
     def encode_int8(
         self, numbers: torch.Tensor, residual: torch.Tensor | None, scales: torch.Tensor, steps: torch.Tensor
     ) -> None:
@@ -274,9 +280,6 @@ class Library:
         """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""
         return bool(self._allreduce(job, int(slice_s * 1e9)))
 
-    def in_place(self, job: InPlace, slice_s: float) -> bool:
-        """The same for data in memory that all members map."""
-        return bool(self._in_place(job, int(slice_s * 1e9)))
 
 
 @lru_cache(maxsize=1)

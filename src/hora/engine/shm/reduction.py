@@ -1,23 +1,30 @@
-"""Reduction in shared memory: every member has a flat view of every member's data, which lies there already.
+"""Reduction of data that lies in memory which all members of a set on one host have mapped: gradient buckets.
 
-Member m reduces its `shared_slice` of all data in pieces that fit the cache. No copies in or out and no
-synchronisation: the caller (`PersistentReduction`) makes sure that the data is there before and may be used
-afterwards.
+It is reduced where it is, in one of three ways. *Sliced* allreduce: member m reduces slice m into all members' data,
+and all wait for one another at the end. *Direct* allreduce of little data: each member reduces all of it into a private
+result; none waits, because the data of the next step goes to a second place, and who comes to the step after that is
+done with this one. *Scatter*: each member reduces its slice; the caller sees to it that no member writes new data
+before all have read, or has the reduction end together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from hora.engine.lane import Lane
+from hora.engine.persistent import PersistentReduction
+from hora.engine.request import Kind, Reduce
 from hora.engine.shm.futex import LINE_BYTES
+from hora.engine.shm.native import library
 from hora.engine.shm.segment import aligned
-from hora.engine.transport.arithmetic import Arithmetic
+from hora.engine.transport.arithmetic import Arithmetic, arithmetic_of, single_threaded
 from hora.engine.transport.packing import copy
+from hora.errors import HorovodInternalError
 
-__all__ = ["Cut", "cut_slice", "reduce_everywhere", "reduce_slice", "shared_slice"]
+__all__ = ["Cut", "SharedMemoryReduction", "cut_slice", "reduce_everywhere", "reduce_slice", "shared_slice"]
 
 # All members' pieces and the scratch stay in the second-level cache together.
 _PIECE_BYTES = 262144
@@ -80,3 +87,85 @@ def _prescaled(cuts: Sequence[Cut], arithmetic: Arithmetic) -> Iterator[tuple[li
                 arithmetic.prepare_(operand)
         count = cut.end - cut.begin
         yield cut.operands, whole if whole.numel() == count else whole[:count], cut
+
+
+class SharedMemoryReduction(PersistentReduction):
+    """`places[t][m]` is where member m puts its data in turn t; `out` is private, None for a sliced allreduce.
+
+    `ends_together`: when it is done here, all members have read the data.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        kind: Kind,
+        places: Sequence[Tensors],
+        *,
+        name: str,
+        reduce: Reduce,
+        out: torch.Tensor | None = None,
+        ends_together: bool = False,
+    ) -> None:
+        super().__init__(lane.queue, kind, places[0][lane.member], name=name, reduce=reduce, lane=lane, out=out)
+        self.places = places
+        self._lane = lane
+        self._scatters = kind is Kind.REDUCESCATTER
+        self._ends_together = ends_together or out is None
+        self._arithmetic = arithmetic_of(reduce, places[0][0].dtype, len(places[0]))
+        self._work = [self._prepared(views) for views in places]  # of each turn
+
+    @property
+    def turn(self) -> int:
+        """Which place takes the data of the next step."""
+        return self._lane.turn(self._index, len(self.places))
+
+    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
+        turn = self._lane.turn_of(number, len(self.places))
+        if absent:
+            self._reduce_without(absent, number, turn)
+            return True
+        self._work[turn]()
+        if self._ends_together:
+            self._lane.end_together(number)
+        return True
+
+    def _prepared(self, views: Tensors) -> Callable[[], None]:
+        """This member's part of the work."""
+        arithmetic, out, member = self._arithmetic, self.out, self._lane.member
+        if not self._scatters and out is not None:
+            work = arithmetic.reduction(views, out)
+            return work if arithmetic.sum is not None else lambda: _single_threaded(work)
+        begin, end = shared_slice(views[0].numel(), len(views), member)
+        assert out is None or out.numel() == end - begin, self._name
+        native = library()
+        if native is not None and arithmetic.sum is not None and not arithmetic.prescales:
+            if out is not None:
+                return native.reduction(arithmetic.sum, [view[begin:end] for view in views], out)
+            return native.reduction_everywhere(arithmetic.sum, views, begin, end)
+        cuts = cut_slice(views, member)
+        if out is not None:
+            return lambda: _single_threaded(lambda: reduce_slice(cuts, arithmetic, out))
+        return lambda: _single_threaded(lambda: reduce_everywhere(cuts, arithmetic))
+
+    def _reduce_without(self, absent: Sequence[int], number: int, turn: int) -> None:
+        """Some members have joined, and add nothing."""
+        if self._scatters:
+            joined = ", ".join(str(self._lane.ranks[peer]) for peer in absent)
+            raise HorovodInternalError(
+                f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
+            )
+        views = [torch.zeros_like(view) if peer in absent else view for peer, view in enumerate(self.places[turn])]
+        if self._arithmetic.prescales:  # each member all of it: the data itself must stay as it is
+            views = [view.clone() for view in views]
+            for view in views:
+                self._arithmetic.prepare_(view)
+        result = torch.empty_like(views[0]) if self.out is None else self.out
+        self._arithmetic.reduce(views, result, torch.empty_like(result))
+        if self.out is None:
+            self._lane.end_together(number)  # all have read the data
+            self._mine.copy_(result)
+
+
+def _single_threaded(work: Callable[[], None]) -> None:
+    with single_threaded():
+        work()

@@ -1,5 +1,4 @@
-"""What the native part is told of a collective: the same steps through the same ring as in Python, so that one member may go
-one way and another one the other. Called by the shared-memory transport."""
+"""Jobs of the native part: collectives that it carries out in one call, described by addresses."""
 
 from __future__ import annotations
 
@@ -9,10 +8,10 @@ from hora.engine.shm import native
 from hora.engine.transport.base import Tensors
 from hora.engine.transport.ring import AHEAD, Ring
 
-__all__ = ["LAG", "allreduce_natively", "lone_what", "reduce_in_place_natively"]
+__all__ = ["allreduce_natively", "spec_natively"]
 
 # A member that has published step s + LAG has reduced its slice of step s.
-LAG = AHEAD + 1
+_LAG = AHEAD + 1
 
 
 def allreduce_natively(
@@ -30,7 +29,7 @@ def allreduce_natively(
     results = sources if outputs is inputs else _addresses(outputs)
     counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
     num_pieces = -(-count * inputs[0].itemsize // ring.slot_bytes)
-    lag = 0 if direct else LAG if num_pieces > AHEAD else num_pieces
+    lag = _lag(num_pieces, direct)
     job = native.Allreduce(
         inputs=ctypes.addressof(sources),
         outputs=ctypes.addressof(results),
@@ -47,32 +46,30 @@ def allreduce_natively(
     ring.allreduce(library, job, num_pieces + lag)
 
 
-def reduce_in_place_natively(library: native.Library, ring: Ring, views: Tensors, what: native.Sum) -> None:
-    """Reduce all members' data where it is: each member its slice of all of it."""
-    data = _addresses(views)
-    job = native.InPlace(
-        data=ctypes.addressof(data),
-        count=views[0].numel(),
-        dtype=what.dtype_number,
-        finish=what.how,
-        prescale=what.prescale,
-        factor=what.factor,
-    )
-    ring.reduce_in_place(library, job)
-
-
-def lone_what(ring: Ring, count: int, digest: bytes, what: native.Sum, stage: float) -> native.What:
-    """What all lone allreduces of one kind have in common."""
-    return native.What(
+def spec_natively(
+    ring: Ring, count: int, item_bytes: int, digest: bytes, what: native.Sum, stage: float, direct: bool
+) -> tuple[native.AllreduceSpec, int]:
+    """The common part of repeated allreduces of one kind, and how many steps of the ring each of them takes."""
+    num_pieces = -(-count * item_bytes // ring.slot_bytes)
+    lag = _lag(num_pieces, direct)
+    spec = native.AllreduceSpec(
         ring=ctypes.pointer(ring.description),
         count=count,
         digest=(ctypes.c_uint8 * 16)(*digest),
-        stage=stage,
         dtype=what.dtype_number,
         finish=what.how,
+        direct=direct,
+        staged=direct and num_pieces == 1,
+        lag=lag,
+        stage=stage,
         prescale=what.prescale,
         factor=what.factor,
     )
+    return spec, num_pieces + lag
+
+
+def _lag(num_pieces: int, direct: bool) -> int:
+    return 0 if direct else _LAG if num_pieces > AHEAD else num_pieces
 
 
 def _addresses(tensors: Tensors) -> ctypes.Array[ctypes.c_void_p]:

@@ -18,12 +18,12 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from hora.engine.shm import native
-from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
+from hora.engine.shm.counters import MEMBER_BYTES, Counters
+from hora.engine.shm.futex import LINE_BYTES, SLICE_S
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
 from hora.engine.transport.base import Guard
 
@@ -32,16 +32,9 @@ __all__ = ["AHEAD", "DEPTH", "Ring"]
 AHEAD = 1
 DEPTH = 2 * AHEAD + 2
 
-# A line for the counter and one for what is seldom written: the notes, and at its end whether the member sleeps. Processors
-# fetch lines in pairs, so this keeps members apart as well.
-_MEMBER_BYTES = 2 * LINE_BYTES
-_SLEEPS_AT = _MEMBER_BYTES - 8  # RING_SLEEPS_AT of native.c
-
-# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a training.
+# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a
+# training.
 _KEPT_VIEWS = 4096
-
-
-_Job = TypeVar("_Job", native.Allreduce, native.InPlace)
 
 
 class Ring:
@@ -66,20 +59,12 @@ class Ring:
         self._guard = guard
         self._limit_s = limit_s
         self.step = 0  # the last one that was taken
-        self._slots_at = aligned(num_members * _MEMBER_BYTES)
+        self._slots_at = aligned(num_members * MEMBER_BYTES)
         self._results_at = self._slots_at + num_members * DEPTH * slot_bytes
-        counters = [Counter.at(segment.memory, peer * _MEMBER_BYTES) for peer in range(num_members)]
-        self._own = counters[member]
-        self._counters_at = counters[0].address
-        # Each member begins with the next one, so that not all of them look at member 0 first.
-        order = [(member + distance) % num_members for distance in range(1, num_members)]
-        self._peers = [(counters[peer], f"member {peer} in shared memory") for peer in order]
-        asleep = [Counter.at(segment.memory, peer * _MEMBER_BYTES + _SLEEPS_AT) for peer in range(num_members)]
-        self._own_sleep = asleep[member]
-        self._asleep = [asleep[peer] for peer in order]
+        self._counters = Counters(segment.memory, 0, member, num_members)
         self._notes = [
             [
-                ctypes.c_int64.from_buffer(segment.memory, peer * _MEMBER_BYTES + LINE_BYTES + 8 * turn)
+                ctypes.c_int64.from_buffer(segment.memory, peer * MEMBER_BYTES + LINE_BYTES + 8 * turn)
                 for turn in range(DEPTH)
             ]
             for peer in range(num_members)
@@ -90,7 +75,7 @@ class Ring:
     @staticmethod
     def num_bytes(num_members: int, slot_bytes: int) -> int:
         """The size of segment that a ring needs."""
-        return aligned(num_members * _MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
+        return aligned(num_members * MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
 
     def slot(self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
         """Where `member` puts its data for `step`."""
@@ -140,53 +125,20 @@ class Ring:
             self.wait(first + index)
             drain(index, first + index)
 
-    def pass_step(self) -> int:
-        """Take the next step without waiting: by other ways than the counters all members know that all slots are filled."""
-        self.step += 1
-        self._own.store(self.step)
-        return self.step
-
-    def begin(self) -> int:
-        """The number of the next step, for an operation that has only one."""
-        self.step += 1
-        return self.step
-
     def publish(self, step: int) -> None:
         """Say that the own slot of `step` is filled."""
-        self._own.store(step)
-        self._own.wake_any(self._asleep)
+        self._counters.publish(step)
 
     def wait(self, step: int) -> None:
         """Return when all members have published `step`."""
-        for counter, what in self._peers:
-            if counter.value < step and not counter.look(step):
-                self._sleep_until(counter, step, what)
-
-    def _sleep_until(self, counter: Counter, step: int, what: str) -> None:
-        begin = time.monotonic()
-        self._own_sleep.store(1)
-        fence()
-        try:
-            counter.wait_for(step, guard=self._guard, limit_s=self._limit_s, what=what, looks=0)
-        finally:
-            self._own_sleep.store(0)
-        counter.learn(time.monotonic() - begin)
+        self._counters.wait(step, self._guard, limit_s=self._limit_s, what="shared memory")
 
     def allreduce(self, library: native.Library, job: native.Allreduce, num_steps: int) -> None:
         """Have the native part do an allreduce, of which the job says everything but where the ring is."""
         job.ring, job.first_step = ctypes.pointer(self.description), self.step + 1
         self.step += num_steps
-        self._do(library.allreduce, job)
-
-    def reduce_in_place(self, library: native.Library, job: native.InPlace) -> None:
-        """The same where the data lies in memory that all members map: one step."""
-        job.ring, job.step = ctypes.pointer(self.description), self.step + 1
-        self.step += 1
-        self._do(library.in_place, job)
-
-    def _do(self, call: Callable[[_Job, float], bool], job: _Job) -> None:
         begin = 0.0
-        while not call(job, SLICE_S):
+        while not library.allreduce(job, SLICE_S):
             self._guard()
             now = time.monotonic()
             begin = begin or now
@@ -195,32 +147,26 @@ class Ring:
 
     @functools.cached_property
     def description(self) -> native.Ring:
-        """Where everything is, for the native part."""
-        begin = self._counters_at  # the counters keep the mapping alive
+        """The ring as the native part wants it."""
+        begin = self._counters.address  # the counters keep the mapping alive
         return native.Ring(
             slots=begin + self._slots_at,
             results=begin + self._results_at,
-            counters=begin,
-            member_bytes=_MEMBER_BYTES,
             slot_bytes=self.slot_bytes,
-            member=self._member,
-            num_members=self._num_members,
             depth=DEPTH,
             ahead=AHEAD,
-            patience=native.new_patience(self._num_members),
+            group=self._counters.group,
         )
 
     def meet(self) -> None:
         """A step without data: return when all members have come."""
-        step = self.begin()
-        self.publish(step)
-        self.wait(step)
+        self.step += 1
+        self.publish(self.step)
+        self.wait(self.step)
 
     def close(self) -> None:
         """Let go of the memory; the ring is of no use afterwards."""
         self._views.clear()
         self._notes.clear()
-        self._peers.clear()
-        self._asleep.clear()
-        del self._own, self._own_sleep
+        self._counters.close()
         self._segment.close()

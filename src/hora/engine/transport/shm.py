@@ -1,13 +1,13 @@
 """Collectives among processes of one host that share memory: torch operations on views of it, or the native part.
 
-Private data goes through the slots of a `Ring` piece by piece, so the memory in use stays in the cache and is
-bounded whatever the size of the tensors. Two members, or little data: each member reads all members' slots and
-reduces all of it straight into its own output, one synchronisation. More of both: member m reduces slice m of
-each piece and the result goes round through shared memory. Either way members are combined in the order 0, 1,
-2, … (`arithmetic`).
+Private data goes through the slots of a `Ring` piece by piece, so the memory in use stays in the cache and is bounded
+whatever the size of the tensors. In Python each member reads all members' slots and reduces all of it straight into its
+own output. The native part does so for two members or little data; else member m reduces slice m of each piece, and the
+result goes round through shared memory. Either way members are combined in the order 0, 1, 2, … (`arithmetic`), so the
+bits are the same.
 
-Data that lies in shared memory already (gradient buckets) does not come here: a `PersistentReduction` reduces it where it is.
-Called by the engine, from one thread at a time. After an exception the transport is unusable and must be closed.
+Gradient buckets lie in shared memory already and are reduced there (`shm.reduction`). After an exception the transport
+is unusable and must be closed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,12 @@ import torch
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm import native
 from hora.engine.shm.futex import LINE_BYTES
-from hora.engine.shm.reduction import Cut, cut_slice, reduce_everywhere, shared_slice
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.arithmetic import (
-    SERIAL_ELEMENTS,
-    Arithmetic,
-    adasum_pair,
-    arithmetic_of,
-    single_threaded,
-    staged,
-)
+from hora.engine.transport.arithmetic import Arithmetic, adasum_pair, arithmetic_of, single_threaded, staged
 from hora.engine.transport.base import Guard, Tensors
-from hora.engine.transport.native_jobs import LAG, allreduce_natively, reduce_in_place_natively
+from hora.engine.transport.native_jobs import allreduce_natively
 from hora.engine.transport.packing import Piece, copy, cut, put, take, total
-from hora.engine.transport.ring import AHEAD, Ring
+from hora.engine.transport.ring import Ring
 
 __all__ = ["ShmTransport"]
 
@@ -70,9 +62,13 @@ class ShmTransport:
         self._num_members = num_members
         self._guard = guard
         self._limit_s = limit_s
-        self._library = native.library()
         self.num_rings = 0  # so far: what was made for one is no good for the next
         self._ring = self._make_ring(SMALL_SLOT_BYTES)
+        # The native part moves data in steps of its own: it does so where all members have it.
+        found = native.library()
+        self._ring.note(1, int(found is not None))
+        self._ring.meet()
+        self._library = found if all(self._ring.notes(1)) else None
 
     def _make_ring(self, slot_bytes: int) -> Ring:
         self.num_rings += 1
@@ -99,42 +95,27 @@ class ShmTransport:
         count = total(inputs)
         num_bytes = count * dtype.itemsize
         ring = self._ring_for(num_bytes)
-        direct = num_members <= 2 or num_bytes * num_members <= DIRECT_BYTES
         what, stage = arithmetic.sum, arithmetic.stage
         if self._library is not None and what is not None and stage is not None and count:
+            direct = self.is_direct(num_bytes)
             allreduce_natively(self._library, ring, inputs, outputs, count, what, stage, direct)
-        elif direct and num_bytes <= ring.slot_bytes and count <= SERIAL_ELEMENTS:
-            self._allreduce_at_once(ring, inputs, outputs, count, arithmetic)
-        elif direct:
-            self._allreduce_direct(ring, inputs, outputs, arithmetic)
         else:
-            self._allreduce_sliced(ring, inputs, outputs, arithmetic)
-
-    # For what is agreed on while the data lies in the slots, or in memory that all members map, already (`lone`).
+            self._allreduce_in_python(ring, inputs, outputs, arithmetic)
 
     @property
     def ring(self) -> Ring:
         """The slots that are in use now."""
         return self._ring
 
-    def stages(self, num_bytes: int) -> bool:
-        """Whether an allreduce of this size can be done in two halves, which all members see alike."""
-        direct = self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
-        return direct and 0 < num_bytes <= self._ring.slot_bytes
+    def is_direct(self, num_bytes: int) -> bool:
+        """Whether each member reduces all of so much data, natively."""
+        return self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
 
-    def _allreduce_at_once(
-        self, ring: Ring, inputs: Tensors, outputs: Tensors, count: int, arithmetic: Arithmetic
-    ) -> None:
-        """A single step of `_allreduce_direct`, without the preparations for several."""
-        source, dtype = Piece(tuple(inputs), count), arithmetic.dtype
-        step = ring.begin()
-        slot = ring.slot(self._member, step, count, dtype)
-        _stage(source, slot, arithmetic)
-        ring.publish(step)
-        ring.wait(step)
-        self._reduce_slots(ring, step, source, Piece(tuple(outputs), count), arithmetic)
+    def moves_natively(self, num_bytes: int) -> bool:
+        """Whether the native part can move so much data now; before that, a ring with larger slots has to be made."""
+        return self._library is not None and (num_bytes <= self._ring.slot_bytes or self.num_rings > 1)
 
-    def _allreduce_direct(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:
+    def _allreduce_in_python(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:
         """Each member puts its piece into its slot and reduces all slots into its own output."""
         dtype, member = arithmetic.dtype, self._member
         most = ring.slot_bytes // dtype.itemsize
@@ -158,57 +139,6 @@ class ShmTransport:
         if len(source.parts) == 1 and not arithmetic.prescales:
             operands[self._member] = source.parts[0]  # has to come into the cache anyway, to be overwritten
         _reduce(operands, result, arithmetic, ring.scratch(count, dtype))
-
-    def _allreduce_sliced(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:
-        """Member m reduces slice m of each piece into a common result, which all copy out LAG steps later."""
-        dtype, member, num_members = arithmetic.dtype, self._member, self._num_members
-        most = ring.slot_bytes // dtype.itemsize
-        sources = cut(inputs, most)
-        results = sources if _in_place(inputs, outputs) else cut(outputs, most)
-
-        def fill(index: int, step: int) -> None:
-            if index < len(sources):
-                slot = ring.slot(member, step, sources[index].count, dtype)
-                _stage(sources[index], slot, arithmetic)
-
-        def reduce(index: int, step: int) -> None:
-            begin, end = shared_slice(sources[index].count, num_members, member)
-            count, at = end - begin, begin * dtype.itemsize
-            operands = [ring.slot(peer, step, count, dtype, at) for peer in range(num_members)]
-            out = Piece((ring.result(step, count, dtype, at),), count)
-            _reduce(operands, out, arithmetic, ring.scratch(count, dtype))
-
-        def receive(index: int, step: int) -> None:
-            take(ring.result(step, sources[index].count, dtype), results[index])
-
-        def drain(index: int, step: int) -> None:
-            if index < len(sources):
-                reduce(index, step)
-            if index >= LAG:
-                receive(index - LAG, step - LAG)
-
-        def receive_all(_: int, step: int) -> None:
-            for index in range(len(sources)):
-                receive(index, step - len(sources) + index)
-
-        with single_threaded():
-            if len(sources) > AHEAD:
-                ring.steps(len(sources) + LAG, fill, drain)
-            else:
-                ring.steps(len(sources), fill, reduce)
-                ring.steps(1, lambda _index, _step: None, receive_all)
-
-    def allreduce_in_place(self, views: Tensors, reduce: Reduce, cuts: Sequence[Cut] | None = None) -> None:
-        """Reduce data that lies in memory which all members map, where it is; `views` are all members' flat tensors. `cuts`:
-        the own slice of them in pieces, where that is known."""
-        first = views[0]
-        arithmetic = arithmetic_of(reduce, first.dtype, self._num_members)
-        if self._library is not None and arithmetic.sum is not None and not arithmetic.prescales:
-            reduce_in_place_natively(self._library, self._ring, views, arithmetic.sum)
-            return
-        with single_threaded():
-            reduce_everywhere(cut_slice(views, self._member) if cuts is None else cuts, arithmetic)
-        self.barrier()
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         if self._num_members & (self._num_members - 1):

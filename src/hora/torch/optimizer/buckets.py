@@ -1,9 +1,10 @@
 """Gradient buckets: many gradients in one flat buffer, reduced as one request while backward goes on.
 
-A gradient is copied into its bucket when it is ready (with the cast of the compression, in the same pass), the bucket's last
-one starts its reduction, and `.grad` becomes a view of the bucket, so that nothing is copied back. Where the members share
-memory the buckets lie in it and are reduced in place. The last bucket is reduced by `finish`, in the thread that then waits
-for it. Which gradient goes where was agreed on by `order`; the optimizer calls `ready` and `finish`.
+A gradient is copied into its bucket when it is ready (with the cast of the compression, in the same pass), the bucket's
+last one starts its reduction, and `.grad` becomes a view of the bucket, so that nothing is copied back. Where the
+members share memory the buckets lie in it and are reduced in place. The last bucket is reduced by `finish`, in the
+thread that then waits for it. Which gradient goes where was agreed on by `order`; the optimizer calls `ready` and
+`finish`.
 
 States of a bucket: filling --last gradient--> full, and started if it may overlap --finish--> filling.
 """
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
+from hora.engine.lane import Lane
 from hora.engine.persistent import PersistentReduction
 from hora.engine.request import Kind
-from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostReduction
 from hora.torch.compression import ErrorFeedback, keeps_losses
@@ -77,8 +79,8 @@ class Bucket:
         self._views = _views_of(flat, spec)
         # Where gradients are put: into the buffer itself, or where a direct reduction wants them in this turn.
         self.places = [(flat, self._views)]
-        if self.bound is not None and self.bound.out is not None:
-            mine = [views[options.member] for views in self.bound.places]
+        if isinstance(reduction, SharedMemoryReduction) and reduction.out is not None:
+            mine = [views[options.member] for views in reduction.places]
             self.places = [(place, _views_of(place, spec)) for place in mine]
         feeds_back = self._casts and isinstance(options.compression, ErrorFeedback)
         self._residuals = [torch.zeros_like(p) for p in spec.parameters] if feeds_back else None
@@ -87,7 +89,8 @@ class Bucket:
     @property
     def turn(self) -> int:
         """Which of the places takes the gradients of this step."""
-        return self.bound.turn if self.bound is not None and len(self.places) > 1 else 0
+        reduction = self.reduction
+        return reduction.turn if isinstance(reduction, SharedMemoryReduction) and len(self.places) > 1 else 0
 
     def complete(self) -> None:
         """Copy what has not been copied yet: the gradients are in their places then, to be reduced."""
@@ -163,25 +166,26 @@ def _views_of(flat: torch.Tensor, spec: BucketSpec) -> list[torch.Tensor]:
 
 
 def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> list[Bucket]:
-    """Empty buckets, bound in shared memory where the members have some in common (collective)."""
+    """Empty buckets, in shared memory where the members have some in common (collective)."""
     memory = _shared_memory(runtime, options, specs)
     if memory is not None:
-        buckets = [_shared_bucket(runtime, options, spec, memory, is_last=spec is specs[-1]) for spec in specs]
+        lane = runtime.lane(memory, options.process_set_id)
+        buckets = [_shared_bucket(lane, options, spec, memory) for spec in specs]
     else:
         memory, near = _host_memory(runtime, options, specs)
         if memory is None:
             return [_private_bucket(runtime, options, spec) for spec in specs]
         buckets = [_host_bucket(runtime, options, spec, memory, near) for spec in specs]
-    runtime.barrier(options.process_set_id)  # a reduction may start only when all members have bound it
+    runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
     return buckets
 
 
 def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]) -> SharedMemory | None:
-    """Room for all members' buckets and a barrier."""
+    """Room for all members' buckets and their lane."""
     if any(spec.device.type != "cpu" for spec in specs):
         return None
     size = options.num_members
-    num_bytes = SharedMemory.space(SharedMemoryBarrier.num_bytes(size), torch.uint8)
+    num_bytes = SharedMemory.space(Lane.num_bytes(size), torch.uint8)
     for spec in specs:
         num_bytes += size * _num_turns(options, spec) * SharedMemory.space(spec.num_elements, spec.dtype)
     return runtime.shared_memory(options.process_set_id, num_bytes)
@@ -239,26 +243,18 @@ def _private_bucket(runtime: engine.Runtime, options: ReduceOptions, spec: Bucke
     return Bucket(spec, flat, reduction, options)
 
 
-def _shared_bucket(
-    runtime: engine.Runtime, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory, *, is_last: bool
-) -> Bucket:
-    set_id, num_turns = options.process_set_id, _num_turns(options, spec)
-    queue = runtime.process_sets.queue(set_id)
+def _shared_bucket(lane: Lane, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory) -> Bucket:
+    num_turns = _num_turns(options, spec)
     places = [  # a forked child sees its parent's gradients alone
         [memory.take(spec.num_elements, spec.dtype, copied=m == options.member) for m in range(options.num_members)]
         for _ in range(num_turns)
     ]
     if num_turns == 1:
         reduce = options.reduce_after_early_scale(spec.dtype)
-        sliced = PersistentReduction(queue, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
+        sliced = SharedMemoryReduction(lane, Kind.ALLREDUCE, places, name=spec.name, reduce=reduce)
         return Bucket(spec, places[0][options.member], sliced, options, scale=options.early_scale(spec.dtype))
     out = torch.zeros(spec.num_elements, dtype=spec.dtype, device="cpu")
-    barrier = None
-    if is_last:  # the caller waits for it: no need to agree on it
-        barrier = runtime.shared_barrier(memory, name=f"allreduce.{spec.name}", process_set_id=set_id)
-    direct = PersistentReduction(
-        queue, Kind.ALLREDUCE, places, name=spec.name, reduce=options.reduce, out=out, barrier=barrier
-    )
+    direct = SharedMemoryReduction(lane, Kind.ALLREDUCE, places, name=spec.name, reduce=options.reduce, out=out)
     return Bucket(spec, out, direct, options)
 
 
@@ -285,12 +281,12 @@ class Buckets:
             for index, parameter in enumerate(bucket.parameters):
                 is_small = parameter.numel() * bucket.flat.element_size() < SMALL_BYTES
                 self._where[id(parameter)] = (bucket, number, index, is_small)
+        self._buckets = buckets
         self._last = buckets[-1]
         self._control = self._last.flat[-1]
         self._told = [0.0] * len(self._last.places)
         bound = [bucket.bound for bucket in buckets if bucket.bound is not None]
         self._finalizer = weakref.finalize(self, release_all, bound)
-        self._full: list[Bucket] = []  # but for the last one
         self._in_order = True
         self._next = 0
 
@@ -315,7 +311,6 @@ class Buckets:
                 bucket.complete()
                 if self.overlap:
                     bucket.reduction.start(background=True)
-                self._full.append(bucket)
 
     def note_missing(self) -> None:
         """Some gradient did not arrive by itself: its bucket could not be reduced during backward."""
@@ -324,16 +319,12 @@ class Buckets:
     def finish(self) -> None:
         self._tell(0.0 if self._in_order else 1.0)
         self._in_order, self._next = True, 0
-        if not self.overlap:
-            for bucket in self._full:
+        self._last.complete()
+        for bucket in self._buckets:
+            if not bucket.reduction.in_flight:
                 bucket.reduction.start(background=False)
-        last = self._last
-        last.complete()
-        if last.bound is None or last.bound.barrier is None:
-            last.reduction.start(background=False)
-        buckets, self._full = [*self._full, last], []
         first_error: Exception | None = None
-        for bucket in buckets:
+        for bucket in self._buckets:
             bucket.num_ready = 0
             try:
                 bucket.reduction.wait()
@@ -347,7 +338,7 @@ class Buckets:
         self.change_wanted = answer != 0.0
         if len(self._told) == 1:
             self._told[0] = answer  # reduced in place
-        for bucket in buckets:
+        for bucket in self._buckets:
             bucket.give_back()
 
     def _tell(self, value: float) -> None:

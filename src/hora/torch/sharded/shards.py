@@ -5,8 +5,8 @@ parameters lie in it once, every member's gradients beside them, and so does the
 and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered.
 Called by `ShardedOptimizer`.
 
-A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the last
-`ready` and the end of `step`, which is why the last bucket is reduced by `finish` and `step` ends with a barrier.
+A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the
+last `ready` and the end of `step`, which is why the last bucket is reduced by `finish` and `step` ends with a meeting.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hora import engine
-from hora.engine.persistent import PersistentReduction
+from hora.engine.lane import Lane
 from hora.engine.request import Kind, ReduceOp
-from hora.engine.shm.barrier import SharedMemoryBarrier
+from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.errors import HorovodInternalError
 from hora.torch.optimizer.bucket_plan import BucketSpec
@@ -60,15 +60,13 @@ class Shards:
         self._options = options
         self._member, self._size = options.member, options.num_members
         self.buckets: list[ShardBucket] = []
+        self._lane = None if memory is None else runtime.lane(memory, self._set_id)
         places = None if memory is None else GradientPlaces(specs, self._size, memory)
         for index, spec in enumerate(specs):
-            if memory is None or places is None:
+            if memory is None or places is None or self._lane is None:
                 self.buckets.append(self._private_bucket(spec))
             else:
-                self.buckets.append(self._shared_bucket(specs, index, memory, places))
-        self._exit: SharedMemoryBarrier | None = None
-        if memory is not None:
-            self._exit = runtime.shared_barrier(memory, name="optimizer.step", process_set_id=self._set_id)
+                self.buckets.append(self._shared_bucket(spec, index, memory, places, self._lane))
         self.owned = [shard for index in range(len(specs)) for shard in self._divide(index, kind_of)]
         # Those whose reduced gradient has to be copied to where it is stepped with.
         self._copied = [shard for shard in self.owned if self._reduced_place(self.buckets[shard.bucket]) is None]
@@ -99,32 +97,27 @@ class Shards:
         return ShardBucket(spec, values, gradients, begin, end, reduction, scale=self._options.early_scale(spec.dtype))
 
     def _shared_bucket(
-        self, specs: Sequence[BucketSpec], index: int, memory: SharedMemory, places: GradientPlaces
+        self, spec: BucketSpec, index: int, memory: SharedMemory, places: GradientPlaces, lane: Lane
     ) -> ShardBucket:
         """Parameters once in shared memory, every member's gradients in a place there."""
-        spec = specs[index]
         values = memory.take(spec.num_elements, spec.parameters[0].dtype)
         of_all = places.of(index)
         mine = of_all[self._member]
         begin, end = self._slice_of(spec)
-        # No other member reads the own slice of the own gradients: the reduced slice can lie there, if it can stay there.
+        # No other member reads the own slice of the own gradients: the reduced slice can lie there, if it can stay
+        # there.
         out = torch.zeros(end - begin, dtype=spec.dtype, device="cpu") if places.in_turn else mine[begin:end]
-        barrier = None
-        if index == len(specs) - 1:  # the caller waits for it: no need to agree on it
-            name = f"reducescatter.{spec.name}"
-            barrier = self.runtime.shared_barrier(memory, name=name, process_set_id=self._set_id)
         # Where gradients are small they are copied together, so to scale them on the way would be a call more.
         scale, reduce = self._options.early_scale(spec.dtype), self._options.reduce_after_early_scale(spec.dtype)
         if all(parameter.numel() * spec.dtype.itemsize < SMALL_BYTES for parameter in spec.parameters):
             scale, reduce = 1.0, self._options.reduce
-        bound = PersistentReduction(
-            self.runtime.process_sets.queue(self._set_id),
+        bound = SharedMemoryReduction(
+            lane,
             Kind.REDUCESCATTER,
             [of_all],
             name=spec.name,
             reduce=reduce,
             out=out,
-            barrier=barrier,
             ends_together=places.in_turn,
         )
         bucket = ShardBucket(spec, values, mine, begin, end, bound, scale=scale)
@@ -141,8 +134,8 @@ class Shards:
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
         """What the parameters and all members' gradients need of shared memory."""
         values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
-        barrier = SharedMemory.space(SharedMemoryBarrier.num_bytes(num_members), torch.uint8)
-        return values + GradientPlaces.num_bytes(specs, num_members) + 2 * barrier
+        lane = SharedMemory.space(Lane.num_bytes(num_members), torch.uint8)
+        return values + GradientPlaces.num_bytes(specs, num_members) + lane
 
     def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
         """This rank's slice of a bucket, divided where the kind changes."""
@@ -299,8 +292,8 @@ class Shards:
     # --- after the step -------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Give the stepped slices to all members: a barrier where memory is shared, otherwise all-gather them."""
-        if self._exit is not None:
+        """Give the stepped slices to all members: meet where memory is shared, otherwise all-gather them."""
+        if self._lane is not None:
             self.meet()
             return
         handles = [
@@ -318,13 +311,13 @@ class Shards:
 
     def meet(self) -> None:
         """Return when every member is here: needed before stepping when gradients were reduced earlier."""
-        if self._exit is not None and self._exit.wait():
+        if self._lane is not None and self._lane.meet("optimizer.step"):
             raise HorovodInternalError(
                 "a sharded optimizer is not supported with Join: every rank has to step its slice"
             )
 
     def release(self) -> None:
-        """Forget the bound reductions."""
+        """Forget the reductions."""
         self._finalizer()
 
     def gradient_norm(self, norm_type: float) -> torch.Tensor:

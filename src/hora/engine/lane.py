@@ -1,0 +1,327 @@
+"""A lane: reductions that the members of a set execute in a fixed order, step after step, without announcing them.
+
+When the members have agreed on buckets they make them together, in memory that all of them map, and a lane with them.
+From then on a step is every bucket, in that order, on every member: nothing is negotiated. What could differ is only
+whether a member has come, so that is all that is published. Item number n is bucket (n - 1) modulo their number; a
+member's counter says
+
+    2 n       its data of item n is in its place
+    2 n + 1   it has done its part of item n (only where the members have to wait for that: a slice of the result)
+    OPEN      it has joined, and came to as many items as it says beside the counter: for later ones it is absent
+
+    started --the items before it were started too--> published --all members have published it--> reduced --> done
+
+Why no two members decide differently: an item is reduced when all members have published it or are absent for it. Both
+stay so until every member has gone on to the next item, and whether a member that joins is absent depends on the number
+alone that it has written down before. If one member has reduced an item, all have published it, and any other can
+reduce it too, even after its owner has left or died, since the data lies in shared memory. A wait for a member ends
+with an error when the world closes or breaks, and names the late rank when it takes long. `verify/lane.pml` is a model
+of this.
+
+Progress is made by a background thread, or by a thread that waits for a result: never by the driver of the queue,
+because the member that is waited for may first need something of this one's queue.
+
+The items are `PersistentReduction`s; `execute_direct` of one is called when the members that share this memory have
+come. It says whether the item is done. False means that it is void: nothing was changed, every member says the same,
+and the lane has it announced (`execute_announced`). On one host that does not happen. A reduction over several hosts
+compares item numbers in what the hosts send one another, and finds there that another host has something else to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from threading import get_ident
+from typing import Protocol
+
+from hora.engine.plan import Batch, Part
+from hora.engine.progress import Progress
+from hora.engine.queue import OperationQueue
+from hora.engine.request import KINDS, Signature, full_names
+from hora.engine.shm.counters import MEMBER_BYTES, OPEN, Counters
+from hora.engine.shm.futex import LINE_BYTES, Counter
+from hora.engine.shm.segment import Segment
+from hora.engine.stall import StallLimits
+from hora.errors import HorovodInternalError
+from hora.telemetry.meters import meter
+
+__all__ = ["Item", "Lane", "LaneReduction"]
+
+log = logging.getLogger("hora")
+
+_LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead one is noticed at once
+_CLOSE_LIMIT_S = 5.0
+
+
+class LaneReduction(Protocol):
+    """What a lane executes; see `PersistentReduction`."""
+
+    signature: Signature
+    num_bytes: int
+
+    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
+        """Reduce item `number`, for which all members of the lane but `absent` have put their data into place. True
+        when it is done; False when it is void, on all members alike."""
+
+    def execute_announced(self) -> None:
+        """Have all members agree on it, and wait until it is done."""
+
+
+class Item:
+    """One reduction of one step; without a reduction a meeting, or the end of this member's part (`leaves`)."""
+
+    __slots__ = ("absent", "done", "error", "leaves", "name", "number", "reduction")
+
+    def __init__(self, reduction: LaneReduction | None, name: str, *, leaves: bool = False) -> None:
+        self.reduction = reduction
+        self.name = name
+        self.leaves = leaves
+        self.number = 0  # 0: others come before it, and have not been started
+        self.absent: Sequence[int] = ()  # members that have joined
+        self.error: HorovodInternalError | None = None
+        self.done = False
+
+
+class Lane:
+    """This rank's end of it. `offset`: where the members' counters are in the segment, which were zero. `near`: those
+    members of the set that share this memory, if not all of them do.
+
+    `start`, `wait`, `meet`, `leave` and `come_back` are called by one thread at a time, the one that trains.
+    """
+
+    def __init__(
+        self,
+        queue: OperationQueue,
+        segment: Segment,
+        offset: int,
+        *,
+        limits: StallLimits,
+        near: Sequence[int] | None = None,
+    ) -> None:
+        near = range(len(queue.ranks)) if near is None else near
+        ranks = [queue.ranks[member] for member in near]
+        self.queue = queue
+        self.member = member = list(near).index(queue.member)
+        self.ranks = tuple(ranks)
+        self._limits = limits
+        self._counters = Counters(segment.memory, offset, member, len(ranks))
+        places = [offset + peer * MEMBER_BYTES + LINE_BYTES for peer in range(len(ranks))]
+        self._came = [
+            Counter.at(segment.memory, place) for place in places
+        ]  # to how many items, of a member that has joined
+        self._left = [Counter.at(segment.memory, place + 8) for place in places]  # how often it has joined
+        self._reductions: list[LaneReduction] = []
+        self._next = 0  # the index of the reduction whose turn it is to be started
+        self._started: dict[int, Item] = {}  # by index, before their turn
+        self._num_items = 0  # that were given a number
+        self._items: deque[Item] = deque()
+        self._waiting_since = self._warned = 0.0
+        self._progress = Progress(
+            f"hora-lane-{queue.process_set_id}",
+            queue.world.core,
+            work=self._items,
+            drive=self._drive,
+            wake_driver=lambda: None,
+            put_away=self._put_away,
+        )
+        self._closed = False
+        queue.lanes.add(self)
+
+    @staticmethod
+    def num_bytes(num_members: int) -> int:
+        """What a lane needs of shared memory."""
+        return num_members * MEMBER_BYTES
+
+    def add(self, reduction: LaneReduction) -> int:
+        """Append a reduction to the order, before the first step; returns its index."""
+        self._reductions.append(reduction)
+        return len(self._reductions) - 1
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._items)
+
+    # What the training thread does.
+
+    def turn(self, index: int, num_turns: int) -> int:
+        """Which of `num_turns` places takes the data of the next item of this reduction: another one in every step."""
+        return self.turn_of(self._num_items + index - self._next + 1, num_turns)
+
+    def turn_of(self, number: int, num_turns: int) -> int:
+        """The same for item `number`."""
+        return (number - 1) // len(self._reductions) % num_turns
+
+    def start(self, index: int, *, background: bool) -> Item:
+        """This rank's data of a reduction is in its place: reduce it when all reductions before it have been started.
+        Without `background` only `wait` drives it."""
+        self.queue.check_open()
+        reduction = self._reductions[index]
+        item = self._started[index] = Item(reduction, full_names(*reduction.signature.key(0), 1)[0])
+        while (ready := self._started.pop(self._next, None)) is not None:
+            self._submit(ready)
+            self._next = (self._next + 1) % len(self._reductions)
+        if background and self._items:
+            self._progress.wake_background()
+        return item
+
+    def wait(self, item: Item) -> None:
+        """Return when an item is done; drive the lane unless another thread does."""
+        if not item.done:
+            assert item.number, f"{item.name} is waited for before those that come before it were started"
+            since, moving_s = time.perf_counter(), meter.transport_s
+            meter.blocked = item, since, self.ranks
+            try:
+                while not item.done:
+                    self._progress.drive_or_wait(item)
+            finally:
+                meter.blocked = None
+                meter.waited(since, moving_s)
+        if item.error is not None:
+            raise HorovodInternalError(*item.error.args)
+
+    def meet(self, name: str) -> Sequence[int]:
+        """Return when every member is here, after all that was started before; gives the members that have joined."""
+        self.queue.check_open()
+        item = Item(None, name)
+        self._submit(item)
+        self.wait(item)
+        return item.absent
+
+    def leave(self) -> None:
+        """This rank joins: after what it has started the others need not wait for it."""
+        self._started.clear()
+        self._next = 0
+        self._items.append(Item(None, "join", leaves=True))
+        self._progress.wake_background()
+
+    def come_back(self) -> None:
+        """All members have left: go on together. No member may start anything before all have come back."""
+        left = self._left[self.member].value + (1 if any(item.leaves for item in [*self._items]) else 0)
+        for peer, counter in enumerate(self._left):
+            what = f"member {peer} of a lane to join"
+            counter.wait_for(left, guard=self.queue.status.guard, limit_s=_LIMIT_S, what=what)
+        self._num_items = max(counter.value for counter in self._came)
+        self._counters.publish(2 * self._num_items)
+
+    def _submit(self, item: Item) -> None:
+        self._num_items += 1
+        item.number = self._num_items
+        self._items.append(item)
+
+    # Progress. Everything in this part runs under the progress lock.
+
+    def _drive(self, until: Item | None) -> None:
+        progress = self._progress
+        progress.thread = get_ident()
+        try:
+            while self._items and not (until is not None and until.done) and not progress.stopping:
+                item = self._items[0]
+                if item.leaves:
+                    self._leave()
+                else:
+                    self._execute(item)
+                self._items.popleft()
+                item.done = True
+                progress.notify_waiters()
+            if progress.stopping:
+                self._fail(HorovodInternalError(self.queue.status.reason))
+        except HorovodInternalError as error:
+            self._fail(error)
+        finally:
+            progress.thread = 0
+        self.queue.idle_if_closing()
+
+    def _execute(self, item: Item) -> None:
+        """Wait for the others and reduce. What is interrupted while it waits (Ctrl-C) can be done again."""
+        self._meet(2 * item.number)
+        if OPEN in [counter.value for counter in self._counters.counters]:
+            item.absent = [peer for peer in self._joined() if self._came[peer].value < item.number]
+        if item.reduction is not None:
+            self.queue.unless_broken(partial(self._reduce, item, item.reduction))
+
+    def _joined(self) -> list[int]:
+        return [peer for peer, counter in enumerate(self._counters.counters) if counter.value == OPEN]
+
+    def _reduce(self, item: Item, reduction: LaneReduction) -> bool:
+        began = time.perf_counter()
+        recorder, signature = self.queue.recorder, reduction.signature
+        if recorder.timeline is None:
+            done = reduction.execute_direct(item.number, item.absent)
+        else:
+            part = Part(signature.key(0), 0, (signature,))
+            recorder.arrived(self.queue.member, part.key, signature)
+            with recorder.batch(Batch(KINDS[signature.kind], signature, [part]), "shm"):
+                done = reduction.execute_direct(item.number, item.absent)
+        if not done:
+            reduction.execute_announced()
+        meter.transport_s += time.perf_counter() - began
+        meter.num_bytes += reduction.num_bytes
+        return done
+
+    def end_together(self, number: int) -> None:
+        """Return when every member has done its part of an item, which this one has."""
+        self._counters.publish(2 * number + 1)
+        self._counters.wait(2 * number + 1, self.queue.status.guard, limit_s=_LIMIT_S, what="a reduction")
+
+    def _meet(self, value: int) -> None:
+        self._counters.publish(value)
+        self._waiting_since = self._warned = 0.0
+        # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
+        self._counters.wait(value, partial(self._look_around, value), limit_s=_LIMIT_S, what="a reduction")
+
+    def _look_around(self, value: int) -> None:
+        """While this member waits: raise when that has become pointless, and name those who are late."""
+        if self._progress.stopping:
+            raise HorovodInternalError(self.queue.status.reason)
+        self.queue.check_open()
+        now, (warning_s, shutdown_s) = time.monotonic(), (self._limits.warning_s, self._limits.shutdown_s)
+        if not self._waiting_since:
+            self._waiting_since = self._warned = now
+        if not warning_s or now - self._warned < warning_s:
+            return
+        self._warned = now
+        late = [self.ranks[peer] for peer in self._counters.missing(value)]
+        log.warning(
+            "Some ranks have not submitted tensors for which others have waited more than %g s. Either the ranks "
+            "run different code, or these ranks are slow or stuck.\nMissing ranks:\n%s",
+            warning_s,
+            "\n".join(f"{rank}: [{self._items[0].name}]" for rank in late),
+        )
+        meter.stalled(late)
+        if shutdown_s and now - self._waiting_since > shutdown_s:
+            self.queue.status.stalled(late, f"stalled for more than {shutdown_s:g} s")
+
+    def _leave(self) -> None:
+        member = self.member
+        self._came[member].store(self._num_items)
+        self._counters.publish(OPEN)
+        self._left[member].set(self._left[member].value + 1)
+
+    def _fail(self, error: HorovodInternalError) -> None:
+        """Give everything that is under way this error. Any thread."""
+        while self._items:
+            item = self._items.popleft()
+            item.error, item.done = error, True
+        for item in self._started.values():
+            item.error, item.done = error, True
+        self._progress.notify_waiters(all_threads=True)
+
+    # The end. Any thread.
+
+    def close(self) -> None:
+        """End the background thread, fail what is under way, let go of the memory."""
+        if self._closed:
+            return
+        self._closed = True
+        self.queue.lanes.discard(self)
+        self._progress.stop()
+        self._fail(HorovodInternalError(self.queue.status.reason))
+        if self._progress.may_drive(_CLOSE_LIMIT_S):
+            self._progress.release()
+
+    def _put_away(self) -> None:
+        self._counters.close()
+        self._came, self._left = [], []

@@ -1,0 +1,213 @@
+"""The repeated allreduce: a blocking one of one tensor, on a host whose members do the same one after the other.
+
+Nothing is put in flight, nothing is announced and no thread is woken: the native part publishes a record
+(`agree.repeated`), and when all members' records are equal each member reduces. Whatever is not as simple as that
+(another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the native
+part does not know) goes the ordinary way.
+
+What the calls with one signature have in common is put together once, in an `AllreducePlan`; a call makes no object.
+
+    published --all members' records are equal--> settled: reduced
+              --they differ, or there is other news--> void: goes the ordinary way
+              --Ctrl-C--> left to whoever drives the queue next (`OperationQueue.leave_unfinished`)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from math import prod
+
+import torch
+
+from hora.engine.agree.shared_memory import SharedMemoryAgreement
+from hora.engine.queue import OperationQueue
+from hora.engine.request import DTYPES, ITEM_BYTES, Request, Signature
+from hora.engine.shm.futex import SLICE_S
+from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, AllreduceSpec, Library, Repeated
+from hora.engine.transport.arithmetic import arithmetic_of, staged
+from hora.engine.transport.native_jobs import spec_natively
+from hora.engine.transport.shm import ShmTransport
+from hora.errors import HorovodInternalError
+from hora.telemetry.meters import meter
+
+__all__ = ["AllreducePlan", "RepeatedAllreduce"]
+
+_KEPT_PLANS = 4096
+_SLICE_NS = int(SLICE_S * 1e9)
+_WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
+_pack = CALL.pack_into
+_clock = time.perf_counter
+
+
+class AllreducePlan:
+    """The common part of all requests with one signature."""
+
+    __slots__ = (
+        "_spec",
+        "_what",
+        "address",
+        "call",
+        "count",
+        "digest",
+        "num_bytes",
+        "num_rings",
+        "num_steps",
+        "path",
+        "signature",
+        "slice_ns",
+        "transport",
+        "unnamed",
+    )
+
+    def __init__(self, path: RepeatedAllreduce, signature: Signature, transport: ShmTransport) -> None:
+        (name,), (shape,) = signature.dtypes, signature.shapes
+        self.path = path
+        self.signature = signature
+        self.transport = transport
+        self.unnamed = signature.name is None
+        self.digest = signature.digest()
+        self.count = prod(shape)
+        self.num_bytes = ITEM_BYTES[name] * self.count
+        # A short call keeps the GIL, so it must not sleep.
+        short = self.num_bytes <= SHORT_BYTES
+        self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, _SLICE_NS)
+        dtype, size = DTYPES[name], path.num_members
+        arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
+        found = arithmetic.sum, arithmetic.stage
+        self._what = None if found[0] is None or found[1] is None or not self.count else (found[0], found[1])
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Describe it to the native part, with the slots that are in use now."""
+        transport = self.transport
+        self.num_rings = transport.num_rings
+        self._spec: AllreduceSpec | None = None
+        self.address = self.num_steps = 0  # 0: it goes the ordinary way
+        if self._what is not None and transport.moves_natively(self.num_bytes):
+            what, stage = self._what
+            item_bytes, direct = self.num_bytes // self.count, transport.is_direct(self.num_bytes)
+            self._spec, self.num_steps = spec_natively(
+                transport.ring, self.count, item_bytes, self.digest, what, stage, direct
+            )
+            self.address = ctypes.addressof(self._spec)
+
+
+class RepeatedAllreduce:
+    """Of one queue, whose members share a host and have the native part."""
+
+    def __init__(self, queue: OperationQueue, agreement: SharedMemoryAgreement, library: Library) -> None:
+        self.num_members = len(queue.ranks)
+        self.call, self.short_call = library.repeated, library.short_repeated
+        self._queue = queue
+        self._agreement = agreement
+        self._plans: dict[Signature, AllreducePlan] = {}
+        self._job = Repeated()
+        agreement.describe_to(self._job)
+        self._job_at = ctypes.addressof(self._job)
+
+    def plan(self, signature: Signature) -> AllreducePlan | None:
+        """The plan for an allreduce of one tensor on the CPU; None while the transport for it has not been made."""
+        found = self._plans.get(signature)
+        if found is None:
+            transport = self._queue.made_transport()
+            if not isinstance(transport, ShmTransport):
+                return None
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            found = self._plans[signature] = AllreducePlan(self, signature, transport)
+        return found
+
+    def allreduce(self, plan: AllreducePlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
+        """Reduce a contiguous tensor into another one, or into itself. False if it has to go the ordinary way."""
+        queue, agreement = self._queue, self._agreement
+        if plan.num_rings != plan.transport.num_rings:
+            plan.prepare()
+        if not plan.address or not queue.begin_exclusive():
+            return False
+        ticket, instance, done = agreement.ticket, 0, False
+        try:
+            if ticket == agreement.void:
+                return False
+            if plan.unnamed:
+                with queue.lock:
+                    instance = queue.next_instance(plan.signature)
+            began, step, source, target = _clock(), plan.transport.ring.step + 1, tensor.data_ptr(), out.data_ptr()
+            _pack(self._job, CALL_AT, plan.address, source, target, agreement.rounds, step, ticket, instance, 0, 0)
+            state = plan.call(self._job_at, plan.slice_ns)
+            done = self._settle(plan, ticket, instance, state, began)
+        except BaseException as error:
+            self._interrupted(error, plan, tensor, out, ticket, instance)
+            raise
+        finally:
+            queue.end_exclusive()
+        if not done:
+            request = Request(plan.signature, [tensor], [out])
+            queue.submit(request, background=False, instance=instance)
+            queue.result(request)
+        return True
+
+    def _settle(self, plan: AllreducePlan, ticket: int, instance: int, state: int, began: float) -> bool:
+        """Wait, if the first call has not been enough, and take note of how it has ended."""
+        waited_s = 0.0
+        if state in (_WAITING, _MOVING):
+            waiting = _clock()
+            state = self._wait(plan, instance, state)
+            waited_s = _clock() - waiting
+        agreement = self._agreement
+        if state != _DONE:
+            meter.wait_s += _clock() - began
+            if agreement.repeated.has_published(ticket):
+                agreement.void = ticket
+            return False
+        agreement.ticket = ticket + 1
+        plan.transport.ring.step += plan.num_steps
+        if plan.unnamed:
+            self._queue.planner.note_lone(plan.signature, instance)
+        lasted_s = _clock() - began - waited_s
+        meter.wait_s += waited_s
+        meter.reduce_s += lasted_s
+        meter.transport_s += lasted_s
+        meter.num_bytes += plan.num_bytes
+        return True
+
+    def _wait(self, plan: AllreducePlan, instance: int, state: int) -> int:
+        """Call again, with time to sleep, until there is something else to say than that a member has not come."""
+        queue = self._queue
+        request = Request(plan.signature)
+        request.key = plan.signature.key(instance)
+        meter.blocked = request, _clock(), queue.ranks  # for the live page
+        try:
+            while state in (_WAITING, _MOVING):
+                closing = queue.status.closing
+                state = self.call(self._job_at, _SLICE_NS)
+                if state == _WAITING:
+                    queue.look_around(closing)
+                elif state == _MOVING:  # agreed on: carried out also while the world closes
+                    queue.status.guard()
+        finally:
+            meter.blocked = None
+        return state
+
+    def _interrupted(
+        self,
+        error: BaseException,
+        plan: AllreducePlan,
+        tensor: torch.Tensor,
+        out: torch.Tensor,
+        ticket: int,
+        instance: int,
+    ) -> None:
+        """What a signal's handler has raised while this thread waits ends this wait, but not the request: the others
+        may have seen it already. Anything else has ended the world."""
+        if isinstance(error, HorovodInternalError) or not self._agreement.repeated.has_published(ticket):
+            return
+        state = self._job.state
+        if state == _MOVING or isinstance(error, Exception):
+            self._queue.status.failed(f"it was interrupted by {type(error).__name__}: {error}")
+            return
+        request = Request(plan.signature, [tensor], [out])
+        began = _clock()
+        self._queue.leave_unfinished(
+            request, instance, lambda: self._settle(plan, ticket, instance, self._job.state, began)
+        )

@@ -1,0 +1,100 @@
+"""Counters of the members of a group on one host: each member advances its own, and waits until all have come as far.
+
+This is the one way in which members of a host wait for one another, natively (`struct group` of native.c) and in
+Python. Memory of a member, `stride` bytes from the next one's: its counter on a line of its own, and on the next line,
+at its end, whether the member sleeps. Between them is room for what the owner of the counters keeps there.
+
+A member that is about to sleep says so first and then looks once more; a member that publishes looks for sleepers
+afterwards. So either the sleeper sees the number, or it is seen to sleep and is woken (`verify/lane.pml`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Callable
+
+from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
+from hora.engine.shm.native import Group, library, new_patience
+
+__all__ = ["MEMBER_BYTES", "OPEN", "Counters"]
+
+MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps members apart
+OPEN = (
+    2**63 - 1
+)  # nobody waits for a member with this number; its low half, which a sleeper watches, is no other number's
+_SLEEPS_AT = 120  # SLEEPS_AT of native.c
+_SLICE_NS = int(SLICE_S * 1e9)
+
+
+class Counters:
+    """Of member number `member`, at `offset` in memory that all members map."""
+
+    def __init__(
+        self, memory: mmap.mmap, offset: int, member: int, num_members: int, *, stride: int = MEMBER_BYTES
+    ) -> None:
+        self.counters = [Counter.at(memory, offset + peer * stride) for peer in range(num_members)]
+        asleep = [Counter.at(memory, offset + peer * stride + _SLEEPS_AT) for peer in range(num_members)]
+        self.own, self.own_sleep = self.counters[member], asleep[member]
+        # Each member begins with the next one, so that not all of them look at member 0 first.
+        order = [(member + distance) % num_members for distance in range(1, num_members)]
+        self._peers = [(peer, self.counters[peer]) for peer in order]
+        self._asleep = [asleep[peer] for peer in order]
+        self.address = self.counters[0].address
+        self.group = Group(self.address, stride, member, num_members, new_patience(num_members))
+        self._native = library()
+        self._group_at = ctypes.addressof(self.group)
+        self._late = ctypes.c_int32()
+        self._late_at = ctypes.addressof(self._late)
+
+    def publish(self, value: int) -> None:
+        """Advance the own counter, and wake members that sleep."""
+        self.own.store(value)
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Wake members that sleep until this one does something."""
+        self.own.wake_any(self._asleep)
+
+    def missing(self, value: int) -> list[int]:
+        """The members that have not published this number."""
+        return [peer for peer, counter in self._peers if counter.value < value]
+
+    def wait(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> None:
+        """Return when all members have published `value` or more. `check_alive` raises when that has become pointless."""
+        begin = 0.0
+        while not (self._look(value) if self._native is None else self._look_natively(value)):
+            check_alive()
+            now = time.monotonic()
+            begin = begin or now
+            if now - begin > limit_s:
+                raise TimeoutError(f"waited {limit_s:g} s for {what}: member(s) {self.missing(value)} have not come")
+
+    def _look_natively(self, value: int) -> bool:
+        assert self._native is not None
+        return bool(self._native.wait(self._group_at, value, self._late_at, _SLICE_NS))
+
+    def _look(self, value: int) -> bool:
+        """Whether all have come; if not, a slice of time has passed."""
+        for _, counter in self._peers:
+            if counter.value < value and not counter.look(value) and not self._sleep(counter, value):
+                return False
+        return True
+
+    def _sleep(self, counter: Counter, value: int) -> bool:
+        begin = time.monotonic()
+        self.own_sleep.store(1)
+        fence()
+        try:
+            while (seen := counter.value) < value and time.monotonic() - begin < SLICE_S:
+                counter.sleep(seen)
+        finally:
+            self.own_sleep.store(0)
+        counter.learn(time.monotonic() - begin)
+        return seen >= value
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.counters, self._peers, self._asleep = [], [], []
+        del self.own, self.own_sleep

@@ -1,0 +1,146 @@
+/* A repeated allreduce (agree/repeated.py has the rules): publish a record, wait for the others' equal ones, reduce. What fits a
+ * slot is staged there before the record is published; anything else goes through the ring when all records are there.
+ * Each member has four lines: its ticket and whether it sleeps (`struct group`), and four records. Included by native.c alone.
+ */
+enum { LINE = 64, KEPT = 4 };
+enum state { DIFFERENT = -1, WAITING, DONE, MOVING }; /* MOVING: all members have agreed, and are in the ring */
+
+struct record {
+    int64_t ticket;
+    uint8_t digest[16];
+    int64_t instance;
+};
+
+struct spec { /* what all requests with one signature have in common */
+    struct ring *ring;
+    int64_t count;
+    uint8_t digest[16];
+    int32_t dtype, finish, direct, staged;
+    int64_t lag;
+    double stage, prescale, factor;
+};
+
+struct repeated {
+    struct group group; /* tickets */
+    const char *heads; /* of member 0: what it has announced; the next member's is `head_bytes` further on */
+    const int64_t *round, *fed; /* the round that was cut last; how far into the announcements the own member has read */
+    int64_t head_bytes;
+    int32_t late; /* the member that was last waited for */
+    /* Of one call. */
+    const struct spec *spec;
+    const void *source;
+    void *out;
+    int64_t rounds, step;
+    struct record record; /* native.py leaves the digest to `spec` */
+    int32_t published, state;
+    struct job job; /* what is not staged */
+};
+
+static struct record *record_of(const struct repeated *it, int member) {
+    char *records = (char *)counter_of(&it->group, member) + 2 * LINE;
+    return (struct record *)(void *)records + it->record.ticket % KEPT;
+}
+
+/* Whether all that any member has announced was agreed on in a round that this one has seen. */
+static int quiet(const struct repeated *it) {
+    if (value_of(it->round) != it->rounds) return 0;
+    for (int m = 0; m < it->group.num_members; m++)
+        if (value_of((const int64_t *)(const void *)(it->heads + m * it->head_bytes)) != it->fed[m]) return 0;
+    return 1;
+}
+
+static void publish_record(struct repeated *it) {
+    const struct spec *spec = it->spec;
+    const struct ring *ring = spec->ring;
+    if (spec->staged)
+        stage((enum dtype)spec->dtype, it->source, slot(ring, ring->group.member, it->step), (size_t)spec->count,
+              spec->stage);
+    memcpy(it->record.digest, spec->digest, sizeof spec->digest);
+    *record_of(it, it->group.member) = it->record;
+    it->published = 1;
+    publish(&it->group, it->record.ticket);
+}
+
+static int all_published(const struct repeated *it) {
+    for (int m = 0; m < it->group.num_members; m++)
+        if (value_of(counter_of(&it->group, m)) < it->record.ticket) return 0;
+    return 1;
+}
+
+/* Sleep until the late member may have come, or for a slice. Whether it is worth while to go on waiting. */
+static int sleep_unless_news(struct repeated *it, const int64_t *word, long slice_ns) {
+    int64_t *own = sleeps(&it->group, it->group.member), begin = now_ns();
+    __atomic_store_n(own, 1, __ATOMIC_SEQ_CST); /* either this member sees what others do, or they see that it sleeps */
+    int64_t seen = value_of(word);
+    int hopeful = quiet(it);
+    if (hopeful && seen < it->record.ticket) {
+        sleep_on(word, seen, slice_ns);
+        learn(&it->group.patience, now_ns() - begin);
+    }
+    __atomic_store_n(own, 0, __ATOMIC_SEQ_CST);
+    return hopeful;
+}
+
+/* WAITING, DIFFERENT, or MOVING when all members have published this very record. */
+static int agree(struct repeated *it, long slice_ns) {
+    struct patience *patience = &it->group.patience;
+    begin_patience(patience);
+    for (int distance = 1; distance < it->group.num_members; distance++) {
+        int peer = (it->group.member + distance) % it->group.num_members;
+        const int64_t *word = counter_of(&it->group, peer);
+        it->late = peer;
+        if (look(word, it->record.ticket, patience->looks)) {
+            if (patience->looks == patience->many) patience->tally = 0;
+        } else if (!slice_ns) {
+            return WAITING;
+        } else if (!sleep_unless_news(it, word, slice_ns)) { /* the news may have come after all have published */
+            if (!all_published(it)) return DIFFERENT;
+            break;
+        } else if (value_of(word) < it->record.ticket) {
+            return WAITING;
+        }
+    }
+    for (int m = 0; m < it->group.num_members; m++)
+        if (memcmp(record_of(it, m), &it->record, sizeof(struct record))) return DIFFERENT;
+    return MOVING;
+}
+
+static void reduce_staged(const struct repeated *it) {
+    const struct spec *spec = it->spec;
+    const struct ring *ring = spec->ring;
+    const void *operands[ring->group.num_members];
+    for (int m = 0; m < ring->group.num_members; m++) operands[m] = slot(ring, m, it->step);
+    sum_with_own((enum dtype)spec->dtype, ring->group.num_members, operands, ring->group.member, it->source, it->out,
+                 (size_t)spec->count, spec->stage, spec->prescale, (enum finish)spec->finish, spec->factor);
+    __atomic_store_n(counter_of(&ring->group, ring->group.member), it->step, __ATOMIC_SEQ_CST);
+}
+
+static struct job job_of(const struct repeated *it) {
+    const struct spec *spec = it->spec;
+    return (struct job){.ring = spec->ring, .inputs = &it->source, .outputs = &it->out, .counts = &spec->count,
+                        .total = spec->count, .first_step = it->step, .lag = spec->lag, .dtype = spec->dtype,
+                        .finish = spec->finish, .direct = spec->direct, .stage = spec->stage,
+                        .prescale = spec->prescale, .factor = spec->factor};
+}
+
+/* The state: without a slice of time to sleep in, or when one has passed, it may be WAITING or MOVING; call again then. */
+int hora_repeated(struct repeated *it, long slice_ns) {
+    if (!it->published) {
+        if (!quiet(it)) return it->state = DIFFERENT;
+        publish_record(it);
+    }
+    if (it->state == WAITING) {
+        it->state = agree(it, slice_ns);
+        if (it->state != MOVING) return it->state;
+        if (it->spec->staged) {
+            reduce_staged(it);
+            return it->state = DONE;
+        }
+        it->job = job_of(it);
+    }
+    if (!hora_allreduce(&it->job, slice_ns)) {
+        it->late = it->job.late;
+        return MOVING;
+    }
+    return it->state = DONE;
+}
