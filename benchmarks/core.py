@@ -165,7 +165,7 @@ def collectives(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         built_deepspeed()  # once, before its ranks load it
         contenders.append("deepspeed")
     with groups(contenders, np) as found:
-        for case in ("sum", "average", "registered"):
+        for case in ("sum", "average"):
             for label in arguments.sizes.split(","):
                 size = num_bytes(label)
                 rows.append(measure_case(found, case, label, size, rounds, num_calls(size, np, arguments.quick)))

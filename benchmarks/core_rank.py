@@ -86,10 +86,7 @@ class Rank:
         hvd = self.hvd
         if case == "many":
             return self._many()
-        if case == "registered" and hvd is not None:
-            tensor = hvd.shared_empty(size // 4, torch.float32).zero_()
-        else:
-            tensor = torch.zeros(size // 4)
+        tensor = torch.zeros(size // 4)
         if case == "copy":
             other = torch.zeros(size // 4)
             return lambda: other.copy_(tensor)

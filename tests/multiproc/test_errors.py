@@ -374,24 +374,19 @@ def test_after_four_billion_unnamed_operations_their_number_begins_anew():
 @pytest.mark.ranks(2)
 @session
 def test_an_operation_that_could_not_be_announced_is_not_in_flight():
-    submission = engine.current_runtime().process_sets.queue(0).submission
-    right, submission._agreement = submission._agreement, Broken()
-    try:
+    queue = engine.current_runtime().process_sets.queue(0)
+
+    def refuse(signature, instance):
+        raise OverflowError("as planned")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue.agreement, "announce", refuse)
         for name in ("unheard", None):
             with raises(OverflowError, "as planned"):
                 hvd.allreduce_async(torch.ones(1), name=name)
-    finally:
-        submission._agreement = right
-    assert not submission.in_flight
+    assert not queue.in_flight
     assert hvd.allreduce(torch.ones(1), name="unheard", op=hvd.Sum).item() == hvd.size()
     assert_runtime_works()
-
-
-class Broken:
-    """An agreement that takes no announcement."""
-
-    def announce(self, signature, instance):
-        raise OverflowError("as planned")
 
 
 def _resize(tensor):

@@ -1,4 +1,4 @@
-"""Blocking allreduces without a round (`hora.engine.lone`): taken when every rank does the same, left when one does not."""
+"""Repeated blocking allreduces (`hora.engine.repeated`): the fast path, taken when every rank does the same, and left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 
 import horovod.torch as hvd
 from hora import engine
-from hora.engine.lone import LonePath
-from hora.engine.shm.native import library
+from hora.engine.repeated import RepeatedAllreduce
+from hora.engine.shm.native import absence, library
 from hora.errors import HorovodInternalError
 from waiting import wait_until
 
-pytestmark = pytest.mark.both_ways
+pytestmark = pytest.mark.skipif(library() is None, reason=f"no native part: {absence()}")
 
 SHAPES = [(), (7,), (3, 5), (16384,), (300_000,)]  # the last one is too large to be staged
 
@@ -33,7 +33,7 @@ class Counts:
 
 @contextlib.contextmanager
 def running(**options):
-    """A session whose lone allreduces are counted."""
+    """A session whose repeated allreduces are counted."""
     counts = Counts()
 
     def counted(inner):
@@ -45,8 +45,7 @@ def running(**options):
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_natively", "_in_python"):
-            patch.setattr(LonePath, name, counted(getattr(LonePath, name)))
+        patch.setattr(RepeatedAllreduce, "_settle", counted(RepeatedAllreduce._settle))
         hvd.init(**options)
         try:
             yield counts
@@ -64,7 +63,7 @@ def test_the_same_operation_again_takes_the_short_way_and_gives_the_same():
     with running() as counts:
         rank, size, kinds = hvd.rank(), hvd.size(), 0
         for shape in SHAPES:
-            for dtype, op in [(torch.float32, hvd.Average), (torch.float16, hvd.Average), (torch.int64, hvd.Max)]:
+            for dtype, op in [(torch.float32, hvd.Average), (torch.float16, hvd.Average), (torch.int64, hvd.Sum)]:
                 for name in (None, "named"):
                     whole = torch.arange(torch.Size(shape).numel() * size) % 11
                     mine = whole.reshape(size, *shape)[rank].to(dtype)
@@ -193,7 +192,7 @@ def test_random_mixtures_are_right(num_threads):
 
 
 def _waiting(agreement) -> int:
-    """How many ranks wait for a lone request."""
+    """How many ranks wait in a repeated call."""
     return sum(signature is not None for row in agreement.lone_requests().values() for signature in row)
 
 
@@ -207,12 +206,11 @@ def test_those_who_wait_alone_hear_of_a_death(size):
     if hvd.rank() == 1:
         agreement = engine.current_runtime().process_sets.queue(0).agreement
         wait_until("the others wait", lambda: _waiting(agreement) == 2)
-        wait_until("they sleep", lambda: all(asleep.value for asleep in agreement.lone._asleep))
+        wait_until("they sleep", lambda: all(asleep.value for asleep in agreement.repeated.tickets._asleep))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
-    natively = library() is not None and size == 5
-    assert ("_sleep_natively" if natively else "_sleep") in {frame.name for frame in traceback.extract_tb(caught.tb)}
+    assert "_wait" in {frame.name for frame in traceback.extract_tb(caught.tb)}
     hvd.shutdown()
 
 
@@ -257,7 +255,7 @@ def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
         place.store.set("interrupted", "")
         if not same:
             assert hvd.allreduce(ones(), name="first", op=hvd.Sum)[0] == 2
-        wait_until("the request is done", lambda: not queue.submission.in_flight)
+        wait_until("the request is done", lambda: not queue.in_flight)
         assert tensor[0] == 2
     else:
         place.store.wait(["interrupted"])

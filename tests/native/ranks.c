@@ -8,23 +8,23 @@
 
 #include <sched.h>
 
-enum { SLOT_BYTES = 512, AHEAD = 1, DEPTH = 2 * AHEAD + 2, LAG = AHEAD + 1, MOST = 300, MAX_PARTS = 3 };
+enum { SLOT_BYTES = 512, AHEAD = 1, DEPTH = 2 * AHEAD + 2, LAG = AHEAD + 1, MOST = 300, MAX_PARTS = 3, TICKET_BYTES = 256 };
 
 static int num_members;
 static int64_t num_operations;
 
 /* What the members share, each piece from malloc: an overrun is seen. */
-static char *counters, *slots, *results, *meetings, *tickets, *heads, **places;
+static char *counters, *slots, *results, *lane, *tickets, *heads, **places;
 static int64_t round_cut;
 
 struct member {
     int number;
-    int64_t step, meeting, ticket;
+    int64_t step, item, ticket;
     uint64_t digest;
     int64_t *fed;
     struct ring ring;
-    struct meeting barrier;
-    struct lone lone;
+    struct group lane;
+    struct repeated repeated;
 };
 
 struct operation {
@@ -226,7 +226,7 @@ int main(int argc, char **argv) {
     printf("%d members, %lld operations: %016llx\n", num_members, (long long)num_operations,
            (unsigned long long)members[0].digest);
     for (int m = 0; m < num_members; m++) free(places[m]), free(members[m].fed);
-    free(counters), free(meetings), free(tickets), free(heads), free(slots), free(results), free(places);
+    free(counters), free(lane), free(tickets), free(heads), free(slots), free(results), free(places);
     free(members), free(threads);
     return 0;
 }

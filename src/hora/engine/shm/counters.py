@@ -69,7 +69,8 @@ class Counters:
             now = time.monotonic()
             begin = begin or now
             if now - begin > limit_s:
-                raise TimeoutError(f"waited {limit_s:g} s for {what}: member(s) {self.missing(value)} have not come")
+                late = ", ".join(map(str, self.missing(value)))
+                raise TimeoutError(f"waited {limit_s:g} s for member {late} in {what}")
 
     def _look_natively(self, value: int) -> bool:
         assert self._native is not None

@@ -281,7 +281,6 @@ class Library:
         return bool(self._allreduce(job, int(slice_s * 1e9)))
 
 
-
 @lru_cache(maxsize=1)
 def _loaded() -> Library | str:
     if not EngineConfig.from_env().native:

@@ -1,0 +1,270 @@
+"""Lanes, with the members as threads of one process: order, waking, joining, stalls, faults."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hora.engine.lane import Lane
+from hora.engine.queue import QueueWorld
+from hora.engine.recorder import Recorder
+from hora.engine.request import Kind, Reduce, Signature
+from hora.engine.shm.counters import OPEN
+from hora.engine.shm.futex import Counter
+from hora.engine.shm.native import library
+from hora.engine.shm.reduction import SharedMemoryReduction
+from hora.engine.shm.segment import Segment, SharedMemory
+from hora.engine.stall import StallLimits
+from hora.engine.status import WorldStatus
+from hora.errors import HorovodInternalError
+from waiting import wait_until
+
+LIMIT_S = 20
+
+
+@pytest.fixture(autouse=True, params=["native", "python"])
+def way(request, monkeypatch):
+    if request.param == "python":
+        monkeypatch.setattr("hora.engine.shm.counters.library", lambda: None)
+    elif library() is None:
+        pytest.skip("no native part")
+    return request.param
+
+
+class Queue:
+    """The part of a queue that a lane needs."""
+
+    def __init__(self, member, size):
+        self.told = []
+        self.status = WorldStatus(10 + member, tell=self.told.append, wake=lambda: None)
+        self.recorder = Recorder(10 + member)
+        self.ranks, self.member, self.process_set_id = tuple(range(10, 10 + size)), member, 0
+        self.world = QueueWorld(10 + member, self.status, self.recorder, lambda batch: None, lambda: None, None)
+        self.lanes, self.bound = weakref.WeakSet(), {}
+
+    def check_open(self):
+        self.status.check_open()
+
+    def unless_broken(self, work):
+        return work()
+
+    def idle_if_closing(self):
+        pass
+
+
+class Noted:
+    """A reduction that notes its items."""
+
+    def __init__(self, name, log):
+        self.signature = Signature(int(Kind.ALLREDUCE), "allreduce", name, ("float32",), ((1,),))
+        self.num_bytes = 4
+        self.log = log
+
+    def execute_direct(self, number, absent):
+        self.log.append((self.signature.name, number, list(absent)))
+        return True
+
+
+def lanes(size, *, warning_s=0.0, shutdown_s=0.0):
+    segment = Segment.create(Lane.num_bytes(size))
+    limits = StallLimits(warning_s, shutdown_s)
+    return [Lane(Queue(member, size), segment, 0, limits=limits) for member in range(size)]
+
+
+def together(*functions):
+    threads = [threading.Thread(target=function) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def meet(*members):
+    found = {}
+    together(*[lambda lane=lane: found.update({lane.member: list(lane.meet("x"))}) for lane in members])
+    return [found[lane.member] for lane in members]
+
+
+def test_no_member_passes_before_all_have_come():
+    size, seen = 3, []
+    members = lanes(size)
+    came = [0] * size
+
+    def visit(member):
+        for number in range(1, 51):
+            came[member] = number
+            assert list(members[member].meet("x")) == []
+            seen.append(min(came) >= number)
+
+    together(*[lambda m=m: visit(m) for m in range(size)])
+    assert seen == [True] * 150
+
+
+def test_items_are_executed_in_the_fixed_order_whatever_the_order_of_their_start():
+    members, logs = lanes(2), [[], []]
+    for lane, log in zip(members, logs, strict=True):
+        for name in "abc":
+            lane.add(Noted(name, log))
+
+    def step(lane, order):
+        items = [lane.start(index, background=index != order[-1]) for index in order]
+        for item in sorted(items, key=lambda item: item.name):
+            lane.wait(item)
+
+    for first, second in [((0, 1, 2), (2, 1, 0)), ((1, 0, 2), (0, 2, 1))]:
+        together(partial(step, members[0], first), partial(step, members[1], second))
+    expected = [(name, number, []) for number, name in enumerate("abcabc", 1)]
+    assert logs == [expected, expected]
+    for lane in members:
+        assert lane.num_in_flight == 0
+        lane.close()
+
+
+def test_only_a_member_that_sleeps_is_woken(monkeypatch):
+    woken, wake = [], Counter.wake
+    monkeypatch.setattr(Counter, "wake", lambda counter: (woken.append(counter), wake(counter)))
+    first, second = lanes(2)
+
+    def come_late():
+        wait_until("the first one sleeps", lambda: first._counters.own_sleep.value)
+        second.meet("x")
+
+    for _ in range(3):  # the first one comes when no member sleeps
+        together(lambda: first.meet("x"), come_late)
+        assert not first._counters.own_sleep.value
+    assert woken == [second._counters.own] * 3
+
+
+def test_a_member_that_has_joined_is_absent_until_all_come_back():
+    first, second, third = members = lanes(3)
+    meet(*members)
+    second.leave()
+    assert meet(first, third) == [[1], [1]]
+    third.leave()
+    first.leave()
+    together(*[lane.come_back for lane in members])
+    assert {lane._num_items for lane in members} == {2}
+    assert meet(*members) == [[], [], []]
+
+
+def test_a_member_that_joins_still_does_what_it_has_started():
+    first, second = members = lanes(2)
+    logs = [[], []]
+    for lane, log in zip(members, logs, strict=True):
+        lane.add(Noted("a", log))
+    second.start(0, background=False)
+    second.leave()  # before the first one has come
+    for _ in range(2):
+        first.wait(first.start(0, background=False))
+    wait_until("the second one has left", lambda: second._counters.own.value == OPEN)
+    assert logs == [[("a", 1, []), ("a", 2, [1])], [("a", 1, [])]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way_to_reduce", ["sliced", "direct"])
+@pytest.mark.parametrize("prescale", [1.0, 0.25])
+def test_an_allreduce_without_a_member_that_has_joined_is_that_of_zeros(dtype, way_to_reduce, prescale):
+    size, count = 3, 200
+    segment = Segment.create(2**20)
+    memory = SharedMemory(segment)
+    offset = memory.reserve(Lane.num_bytes(size))
+    places = [memory.take(count, dtype, copied=False) for _ in range(size)]
+    members = [Lane(Queue(m, size), segment, offset, limits=StallLimits(0, 0)) for m in range(size)]
+    if way_to_reduce == "direct" and prescale != 1.0:
+        pytest.skip("a direct reduction is not prescaled")
+    reductions, values = [], [torch.arange(count) % 7 + m for m in range(size)]
+    for lane in members:
+        out = torch.zeros(count, dtype=dtype) if way_to_reduce == "direct" else None
+        reduce = Reduce(prescale=prescale)
+        reductions.append(SharedMemoryReduction(lane, Kind.ALLREDUCE, [places], name="x", reduce=reduce, out=out))
+
+    def step(member, results):
+        places[member].copy_(values[member])
+        results[member] = reductions[member].wait().clone()
+
+    for present in ([0, 1, 2], [0, 2]):
+        if len(present) < size:
+            members[1].leave()
+        results = {}
+        together(*[partial(step, m, results) for m in present])
+        expected = (sum(values[m] for m in present) * prescale).to(dtype)
+        for member in present:
+            assert torch.equal(results[member], expected), (present, member)
+
+
+def test_a_late_member_is_named_and_a_fault_ends_the_wait(caplog):
+    lane = lanes(2, warning_s=0.05)[0]
+    lane.add(Noted("bucket", []))
+
+    def break_world():
+        wait_until("the late one is named", lambda: "11: [allreduce.bucket]" in caplog.text)
+        lane.queue.status.fault("rank 11 was lost")
+
+    with caplog.at_level(logging.WARNING, logger="hora"):
+        thread = threading.Thread(target=break_world)
+        thread.start()
+        with pytest.raises(HorovodInternalError, match="rank 11"):
+            lane.wait(lane.start(0, background=False))
+        thread.join()
+
+
+def test_a_stall_shuts_down():
+    lane = lanes(2, warning_s=0.05, shutdown_s=0.1)[0]
+    with pytest.raises(HorovodInternalError, match=r"rank\(s\) 11 stalled for more than"):
+        lane.meet("x")
+    assert len(lane.queue.told) == 1
+
+
+def test_an_item_that_all_have_published_is_done_after_one_of_them_has_left_the_world():
+    first, second = lanes(2)
+    logs = [[], []]
+    for lane, log in zip((first, second), logs, strict=True):
+        lane.add(Noted("a", log))
+    item = second.start(0, background=True)
+    first.wait(first.start(0, background=False))
+    first.queue.status.close("rank 10 has shut down")
+    first.close()
+    second.wait(item)
+    assert logs == [[("a", 1, [])]] * 2
+
+
+def test_the_number_of_a_member_that_leaves_is_no_other_number_for_one_that_sleeps():
+    """It watches the low half of the number alone."""
+    assert OPEN & 0xFFFFFFFF not in range(2**24)
+
+
+def test_what_is_in_flight_cannot_be_started_again():
+    segment = Segment.create(2**16)
+    memory = SharedMemory(segment)
+    lane = Lane(Queue(0, 2), segment, memory.reserve(Lane.num_bytes(2)), limits=StallLimits(0, 0))
+    places = [[memory.take(8, torch.float32, copied=False) for _ in range(2)]]
+    reduction = SharedMemoryReduction(lane, Kind.ALLREDUCE, places, name="x", reduce=Reduce())
+    reduction.start(background=False)
+    with pytest.raises(ValueError, match=r"same name as another tensor .* allreduce.x"):
+        reduction.start(background=False)
+    reduction.release()
+    with pytest.raises(HorovodInternalError, match="shut down"):
+        reduction.wait()
+
+
+def test_a_void_item_is_announced():
+    """As over several hosts, when another host has something else to do."""
+    done = []
+    reduction = SimpleNamespace(
+        signature=Signature(int(Kind.ALLREDUCE), "allreduce", "x", ("float32",), ((1,),)),
+        num_bytes=4,
+        execute_direct=lambda number, absent: False,
+        execute_announced=lambda: done.append(True),
+    )
+    first, second = lanes(2)
+    for lane in (first, second):
+        lane.add(reduction)
+    together(*[lambda lane=lane: lane.wait(lane.start(0, background=False)) for lane in (first, second)])
+    assert done == [True, True]
