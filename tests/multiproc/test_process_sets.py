@@ -189,15 +189,15 @@ def test_removal_with_operations_in_flight():
 
 def _look_for_rounds_in_the_removal_only(number):
     sets = current_runtime().process_sets
-    world, agreement = sets.queue(0), sets.queue(number).agreement
-    change_sets, poll, removing = world._change_sets, agreement.poll, threading.Event()
+    queue, agreement = sets.queue(0), sets.queue(number).agreement
+    world, poll, removing = queue.world, agreement.poll, threading.Event()
 
     def change(batch):
         removing.set()
-        world._change_sets = change_sets
-        return change_sets(batch)
+        queue.world = world
+        return world.change_sets(batch)
 
-    world._change_sets = change
+    queue.world = world._replace(change_sets=change)
     agreement.poll = lambda planner: poll(planner) if removing.is_set() else None
 
 
