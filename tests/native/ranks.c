@@ -90,8 +90,9 @@ static void test_check(struct member *member, const struct operation *it, int64_
 }
 
 static void test_meet(struct member *member) {
-    member->meeting++;
-    while (!hora_meet(&member->barrier, member->meeting, SLICE_NS)) continue;
+    int32_t late;
+    publish(&member->lane, ++member->item);
+    while (!hora_wait(&member->lane, member->item, &late, SLICE_NS)) continue;
 }
 
 static void test_allreduce(struct member *member, int64_t number) {
@@ -128,28 +129,33 @@ static void test_in_place(struct member *member, int64_t number) {
     if (it.dtype == F32 || it.dtype == F64) it.stage = 1.0; /* nothing is staged */
     test_draw(places[member->number], it.dtype, number, member->number, 0, it.total);
     test_meet(member);
-    struct in_place job = {.ring = &member->ring, .data = places, .count = it.total, .step = ++member->step,
-                           .dtype = it.dtype, .finish = it.finish, .prescale = it.prescale, .factor = it.factor};
-    while (!hora_in_place(&job, SLICE_NS)) continue;
+    int64_t begin, end;
+    own_slice(&member->ring, it.total, &begin, &end);
+    hora_reduce_everywhere(it.dtype, num_members, places, begin, end - begin, it.prescale, it.finish, it.factor);
+    test_meet(member);
     test_check(member, &it, number, places[member->number]);
     test_meet(member);
 }
 
 static void test_repeated(struct member *member, int64_t number) {
-    struct operation it = test_operation_of(number, 1);
-    size_t num_bytes = (size_t)it.total * item_bytes[it.dtype];
-    void *source = test_room(num_bytes), *out = (number & 1) ? source : test_room(num_bytes);
+    struct operation it = test_operation_of(number, (number >> 2) & 1);
+    it.total = it.counts[0]; /* one tensor, which may or may not fit a slot */
+    int64_t size = (int64_t)item_bytes[it.dtype], most = SLOT_BYTES / size, pieces = (it.total + most - 1) / most;
+    void *source = test_room((size_t)(it.total * size));
+    void *out = (number & 1) ? source : test_room((size_t)(it.total * size));
     test_draw(source, it.dtype, number, member->number, 0, it.total);
-    struct what what = {.ring = &member->ring, .count = it.total, .digest = {(uint8_t)it.dtype, (uint8_t)it.finish},
-                        .dtype = it.dtype, .finish = it.finish, .stage = it.stage, .prescale = it.prescale,
-                        .factor = it.factor};
-    struct lone *lone = &member->lone;
-    lone->what = &what, lone->source = source, lone->out = out, lone->step = ++member->step;
-    lone->record.ticket = ++member->ticket, lone->record.instance = number, lone->published = 0, lone->state = WAITING;
-    int state;
-    while ((state = hora_lone(lone, (number >> 1) & 1 ? SLICE_NS : 0)) == WAITING)
-        if (!((number >> 1) & 1)) sched_yield();
+    struct spec spec = {.ring = &member->ring, .count = it.total, .digest = {(uint8_t)it.dtype, (uint8_t)it.finish},
+                        .dtype = it.dtype, .finish = it.finish, .direct = it.direct,
+                        .staged = it.direct && pieces == 1, .lag = it.direct ? 0 : pieces > AHEAD ? LAG : pieces,
+                        .stage = it.stage, .prescale = it.prescale, .factor = it.factor};
+    struct repeated *call = &member->repeated;
+    call->spec = &spec, call->source = source, call->out = out, call->step = member->step + 1;
+    call->record.ticket = ++member->ticket, call->record.instance = number, call->published = 0, call->state = WAITING;
+    int state, sleeps_between = (number >> 1) & 1;
+    while ((state = hora_repeated(call, sleeps_between ? SLICE_NS : 0)) == WAITING || state == MOVING)
+        if (!sleeps_between) sched_yield();
     if (state != DONE) test_fail("equal records differ", member->number, number);
+    member->step += pieces + spec.lag;
     test_check(member, &it, number, out);
     if (out != source) free(out);
     free(source);
@@ -187,28 +193,31 @@ static void *test_work(void *which) {
     return NULL;
 }
 
+static struct group test_group_of(char *words, int64_t stride, int number) {
+    return (struct group){.words = words, .stride = stride, .member = number, .num_members = num_members,
+                          .patience = {.many = 600}};
+}
+
 static struct member test_new_member(int number) {
-    struct patience patience = {.many = 600};
     return (struct member){
         .number = number,
         .digest = 0xcbf29ce484222325u,
-        .ring = {.slots = slots, .results = results, .counters = (int64_t *)(void *)counters, .member_bytes = PAIR,
-                 .slot_bytes = SLOT_BYTES, .member = number, .num_members = num_members, .depth = DEPTH, .ahead = AHEAD,
-                 .patience = patience},
-        .barrier = {.members = meetings, .member = number, .num_members = num_members, .patience = patience},
+        .ring = {.slots = slots, .results = results, .slot_bytes = SLOT_BYTES, .depth = DEPTH, .ahead = AHEAD,
+                 .group = test_group_of(counters, PAIR, number)},
+        .lane = test_group_of(lane, PAIR, number),
         .fed = test_room((size_t)num_members * 8)};
 }
 
 static void test_join_tickets(struct member *member) {
-    member->lone = (struct lone){.members = tickets, .heads = heads, .round = &round_cut, .fed = member->fed,
-                                 .head_bytes = PAIR, .patience = {.many = 600}};
+    member->repeated = (struct repeated){.group = test_group_of(tickets, TICKET_BYTES, member->number), .heads = heads,
+                                         .round = &round_cut, .fed = member->fed, .head_bytes = PAIR};
 }
 
 int main(int argc, char **argv) {
     if (argc != 3) return fprintf(stderr, "ranks MEMBERS OPERATIONS\n"), 2;
     num_members = atoi(argv[1]), num_operations = atoll(argv[2]);
     size_t n = (size_t)num_members;
-    counters = test_room(n * PAIR), meetings = test_room(n * MEETING_BYTES), tickets = test_room(n * LONE_BYTES), heads = test_room(n * PAIR);
+    counters = test_room(n * PAIR), lane = test_room(n * PAIR), tickets = test_room(n * TICKET_BYTES), heads = test_room(n * PAIR);
     slots = test_room(n * DEPTH * SLOT_BYTES), results = test_room(DEPTH * SLOT_BYTES), places = test_room(n * sizeof(char *));
     struct member *members = test_room(n * sizeof *members);
     pthread_t *threads = test_room(n * sizeof *threads);
