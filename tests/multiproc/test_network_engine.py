@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -104,3 +105,12 @@ def test_ranks_that_disagree_on_compression_are_told():
     with pytest.raises(hvd.HorovodInternalError, match=r"Mismatched compression: rank 0 has bf16, rank 1 has int8"):
         hvd.allreduce(torch.ones(5), compression=compression, name="x")
     hvd.shutdown()
+
+
+@pytest.mark.ranks(2, env=tcp)
+def test_a_rank_that_wants_more_encryption_than_rank_0_is_heard_by_all(monkeypatch):
+    """On the setting of rank 0 alone it would send in clear what its user does not want to be read."""
+    if os.environ["HOROVOD_RANK"] == "1":
+        monkeypatch.setenv("HORA_ENCRYPT", "always")
+    with pytest.raises(ValueError, match=r"HORA_ENCRYPT=always on rank\(s\) \[1\], but auto on rank 0"):
+        hvd.init()
