@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos fuzz sanitize clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos simulate fuzz sanitize clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
+	@echo "make simulate ten thousand elastic jobs under random faults in virtual time, each from a seed that replays it"
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages,"
 	@echo "              then coverage-guided: SECONDS=3600 for each format that comes from others (atheris)"
 	@echo "make sanitize the native part under ThreadSanitizer, ASan, UBSan and valgrind, and on 64-bit ARM under qemu"
@@ -121,6 +122,9 @@ scale: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/integration/chaos.py --faults 100
+
+simulate: $(STAMP)
+	$(BIN)/python -m pytest tests/simulation --seeds 10000 --timeout 0
 
 # What reads bytes of others: the handshake, frames, headers, the rendezvous' operations (five tests: a million cases), and
 # model files, of which every eighth case is tried because each writes and reads files.

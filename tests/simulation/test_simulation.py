@@ -1,0 +1,184 @@
+"""Jobs under every kind of fault, in virtual time: the real controller, policies and rendezvous, in a simulated world.
+
+    make simulate                                     ten thousand seeds
+    python -m pytest tests/simulation --seed 4711     one again, exactly
+
+What must hold whatever happens: one generation after the other, and each rank of it one worker's; an operation has the same
+result for all who see it; nothing is done for a worker that was given up; the job ends, in a result or in words, and
+nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from simulated_workers import Referee, Worker
+from simulator import Discovery, Network, Simulation, VirtualLauncher, VirtualServer
+
+from hora.errors import JobFailedError, StartTimeoutError
+from hora.launch.control import elastic, job_run
+from hora.launch.control.controller import run_job
+from hora.launch.control.elastic import ElasticSpec
+from hora.launch.control.elastic_policy import Limits
+from hora.launch.control.rendezvous import Rendezvous
+from hora.launch.job import Job, OutputOptions
+from hora.launch.slots import HostInfo, get_host_assignments
+from hora.net import table
+
+
+class Run:
+    """One job in one simulated world."""
+
+    def __init__(self, seed: int) -> None:
+        self.simulation = Simulation(seed)
+        self.rng = self.simulation.rng
+        self.network, self.discovery, self.referee = Network(), Discovery(), Referee(self.simulation)
+        self.hosts = [HostInfo(f"host{number}", self.rng.randint(1, 3)) for number in range(self.rng.randint(1, 4))]
+        self.elastic = self.rng.random() < 0.8
+        self.num_steps = self.rng.randint(3, 30)
+        self.launcher = VirtualLauncher(self.simulation, self._process)
+        # How long a rank may be silent; without such a limit a rank that never runs again is waited for.
+        self.stall_shutdown_s = self.rng.choice([None, 30.0]) if self.elastic else None
+        self.outcome = ""
+
+    def to_the_end(self) -> None:
+        num_slots = sum(host.slots for host in self.hosts)
+        limits = Limits(
+            num_proc=self.rng.randint(1, num_slots),
+            min_num_proc=1,
+            max_num_proc=self.rng.choice([None, num_slots, num_slots + 2]),
+            reset_limit=self.rng.choice([None, None, 3]),
+            elastic_timeout_s=60.0,
+        )
+        stall = self.stall_shutdown_s
+        env = {} if stall is None else {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(stall))}
+        spec = ElasticSpec(
+            limits=limits,
+            hosts=tuple(self.hosts),
+            script=self.discovery,
+            cooldown_range=self.rng.choice([None, (5, 30)]),
+        )
+        output = OutputOptions(stdout=io.StringIO(), stderr=io.StringIO())
+        job = Job(
+            slots=tuple(get_host_assignments(self.hosts, limits.num_proc)), function=b"training", output=output, env=env
+        )
+        for _ in range(self.rng.choice([0, 1, 2, 4, 8])):
+            self.simulation.after(self.rng.uniform(0.0, 40.0), self._fault)
+        with self._in_this_world():
+            try:
+                result = run_job(job, self.launcher, spec if self.elastic else None)
+                self.outcome = "done"
+                assert len(result.results) == len(self.referee.published[max(self.referee.published)])
+            except (JobFailedError, StartTimeoutError) as error:
+                self.outcome = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        assert all(process.dead for process in self.launcher.processes.values())
+
+    def _process(self, spec, ended) -> Worker:
+        return Worker(self.simulation, self.referee, spec, ended, self.num_steps)
+
+    def _fault(self) -> None:
+        """Something happens to a worker, to a host, or to the list of hosts."""
+        rng, now = self.rng, self.simulation.now
+        alive = [process for process in self.launcher.processes.values() if not process.dead]
+        host = rng.choice(self.hosts).hostname
+        kind = rng.choice(["kill", "cut", "stop", "silence", "hosts"] if alive else ["hosts", "silence"])
+        victim = rng.choice(alive) if alive else None
+        self.simulation.log(
+            f"fault: {kind} {host if victim is None or kind in ('silence', 'hosts') else victim.number}"
+        )
+        match kind:
+            case "kill":
+                victim.die(137)
+            case "cut":
+                victim.cut()
+            case "stop":
+                victim.stopped_until = now + rng.choice(
+                    [1.0, 8.0, 60.0, 600.0 if self.stall_shutdown_s is None else 1e9]
+                )
+            case "silence":
+                self.network.silence(host, now + rng.choice([0.5, 5.0, 40.0]))
+            case "hosts":
+                changed = [one for one in self.hosts if rng.random() < 0.7]
+                changed += [HostInfo(f"new{rng.randrange(3)}", 2)] * (rng.random() < 0.5)
+                if self.elastic:
+                    self.discovery.say(changed)
+
+    @contextlib.contextmanager
+    def _in_this_world(self) -> Iterator[None]:
+        """The real modules, with another clock, queue, server and chance."""
+        clock = SimpleNamespace(monotonic=self.simulation.monotonic, time=self.simulation.time)
+        VirtualServer.simulation, VirtualServer.network = self.simulation, self.network
+        VirtualServer.obeyed = staticmethod(self.referee.obeyed)
+        publish, dismiss = Rendezvous.publish, Rendezvous._dismiss
+
+        def published(rendezvous, generation, worlds) -> None:
+            self.referee.publish(generation, dict(worlds))
+            publish(rendezvous, generation, worlds)
+
+        def dismissed(rendezvous, worker) -> None:
+            dismiss(rendezvous, worker)
+            self.referee.given_up.setdefault(worker, self.simulation.now)
+
+        with contextlib.ExitStack() as stack:
+            for name, module in list(sys.modules.items()):
+                if name.startswith(("hora.launch.control.", "hora.net.table")) and hasattr(module, "time"):
+                    stack.enter_context(mock.patch.object(module, "time", clock))
+            queues = SimpleNamespace(SimpleQueue=self.simulation.simple_queue, Empty=job_run.queue.Empty)
+            stack.enter_context(mock.patch.object(job_run, "queue", queues))
+            stack.enter_context(mock.patch.object(table, "Server", VirtualServer))
+            stack.enter_context(mock.patch.object(elastic, "random", SimpleNamespace(random=self.rng.random)))
+            stack.enter_context(mock.patch.object(Rendezvous, "publish", published))
+            stack.enter_context(mock.patch.object(Rendezvous, "_dismiss", dismissed))
+            yield
+
+
+def played(seed: int) -> Run:
+    """Run a seed; whatever goes wrong names it, and tells what happened."""
+    run = Run(seed)
+    try:
+        run.to_the_end()
+    except BaseException as error:
+        told = "\n".join(run.simulation.trace[-60:])
+        raise AssertionError(f"seed {seed}: {error!r}\n{told}") from error
+    return run
+
+
+def played_all(seeds: Iterable[int]) -> list[str]:
+    return [played(seed).outcome for seed in seeds]
+
+
+def test_whatever_happens(request: pytest.FixtureRequest):
+    seed = request.config.getoption("--seed")
+    seeds = range(request.config.getoption("--seeds")) if seed is None else [seed]
+    outcomes = played_all(seeds)
+    if len(outcomes) >= 100:  # they are not all alike: there are jobs that succeed, and some that cannot
+        done = sum(outcome == "done" for outcome in outcomes)
+        assert 0.3 * len(outcomes) < done < 0.95 * len(outcomes), done
+
+
+@pytest.mark.parametrize("rule", ["an old world is given", "a lost worker is kept for ever"])
+def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
+    """The simulation can fail."""
+
+    def at_once(rendezvous, peer, header, payload) -> None:
+        rendezvous._give_world(rendezvous._park(peer, header, str), peer.number)
+
+    if rule == "an old world is given":
+        monkeypatch.setattr(Rendezvous, "_next_world", at_once)
+    else:
+        monkeypatch.setattr("hora.launch.control.elastic_policy.LOST_LIMIT_S", 1e12)
+    with pytest.raises(AssertionError, match=r"seed \d+: .*(old world was given|has not ended)"):
+        played_all(range(500))
+
+
+def test_a_seed_replays_exactly():
+    for seed in range(5):
+        one, other = played(seed), played(seed)
+        assert one.simulation.trace == other.simulation.trace
+        assert one.outcome == other.outcome
