@@ -446,3 +446,25 @@ def same_on_all_ranks(tensor: torch.Tensor) -> None:
 def same(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.is_cuda
     assert torch.equal(got.cpu(), expected), f"{got} is not {expected}"
+
+
+@on_gpu
+def test_repeated_small_allreduces_are_ordered_with_the_callers_stream(rank, size):
+    """The fast path fetches a tensor behind what the stream has to do, and gives it back before what comes later."""
+    stream = torch.cuda.Stream()
+    for dtype, count in ((torch.float32, 1024), (torch.float16, 3), (torch.uint8, 4097), (torch.int64, 70_000)):
+        for step in range(4):
+            on = stream if step % 2 else torch.cuda.current_stream()
+            with torch.cuda.stream(on):
+                tensor = torch.zeros(count, dtype=dtype, device="cuda")
+                torch.cuda._sleep(SLOW_CYCLES // 20)
+                tensor += rank + step
+                reduced = hvd.allreduce(tensor, op=hvd.Sum, name=f"fresh.{dtype}")
+                hvd.allreduce_(tensor, op=hvd.Sum, name=f"in place.{dtype}")
+                later = tensor.clone()
+                tensor.zero_()
+            wanted = sum(member + step for member in range(size))
+            assert reduced.tolist() == later.tolist() == [wanted] * count, (dtype, step)
+    handle = hvd.allreduce_async_(torch.ones(1024, device="cuda"), op=hvd.Sum, name="behind")
+    assert hvd.allreduce(torch.ones(8, device="cuda"), op=hvd.Sum, name="before").tolist() == [size] * 8
+    assert hvd.synchronize(handle).tolist() == [size] * 1024

@@ -458,9 +458,9 @@ class OperationQueue:
         """The transport for these devices (see `Batch`), made when first needed."""
         return self._transports.get(devices)
 
-    def made_transport(self) -> Transport | None:
-        """The transport for tensors on the CPU, if there is one already."""
-        return self._transports.made("cpu")
+    def made_transport(self, devices: str = "cpu") -> Transport | None:
+        """Return the transport for these devices, if there is one already."""
+        return self._transports.made(devices)
 
     # Stalls, on the hub's thread.
 

@@ -5,6 +5,8 @@ Nothing is put in flight, nothing is announced and no thread is woken: the nativ
 (another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the native
 part does not know) goes the ordinary way.
 
+CUDA tensors of members that share a GPU come by pinned memory, where the device's transport would do the same (`Stage`).
+
 What the calls with one signature have in common is put together once, in an `AllreducePlan`; a call makes no object.
 
     published --all members' records are equal--> settled: reduced
@@ -26,6 +28,8 @@ from hora.engine.request import DTYPES, ITEM_BYTES, Request, Signature
 from hora.engine.shm.futex import SLICE_S
 from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, AllreduceSpec, Library, Repeated
 from hora.engine.transport.arithmetic import arithmetic_of, staged
+from hora.engine.transport.cuda import CudaTransport
+from hora.engine.transport.cuda_staging import Stage, copy_to_gpu
 from hora.engine.transport.native_jobs import spec_natively
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
@@ -56,6 +60,7 @@ class AllreducePlan:
         "path",
         "signature",
         "slice_ns",
+        "stage",
         "transport",
         "unnamed",
     )
@@ -73,6 +78,7 @@ class AllreducePlan:
         short = self.num_bytes <= SHORT_BYTES
         self.call, self.slice_ns = (path.short_call, 0) if short else (path.call, _SLICE_NS)
         dtype, size = DTYPES[name], path.num_members
+        self.stage = None if signature.device == "cpu" else Stage(self.count, dtype)
         arithmetic = arithmetic_of(staged(signature.reduce, dtype, size), dtype, size)
         found = arithmetic.sum, arithmetic.stage
         self._what = None if found[0] is None or found[1] is None or not self.count else (found[0], found[1])
@@ -107,16 +113,23 @@ class RepeatedAllreduce:
         self._job_at = ctypes.addressof(self._job)
 
     def plan(self, signature: Signature) -> AllreducePlan | None:
-        """The plan for an allreduce of one tensor on the CPU; None while the transport for it has not been made."""
+        """Return the plan for an allreduce of one tensor; None while the transport for it has not been made."""
         found = self._plans.get(signature)
         if found is None:
             transport = self._queue.made_transport()
-            if not isinstance(transport, ShmTransport):
+            if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
                 return None
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
             found = self._plans[signature] = AllreducePlan(self, signature, transport)
         return found
+
+    def _passes_host_memory(self, signature: Signature) -> bool:
+        if signature.device == "cpu":
+            return True
+        (name,), (shape,) = signature.dtypes, signature.shapes
+        device = self._queue.made_transport(signature.device)
+        return isinstance(device, CudaTransport) and device.stages(ITEM_BYTES[name] * prod(shape))
 
     def allreduce(self, plan: AllreducePlan, tensor: torch.Tensor, out: torch.Tensor) -> bool:
         """Reduce a contiguous tensor into another one, or into itself. False if it has to go the ordinary way."""
@@ -125,27 +138,40 @@ class RepeatedAllreduce:
             plan.prepare()
         if not plan.address or not queue.begin_exclusive():
             return False
-        ticket, instance, done = agreement.ticket, 0, False
         try:
-            if ticket == agreement.void:
+            if agreement.ticket == agreement.void:
                 return False
-            if plan.unnamed:
-                with queue.lock:
-                    instance = queue.next_instance(plan.signature)
-            began, step, source, target = _clock(), plan.transport.ring.step + 1, tensor.data_ptr(), out.data_ptr()
-            _pack(self._job, CALL_AT, plan.address, source, target, agreement.rounds, step, ticket, instance, 0, 0)
-            state = plan.call(self._job_at, plan.slice_ns)
-            done = self._settle(plan, ticket, instance, state, began)
-        except BaseException as error:
-            self._interrupted(error, plan, tensor, out, ticket, instance)
-            raise
+            done, instance = self._reduce(plan, tensor, out)
         finally:
             queue.end_exclusive()
         if not done:
             request = Request(plan.signature, [tensor], [out])
+            if plan.stage is not None:
+                request.device_event = torch.cuda.current_stream(tensor.device).record_event()
             queue.submit(request, background=False, instance=instance)
             queue.result(request)
         return True
+
+    def _reduce(self, plan: AllreducePlan, tensor: torch.Tensor, out: torch.Tensor) -> tuple[bool, int]:
+        """Reduce while no other thread uses the queue; return whether that was possible, and the running number."""
+        queue, agreement = self._queue, self._agreement
+        ticket, instance, source, target = agreement.ticket, 0, tensor, out
+        if plan.unnamed:
+            with queue.lock:
+                instance = queue.next_instance(plan.signature)
+        if plan.stage is not None:
+            source = target = plan.stage.fetch(tensor)
+        try:
+            began, step, at = _clock(), plan.transport.ring.step + 1, (source.data_ptr(), target.data_ptr())
+            _pack(self._job, CALL_AT, plan.address, *at, agreement.rounds, step, ticket, instance, 0, 0)
+            state = plan.call(self._job_at, plan.slice_ns)
+            done = self._settle(plan, ticket, instance, state, began)
+        except BaseException as error:
+            self._interrupted(error, plan, (tensor, target, out), ticket, instance)
+            raise
+        if done and target is not out:
+            copy_to_gpu(target, out)
+        return done, instance
 
     def _settle(self, plan: AllreducePlan, ticket: int, instance: int, state: int, began: float) -> bool:
         """Wait, if the first call has not been enough, and take note of how it has ended."""
@@ -193,21 +219,27 @@ class RepeatedAllreduce:
         self,
         error: BaseException,
         plan: AllreducePlan,
-        tensor: torch.Tensor,
-        out: torch.Tensor,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         ticket: int,
         instance: int,
     ) -> None:
-        """What a signal's handler has raised while this thread waits ends this wait, but not the request: the others
-        may have seen it already. Anything else has ended the world."""
+        """Leave the request, which others may have seen already, to the next driver when a signal's handler has raised.
+
+        Anything else than such an interruption of a wait has ended the world.
+        """
         if isinstance(error, HorovodInternalError) or not self._agreement.repeated.has_published(ticket):
             return
-        state = self._job.state
-        if state == _MOVING or isinstance(error, Exception):
+        if self._job.state == _MOVING or isinstance(error, Exception):
             self._queue.status.failed(f"it was interrupted by {type(error).__name__}: {error}")
             return
-        request = Request(plan.signature, [tensor], [out])
-        began = _clock()
-        self._queue.leave_unfinished(
-            request, instance, lambda: self._settle(plan, ticket, instance, self._job.state, began)
-        )
+        tensor, target, out = tensors
+        began, stream = _clock(), None if target is out else torch.cuda.current_stream(out.device)
+
+        def go_on() -> bool:
+            done = self._settle(plan, ticket, instance, self._job.state, began)
+            if done and stream is not None:
+                with torch.cuda.stream(stream):
+                    copy_to_gpu(target, out)
+            return done
+
+        self._queue.leave_unfinished(Request(plan.signature, [tensor], [out]), instance, go_on)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
-from torch import Tensor, empty_like, is_inference_mode_enabled
+from torch import Tensor, empty_like, is_inference_mode_enabled, strided
 from torch.autograd.graph import increment_version
 
 from hora import engine
@@ -91,7 +91,7 @@ def submit_repeated_allreduce_(
         known = runtime.process_sets.known_allreduces.get(key)
     except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
         return None
-    if not _is_plain(tensor):
+    if not tensor.is_cpu or not _is_plain(tensor):
         return None
     if known is None:
         found = _known(runtime.process_sets, key, tensor, process_set)
@@ -140,7 +140,7 @@ def repeated_allreduce(
         key = (
             tensor.shape,
             tensor.dtype,
-            tensor.layout,
+            tensor.device,
             name,
             op,
             type(op),
@@ -151,7 +151,7 @@ def repeated_allreduce(
         plan = sets.repeated_plans.get(key)
     except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
         return None
-    if not _is_plain(tensor):
+    if not _is_plain(tensor) or not (tensor.is_cpu or tensor.is_cuda):
         return None
     if plan is None:
         plan = _learnt(sets, key, tensor, process_set)
@@ -170,7 +170,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether bytes may be moved to and from it as it is."""
     return (
         type(tensor) is Tensor
-        and tensor.is_cpu
+        and tensor.layout is strided
         and not tensor.requires_grad
         and tensor.is_contiguous()
         and not tensor.is_inference()

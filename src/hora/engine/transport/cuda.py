@@ -60,6 +60,11 @@ class CudaTransport:
         self._queued_on: torch.cuda.Stream | None = None  # where something was queued last
         self.name = "cuda"
 
+    def stages(self, num_bytes: int) -> bool:
+        """Tell whether so much data goes through host memory, as far as that is known."""
+        chosen = self._chosen
+        return chosen is not None and not isinstance(chosen, DistributedTransport) and chosen.stages(num_bytes)
+
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self._choose(inputs[0].device).allreduce(inputs, outputs, reduce)
         self._mark()

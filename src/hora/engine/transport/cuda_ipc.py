@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["DriverError", "Mapped", "Shared", "copy_by_engine"]
+__all__ = ["DriverError", "Mapped", "Shared", "copy_by_engine", "copy_to_host"]
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -114,6 +114,19 @@ def copy_by_engine(host: torch.Tensor, target: torch.Tensor) -> None:
         target_device=target.data_ptr(), target_pitch=half, row_bytes=half, num_rows=2,
     )  # fmt: skip
     _call("cuMemcpy2DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+
+
+def copy_to_host(tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Copy a contiguous tensor to pinned memory, behind what was queued on the stream, and wait for it."""
+    on = ctypes.c_void_p(stream.cuda_stream)
+    _call(
+        "cuMemcpyDtoHAsync_v2",
+        ctypes.c_void_p(host.data_ptr()),
+        ctypes.c_uint64(tensor.data_ptr()),
+        ctypes.c_size_t(host.nbytes),
+        on,
+    )
+    _call("cuStreamSynchronize", on)
 
 
 class _Array:

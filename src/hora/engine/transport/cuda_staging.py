@@ -12,10 +12,10 @@ import torch
 
 from hora.engine.request import Reduce
 from hora.engine.transport.base import Tensors, Transport
-from hora.engine.transport.cuda_ipc import copy_by_engine
+from hora.engine.transport.cuda_ipc import copy_by_engine, copy_to_host
 from hora.engine.transport.packing import Buffers, portions
 
-__all__ = ["CudaStagingTransport", "mark"]
+__all__ = ["CudaStagingTransport", "Stage", "copy_to_gpu", "mark"]
 
 _PORTION_BYTES = 4 * 2**20
 _KEEP_BYTES = 64 * 2**20
@@ -37,6 +37,10 @@ class CudaStagingTransport:
         # What was last copied out of each buffer; until then it may not be overwritten.
         self._emptied: dict[str, torch.cuda.Event] = {}
         self.name = f"staged-{cpu.name}"
+
+    def stages(self, num_bytes: int) -> bool:
+        """Tell whether so much data goes through host memory."""
+        return True
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         self._in_portions(inputs, outputs, lambda portion: self._cpu.allreduce([portion], [portion], reduce))
@@ -126,13 +130,32 @@ class CudaStagingTransport:
         self._emptied[purpose] = mark()
 
 
+class Stage:
+    """Pinned memory for tensors of one size, one piece for each stream: copies on a stream are in order, so that what is
+    queued from a piece is copied before new data comes into it."""
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self._count, self._dtype = count, dtype
+        self._pieces: dict[int, torch.Tensor] = {}
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor's numbers, when the work before on the current stream is done."""
+        stream = torch.cuda.current_stream(tensor.device)
+        piece = self._pieces.get(stream.cuda_stream)
+        if piece is None:
+            piece = torch.empty(self._count, dtype=self._dtype, device="cpu", pin_memory=True)
+            self._pieces[stream.cuda_stream] = piece
+        copy_to_host(tensor, piece, stream)
+        return piece
+
+
 def copy_to_gpu(host: torch.Tensor, output: torch.Tensor) -> None:
     """Queue a copy of pinned memory to a contiguous tensor of the same type, on the current stream."""
     num_bytes = host.nbytes
     if output.is_cuda and 0 < num_bytes < _ENGINE_BYTES and num_bytes % 2 == 0:
         copy_by_engine(host, output)
     else:
-        output.copy_(host, non_blocking=True)
+        output.view(-1).copy_(host, non_blocking=True)
 
 
 def mark() -> torch.cuda.Event:

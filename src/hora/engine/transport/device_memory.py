@@ -30,7 +30,7 @@ from hora.engine.transport.packing import Buffers, pack, portions, unpack
 __all__ = ["DeviceMemoryTransport"]
 
 # Below this much for each member, the changes of process on the GPU take longer than the way through the host.
-SMALL_BYTES = 512 * 2**10
+SMALL_BYTES = 2**20
 _FIRST_SLOT_BYTES = 4 * 2**20
 _LARGEST_SLOT_BYTES = 128 * 2**20
 _KEEP_BYTES = 128 * 2**20
@@ -76,7 +76,7 @@ class DeviceMemoryTransport:
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         dtype = inputs[0].dtype
         count = sum(tensor.numel() for tensor in inputs)
-        if self._is_small(count * dtype.itemsize):
+        if self.stages(count * dtype.itemsize):
             self._staged.allreduce(inputs, outputs, reduce)
             return
         arithmetic = arithmetic_of(reduce, dtype, self._num_members)
@@ -99,7 +99,7 @@ class DeviceMemoryTransport:
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         dtype = inputs[0].dtype
-        if self._is_small(sum(map(sum, counts)) * dtype.itemsize):
+        if self.stages(sum(map(sum, counts)) * dtype.itemsize):
             self._staged.allgather(inputs, outputs, counts)
             return
         for source, output, sizes in zip(inputs, outputs, counts, strict=True):
@@ -121,7 +121,7 @@ class DeviceMemoryTransport:
     def broadcast(self, tensors: Tensors, root: int) -> None:
         dtype = tensors[0].dtype
         count = sum(tensor.numel() for tensor in tensors)
-        if self._is_small(count * dtype.itemsize):
+        if self.stages(count * dtype.itemsize):
             self._staged.broadcast(tensors, root)
             return
         for group, _ in portions(tensors, tensors, self._room(count * dtype.itemsize) // dtype.itemsize):
@@ -143,7 +143,7 @@ class DeviceMemoryTransport:
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
         dtype = inputs[0].dtype
-        if self._is_small(sum(map(sum, counts)) * dtype.itemsize):
+        if self.stages(sum(map(sum, counts)) * dtype.itemsize):
             self._staged.reducescatter(inputs, outputs, counts, reduce)
             return
         for source, output, sizes in zip(inputs, outputs, counts, strict=True):
@@ -178,7 +178,8 @@ class DeviceMemoryTransport:
         self._counters.clear()
         self._segment.close()
 
-    def _is_small(self, num_bytes: int) -> bool:
+    def stages(self, num_bytes: int) -> bool:
+        """Tell whether so much data goes through host memory."""
         return num_bytes < SMALL_BYTES * self._num_members
 
     def _room(self, num_bytes: int) -> int:
