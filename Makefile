@@ -19,7 +19,7 @@ help:
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
-	@echo "make test-hosts                 two and three hosts: every collective, strangers, deaths; needs root and namespaces"
+	@echo "make test-hosts                 two to eight hosts: every collective, strangers, deaths; needs root and namespaces"
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"

@@ -26,9 +26,9 @@ from typing import Any
 
 import psutil
 
-from hora.engine.agree.announcement import Announcer
+from hora.engine.agree.announcement import Announcer, Reader
 from hora.engine.agree.tree import ALL, TreeAgreement
-from hora.engine.hub import Hub, HubEvents, join_parts
+from hora.engine.hub import Hub, HubEvents, cut_parts, join_parts
 from hora.engine.plan import Planner
 from hora.engine.request import Kind, Signature
 from hora.engine.tree import FANOUT, Tree
@@ -231,15 +231,24 @@ def introduce(links: Sequence[Worker], tree: Tree) -> None:
         link.receive()
 
 
-def agree(links: Sequence[Worker], announcers: Sequence[Announcer], rank_0: Pipe, num_operations: int) -> float:
+def agree(
+    links: Sequence[Worker],
+    announcers: Sequence[Announcer],
+    readers: Sequence[Reader],
+    rank_0: Pipe,
+    num_operations: int,
+) -> float:
     """All announce and hear that all have; returns rank 0's processor seconds."""
     rank_0.send(num_operations)
     for link, announcer in zip(links, announcers, strict=True):
         data = b"".join(announcer.encode(operation(number), 0) for number in range(num_operations))
         link.send({"t": "up", "set": SERIAL, "parts": 1}, join_parts([(ALL, data)]))
     used: float = _answer(rank_0)
-    for link in links:
-        link.receive()
+    for link, reader in zip(links, readers, strict=True):
+        heard = 0
+        while heard < num_operations:  # in one round, or in several
+            header, payload = link.receive()
+            heard += sum(len(reader.decode(data)) for _, data in cut_parts(payload, header["parts"]))
     return used
 
 
@@ -303,13 +312,13 @@ def _measure_rounds(
     introduce(links, tree_of(size, ranks_per_host))
     found = {"introduction_s": time.perf_counter() - begun, "introduction_cpu_s": _answer(rank_0)}
     found["introduction_sent_mb"] = Traffic.sum([link.traffic for link in links]).bytes_in / 1e6
-    announcers = [Announcer(1024) for _ in links]
+    announcers, readers = [Announcer(1024) for _ in links], [Reader({}) for _ in links]
     for what, num_operations in (("round", 1), ("round_of_25", 25), ("round_of_200", 200)):
         num_rounds = min(NUM_ANNOUNCED // num_operations, 50)
-        agree(links, announcers, rank_0, num_operations)  # the first time operations are told in full
+        agree(links, announcers, readers, rank_0, num_operations)  # the first time operations are told in full
         before = Traffic.sum([link.traffic for link in links])
         begun = time.perf_counter()
-        used = [agree(links, announcers, rank_0, num_operations) for _ in range(num_rounds)]
+        used = [agree(links, announcers, readers, rank_0, num_operations) for _ in range(num_rounds)]
         found[f"{what}_s"] = (time.perf_counter() - begun) / num_rounds
         found[f"{what}_rank_0_cpu_ms"] = sorted(used)[num_rounds // 2] * 1e3
         passed = Traffic.sum([link.traffic for link in links]) - before

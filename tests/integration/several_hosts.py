@@ -1,4 +1,4 @@
-"""The engine across two and three hosts, played by network namespaces: every collective, strangers, deaths. `make test-hosts`.
+"""The engine across two to eight hosts, played by network namespaces: every collective, strangers, deaths. `make test-hosts`.
 
 Minutes: not part of `make test`, whose `test_two_hosts` shows the most important of it.
 """
@@ -90,6 +90,40 @@ def test_every_collective_gives_what_it_gives_on_one_host(secret, on_one_host, a
                 assert found[name] == pytest.approx(value, abs=0.05), (rank, name)  # five steps of 0.01
             elif name not in ("hosts", "place", "transport", "memory"):
                 assert found[name] == value, (rank, name)
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("num_hosts", [2, 4, 8])
+def test_any_number_of_hosts_trains_like_one(secret, num_hosts, ranks_per_host):
+    addresses = [f"10.77.2.{number + 1}" for number in range(num_hosts)]
+    size = num_hosts * ranks_per_host
+    host = Host()
+    try:
+        expected = run_ranks([host], secret, "any number", address="127.0.0.1", sizes=(size,))
+    finally:
+        host.close()
+    with network(*addresses) as hosts:
+        sizes = (ranks_per_host,) * num_hosts
+        seen = run_ranks(hosts, secret, "any number", address=addresses[0], sizes=sizes, HOROVOD_GLOO_IFACE="cable")
+    assert [len(one) for one in seen[0]["hosts"]] == list(sizes)
+    assert [found["wrong"] for found in (*seen, *expected)] == [[]] * 2 * size
+    for found in seen:
+        for model in ("MLP", "ResNet18"):
+            assert found[model] == pytest.approx(expected[0][model], rel=1e-4)
+
+
+def test_of_a_stopped_speaker_and_those_behind_it_the_stopped_one_alone_is_named(secret):
+    """Rank 3 speaks through rank 2: it is asked itself, and hears of the end around rank 2."""
+
+    def once_stopped(pids):
+        stopped = psutil.Process(pids[2])
+        wait_until("rank 2 is stopped", lambda: stopped.status() == psutil.STATUS_STOPPED)
+
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+    with network(*V4[:2]) as hosts:
+        seen = run_ranks(hosts, secret, "a speaker is stopped", address=V4[0], lost=(2,), then=once_stopped, **limits)
+    for rank in (0, 1, 3):
+        assert "rank(s) 2 stalled for more than 4 s" in seen[rank]["error"]
 
 
 def test_an_allgather_takes_little_more_memory_than_its_result(secret):

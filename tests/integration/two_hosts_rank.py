@@ -12,10 +12,12 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
+from benchmarks.models import resnet18
 
 import horovod.torch as hvd
 from hora import engine
@@ -61,7 +63,7 @@ def say_what_must_not_be_read() -> None:
     """Send a tensor and an object from one host to the other, and the name of an operation."""
     told = hvd.broadcast(torch.frombuffer(bytearray(TENSOR_TEXT * 200), dtype=torch.uint8).clone(), root_rank=0)
     assert bytes(told.tolist()) == TENSOR_TEXT * 200
-    assert hvd.broadcast_object({"text": OBJECT_TEXT * 20}, root_rank=3) == {"text": OBJECT_TEXT * 20}
+    assert hvd.broadcast_object({"text": OBJECT_TEXT * 20}, root_rank=hvd.size() - 1) == {"text": OBJECT_TEXT * 20}
     hvd.allreduce(torch.ones(1), name=NAME_TEXT)
 
 
@@ -176,6 +178,74 @@ def trained(**options: Any) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
+def collectives_and_trainings() -> dict[str, object]:
+    """On any number of ranks: which collectives are wrong, and the losses of an MLP and of a narrow ResNet18, step by step."""
+    rank, size = hvd.rank(), hvd.size()
+    speakers = [host[0] for host in engine.current_runtime().hosts]
+    sets = {"world": None, "odd": hvd.add_process_set(range(1, size))}
+    if 1 < len(speakers) < size and speakers[1:] != list(range(1, size)):
+        sets["one of each host"] = hvd.add_process_set(speakers)
+    wrong = []
+
+    def check(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        if not torch.equal(found, expected):
+            wrong.append(what)
+
+    for name, members in sets.items():
+        ranks = list(range(size)) if members is None else sorted(members.ranks)
+        if rank not in ranks:
+            continue
+        options = {} if members is None else {"process_set": members}
+        total, me, count = sum(ranks), ranks.index(rank), len(ranks)
+        for length in (1, 1000, 300_001):
+            values = torch.arange(length, dtype=torch.float64) % 100
+            got = hvd.allreduce(values * rank, op=hvd.Sum, name=f"sum {length}", **options)
+            check(f"{name} allreduce {length}", got, values * total)
+        got = hvd.allgather(torch.full((rank + 1,), rank), **options)
+        check(f"{name} allgather", got, torch.cat([torch.full((one + 1,), one) for one in ranks]))
+        check(f"{name} broadcast", hvd.broadcast(torch.tensor([rank]), ranks[-1], **options), torch.tensor([ranks[-1]]))
+        got = hvd.alltoall(torch.arange(count) + 100 * rank, **options)
+        check(f"{name} alltoall", got, torch.tensor([100 * one + me for one in ranks]))
+        got = hvd.reducescatter(torch.arange(2.0 * count) * rank, op=hvd.Sum, **options)
+        check(f"{name} reducescatter", got, torch.tensor([2.0 * me, 2.0 * me + 1]) * total)
+    hvd.barrier()
+    models = {
+        "MLP": (lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 64), torch.nn.Linear(64, 10)))
+    }
+    models["ResNet18"] = lambda: resnet18(width=4)
+    return {"wrong": wrong} | {name: losses(make) for name, make in models.items()}
+
+
+def losses(make_model: Callable[[], torch.nn.Module]) -> list[float]:
+    """Of three steps of training, averaged over all ranks."""
+    torch.manual_seed(1)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), named_parameters=model.named_parameters()
+    )
+    generator = torch.Generator().manual_seed(hvd.rank())
+    inputs, labels = torch.randn(4, 3, 32, 32, generator=generator), torch.arange(4)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        found.append(hvd.allreduce(loss.detach(), name="loss").item())
+    return found
+
+
+def wait_for_a_stopped_speaker(victim: int) -> dict[str, object]:
+    """The victim, which speaks for its host, stops; the others wait for it in vain and are told so."""
+    if hvd.rank() == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        hvd.allreduce(torch.ones(1), name="in vain")
+    except hvd.HorovodInternalError as error:
+        return {"error": str(error)}
+    return {}
+
+
 def memory_of_an_allgather() -> float:
     """How many MiB more than before a rank takes at most, while all of them gather 64 MiB."""
     mine = torch.ones(16 * 2**20 // 4)
@@ -261,6 +331,10 @@ def done(mode: str, answer: Any) -> dict[str, object]:
         return {"mib": memory_of_an_allgather()}
     if mode == "until told":
         return add_until_told(answer)
+    if mode == "any number":
+        return collectives_and_trainings() | {"hosts": engine.current_runtime().hosts}
+    if mode == "a speaker is stopped":
+        return wait_for_a_stopped_speaker(2)
     if mode == "one is stopped":
         return agree_without(1)
     if mode in ("killed in mid-exchange", "stopped in mid-exchange"):
