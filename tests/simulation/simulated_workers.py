@@ -17,6 +17,7 @@ from hora.net.wire import VALUE_LENGTH
 from hora.world import World
 
 LIMIT_S = 600.0
+VALUE = struct.Struct(">iiq?")  # generation, rank, worker, whether it wants to stop for a new world
 Answer = tuple[dict[str, Any], bytes]
 Life = Generator["Request | float", Any, int]
 
@@ -64,9 +65,10 @@ class Referee:
     def gathered(self, worker: int, world: World, key: str, values: bytes) -> None:
         """An operation was executed: the same for all who see it, with every rank's own part."""
         assert self._values.setdefault(key, values) == values, f"two results of {key}"
-        lengths = [length for (length,) in VALUE_LENGTH.iter_unpack(values[: 8 * world.size])]
-        assert lengths == [struct.calcsize(">iiq?")] * world.size
-        parts = [struct.unpack_from(">iiq?", values, 8 * world.size + rank * lengths[0]) for rank in range(world.size)]
+        begin = 2 * VALUE_LENGTH.size * world.size
+        words = [word for (word,) in VALUE_LENGTH.iter_unpack(values[:begin])]
+        assert words == [word for rank in range(world.size) for word in (rank, VALUE.size)]
+        parts = list(VALUE.iter_unpack(values[begin:]))
         for rank, (generation, told, who, _) in enumerate(parts):
             assert (generation, told) == (world.generation, rank), f"{key}: rank {rank} is {told} of {generation}"
             assert self._given[generation, rank] == who
@@ -198,7 +200,7 @@ class Worker:
         while step < self._num_steps:
             yield rng.expovariate(2.0)
             key = f"{world.generation}/{'begin' if first else step}"
-            value = struct.pack(">iiq?", world.generation, world.rank, self.number, self._notified)
+            value = VALUE.pack(world.generation, world.rank, self.number, self._notified)
             request = {"op": "gather", "key": key, "rank": world.rank, "size": world.size, "timeout_s": LIMIT_S}
             header, values = yield Request(request, value)
             if "error" in header:
@@ -208,7 +210,7 @@ class Worker:
                 first, step = False, world.generation  # all begin at the same step, whatever they did before
                 continue
             step += 1
-            if any(values[8 * world.size + 16 :: 17]):
+            if any(wants for *_, wants in VALUE.iter_unpack(values[2 * VALUE_LENGTH.size * world.size :])):
                 return "interrupted", step
         return "done", step
 
