@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"net", "telemetry", "watch"},
     "workers": {"launch", "net"},
     "data": set(),
-    "spark": {"torch", "data", "workflow", "launch", "net"},
+    "spark": {"torch", "keras", "data", "workflow", "launch", "net"},
     "ray": {"launch", "net", "horovod"},
     "workflow": {"telemetry", "torch"},
     "labs": {"torch", "workflow"},

@@ -80,6 +80,8 @@ class HorovodModel(Model, ModelParams, ParamsWritable, ParamsReadable):
 class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsReadable):
     """Fits a model on a DataFrame, on several processes."""
 
+    run_prefix: ClassVar[str] = "pytorch"
+
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on the Parquet data that already lies at the store's train (and, if asked for, validation) path."""
         return (self.copy(dict(params)) if params else self)._fit_on_parquet(dataset_idx)
@@ -159,9 +161,9 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         num_proc = backend.num_processes()
         if train_rows < num_proc:
             raise ValueError(f"{train_rows} training rows are too few for {num_proc} processes; use fewer")
-        run_id = values["run_id"] or _new_run(values["store"])
+        run_id = values["run_id"] or _new_run(values["store"], self.run_prefix)
         function, spec = self._training(values, dataset, features, run_id)
-        results = backend.run(function, args=(spec,), kwargs={}, env={})
+        results = backend.run(function, args=(spec,), kwargs={}, env=dict(values.get("backend_env") or {}))
         columns = {name: dataclasses.asdict(column) for name, column in metadata.items()}
         return self._create_model(results, run_id, {"columns": columns, "features": features})
 
@@ -221,11 +223,11 @@ def _features(values: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
     return [name for name in columns if name not in others]
 
 
-def _new_run(store: Any) -> str:
+def _new_run(store: Any, prefix: str) -> str:
     """A name that no run has: trainings that begin in the same second must not resume one another."""
     with _naming:
         second = int(time.time())
-        while (name := f"pytorch_{second}") in _named or store.exists(store.get_run_path(name)):
+        while (name := f"{prefix}_{second}") in _named or store.exists(store.get_run_path(name)):
             second += 1
         _named.add(name)
     return name

@@ -136,7 +136,7 @@ def _name_now(name: str) -> str:
 
 def _packed(values: Mapping[str, Any]) -> dict[str, Any]:
     packed = dict(values)
-    if "model" in packed and "optimizer" in packed:
+    if "model" in packed and isinstance(packed.get("optimizer"), torch.optim.Optimizer):
         packed["model"] = ModelAndOptimizer.of(packed["model"], packed.pop("optimizer"))
     elif "model" in packed:
         packed["model"] = pack_model(packed["model"])

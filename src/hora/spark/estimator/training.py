@@ -29,7 +29,17 @@ from hora.workflow.history import Tally
 from hora.workflow.objective import Scored
 from hora.workflow.step import Recipe, Stepper, score_all
 
-__all__ = ["RankSpec", "TrainingResult", "TrainingSpec", "rank_device", "train"]
+__all__ = [
+    "RankSpec",
+    "TrainingResult",
+    "TrainingSpec",
+    "endless",
+    "minibatches",
+    "num_steps",
+    "open_data_module",
+    "rank_device",
+    "train",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +87,17 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
     model, inner = spec.model_and_optimizer.unpack(device)
     history = _resume(spec, model, inner)
     optimizer = _distributed(values, model, inner)
-    with _data_module(spec) as data, _RunFiles(spec, inner) as files:
+    with open_data_module(spec) as data, _RunFiles(spec, inner) as files:
         objective = LabelColumns(values, _losses(spec, model, optimizer), device)
         recipe = Recipe(accumulate=values["backward_passes_per_step"])
         trainer = _Trainer(Stepper(model, optimizer, objective, recipe=recipe, device=device), objective, values)
-        batches = _endless(data.train_data())
+        batches = endless(data.train_data())
         for epoch in range(len(history), values["epochs"]):
             entry: dict[str, Any] = {"epoch": epoch}
-            of_epoch = (next(batches) for _ in range(_num_steps(spec, data)))
-            entry["train"] = trainer.train(_minibatches(spec, of_epoch, device))
+            of_epoch = (next(batches) for _ in range(num_steps(spec, data)))
+            entry["train"] = trainer.train(minibatches(spec, of_epoch, device))
             if spec.dataset.val_rows:
-                entry["validation"] = trainer.validate(_minibatches(spec, data.val_data(), device))
+                entry["validation"] = trainer.validate(minibatches(spec, data.val_data(), device))
             history.append(entry)
             if hvd.rank() == 0:
                 files.keep(model, history)
@@ -203,7 +213,8 @@ def _losses(spec: TrainingSpec, model: torch.nn.Module, optimizer: torch.optim.O
     return losses * len(spec.values["label_cols"]) if len(losses) == 1 else losses
 
 
-def _data_module(spec: TrainingSpec) -> Any:
+def open_data_module(spec: RankSpec) -> Any:
+    """Return the data module of the parameters, for this rank's rows."""
     values = spec.values
     transform = None
     if values["transformation_fn"] is not None:
@@ -240,7 +251,7 @@ def _data_module(spec: TrainingSpec) -> Any:
     )
 
 
-def _num_steps(spec: TrainingSpec, data: Any) -> int:
+def num_steps(spec: RankSpec, data: Any) -> int:
     """Batches of an epoch, the same number on every rank."""
     if spec.values["train_steps_per_epoch"]:
         return int(spec.values["train_steps_per_epoch"])
@@ -249,7 +260,8 @@ def _num_steps(spec: TrainingSpec, data: Any) -> int:
     return max(1, spec.dataset.train_rows // (spec.values["batch_size"] * hvd.size()))
 
 
-def _endless(batches: Iterable[Any]) -> Iterator[Any]:
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield batches again and again."""
     while True:
         empty = True
         for batch in batches:
@@ -259,7 +271,8 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
             raise RuntimeError(f"the data module gave rank {hvd.rank()} no batch to train on")
 
 
-def _minibatches(spec: TrainingSpec, batches: Iterable[Any], device: torch.device) -> Iterator[Minibatch]:
+def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) -> Iterator[Minibatch]:
+    """Yield the inputs, labels and weights of each batch of a data module."""
     values = spec.values
     for batch in batches:
         yield split_columns(

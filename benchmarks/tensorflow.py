@@ -1,0 +1,154 @@
+"""Training steps of TensorFlow on two ranks of this machine: `python -m benchmarks.tensorflow [--rounds 3] [--model mlp]`
+
+Contenders, in turns, each with one thread a rank: the model alone (two processes that say nothing to one another),
+`horovod.tensorflow`, and `tf.distribute.MultiWorkerMirroredStrategy` with its own collectives over gRPC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = {"tiny": 200, "mlp": 20, "convolutional": 30}
+CONTENDERS = ("alone", "horovod", "strategy")
+LIMIT_S = 300
+
+
+def build(tf, name):
+    """A model and a batch for it."""
+    import numpy as np
+
+    rng, layers = np.random.default_rng(0), tf.keras.layers
+    if name == "tiny":
+        body, shape, classes = [layers.Dense(10, "relu"), layers.Dense(10, "relu")], (5,), 3
+    elif name == "mlp":
+        body, shape, classes = [layers.Dense(2048, "relu") for _ in range(3)], (2048,), 2048
+    else:
+        stages = [layers.Conv2D(width, 3, 2, activation="relu", padding="same") for width in (32, 64, 128)]
+        body, shape, classes = [*stages, layers.Flatten()], (32, 32, 3), 10
+    model = tf.keras.Sequential([layers.Input(shape), *body, layers.Dense(classes)])
+    x = rng.normal(size=(32, *shape)).astype("float32")
+    return model, tf.constant(x), tf.constant(rng.integers(0, classes, 32))
+
+
+def worker(contender: str, name: str) -> None:
+    """Train on this rank; rank 0 prints the median milliseconds of a step."""
+    import contextlib
+
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    scope, run, first = contextlib.nullcontext(), None, True
+    if contender == "strategy":
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        scope, run = strategy.scope(), strategy.run
+        first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+    else:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        first = hvd.rank() == 0
+    with scope:
+        model, x, y = build(tf, name)
+        optimizer = tf.keras.optimizers.SGD(0.01, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+    loss_of = tf.nn.sparse_softmax_cross_entropy_with_logits
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(loss_of(y, model(x, training=True)))
+        if contender == "horovod":
+            tape = hvd.DistributedGradientTape(tape)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        return loss
+
+    function = tf.function(step if run is None else lambda: run(step))
+    times = []
+    for _ in range(MODELS[name] + 5):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    if first:
+        print(f"ms {statistics.median(times[5:]) * 1e3}", flush=True)
+
+
+def measure(contender: str, name: str) -> float:
+    """Milliseconds of a step, on two ranks."""
+    command = [sys.executable, "-m", "benchmarks.tensorflow", "--worker", contender, "--model", name]
+    env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    if contender != "strategy":
+        launcher = str(Path(sys.executable).parent / "horovodrun")
+        done = subprocess.run(
+            [launcher, "-np", "2", *command],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
+        return _number(done.stdout)
+    with socket.socket() as a, socket.socket() as b:
+        ports = []
+        for one in (a, b):
+            one.bind(("127.0.0.1", 0))
+            ports.append(one.getsockname()[1])
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    workers = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env | {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for index in (0, 1)
+    ]
+    try:
+        return _number(workers[0].communicate(timeout=LIMIT_S)[0])
+    finally:
+        for one in workers:
+            one.kill()
+            one.wait()
+
+
+def _number(text: str) -> float:
+    return float(text.rpartition("ms ")[2].split()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker, options.model)
+        return
+    for name in [options.model] if options.model else MODELS:
+        found: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+        for _ in range(options.rounds):
+            for contender in CONTENDERS:
+                found[contender].append(measure(contender, name))
+        ms = {contender: statistics.median(values) for contender, values in found.items()}
+        ratio = statistics.median(s / h for s, h in zip(found["strategy"], found["horovod"], strict=True))
+        print(
+            f"{name}: {', '.join(f'{c} {v:.2f} ms' for c, v in ms.items())}; strategy's time / ours {ratio:.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

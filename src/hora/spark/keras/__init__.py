@@ -1,0 +1,1 @@
+"""The estimator for Keras models: `horovod.spark.keras`."""

@@ -1,0 +1,95 @@
+"""`KerasEstimator`: fit a Keras model on a Spark DataFrame, on several processes. Users import it from `horovod.spark.keras`.
+
+The way from data to a model is that of all estimators (`hora.spark.estimator.base`); the training is in `training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from hora.spark.estimator.base import HorovodEstimator
+from hora.spark.estimator.dataset import Dataset
+from hora.spark.estimator.params import ESTIMATOR, ParamTable, check_values, signature_of, with_params
+from hora.spark.keras.model import KerasModel
+from hora.spark.keras.packing import keras_of, pack, pack_model, unpack_model
+from hora.spark.keras.training import KerasResult, KerasSpec, train
+
+__all__ = ["KERAS", "KerasEstimator"]
+
+_OWN: dict[str, tuple[Any, str]] = {
+    "custom_objects": (None, "classes and functions by which Keras knows the model's own"),
+    "checkpoint_callback": (None, "a BestModelCheckpoint, which writes into the run's folder"),
+    "backend_env": (None, "variables for the ranks' environment"),
+    "tensorflow_dataset_prefetch_buffer_size": (0, "accepted: rows are read ahead by the readers"),
+}
+_NOT_KERAS = (
+    "input_shapes",
+    "loss_constructors",
+    "train_minibatch_fn",
+    "backward_passes_per_step",
+    "compress_sparse_cols",
+)
+KERAS: dict[str, tuple[Any, str]] = {
+    name: entry for name, entry in (ESTIMATOR | _OWN).items() if name not in _NOT_KERAS
+}
+
+
+@with_params(_OWN)
+class KerasEstimator(HorovodEstimator):
+    """Fits a Keras model on a DataFrame. Keywords are the parameters of `KERAS`."""
+
+    table: ClassVar[ParamTable] = ESTIMATOR | _OWN
+    run_prefix: ClassVar[str] = "keras"
+    __signature__ = signature_of(KERAS)
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.setParams(**kwargs)
+
+    def get_model_class(self) -> type[Any]:
+        return KerasModel
+
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        check_values(values)
+        keras_of(values["model"])
+        if values["optimizer"] is None or not values["loss"]:
+            raise ValueError("KerasEstimator needs an optimizer and a loss: KerasEstimator(optimizer=…, loss='mse')")
+        unknown = [name for name in _NOT_KERAS if values[name] not in (None, False, 1)]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} has no meaning for Keras")
+
+    def _training(
+        self, values: dict[str, Any], dataset: Dataset, features: Sequence[str], run_id: str
+    ) -> tuple[Callable[[Any], Any], Any]:
+        num_proc = self._get_or_create_backend().num_processes()
+        if 0 < dataset.val_rows < num_proc:
+            raise ValueError(f"{dataset.val_rows} validation rows are too few for {num_proc} processes; use fewer")
+        store, package = values["store"], keras_of(values["model"])
+        packed = {name: pack(package, values[name]) for name in ("optimizer", "loss", "metrics")}
+        spec = KerasSpec(
+            package=package,
+            model=pack_model(values["model"]),
+            store=store,
+            remote=store.to_remote(run_id, dataset.index),
+            dataset=dataset,
+            features=tuple(features),
+            values=values | packed | {"model": None, "store": None, "backend": None},
+            checkpoint=self._read_checkpoint(run_id),
+        )
+        return train, spec
+
+    def _create_model(self, run_results: Sequence[Any], run_id: str, metadata: dict[str, Any]) -> Any:
+        result = run_results[0]
+        assert isinstance(result, KerasResult), "rank 0 gave no result"
+        known = self.getOrDefault("custom_objects")
+        model = unpack_model(keras_of(self.getOrDefault("model")), result.model, known)
+        return self.get_model_class()(
+            history=result.history,
+            model=model,
+            feature_columns=list(metadata["features"]),
+            label_columns=list(self.getOrDefault("label_cols")),
+            custom_objects=known,
+            run_id=run_id,
+            _metadata=metadata | {"output_sizes": list(result.output_sizes)},
+        )

@@ -1,0 +1,89 @@
+"""`KerasModel`: a trained Keras model that a DataFrame can be sent through. Users import it from `horovod.spark.keras`.
+
+What becomes of predictions is the torch model's; only how they are made is Keras's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hora.spark.estimator.params import MODEL, ParamTable, with_params
+from hora.spark.estimator.torch_model import TorchModel
+from hora.spark.keras.packing import keras_of, pack_model, unpack_model
+
+__all__ = ["KerasModel"]
+
+_OWN: dict[str, tuple[Any, str]] = {
+    "custom_objects": (None, "classes and functions by which Keras knows the model's own"),
+    "_floatx": (None, "Keras's default float; that of the model's own layers unless given"),
+}
+
+
+@with_params(_OWN)
+class KerasModel(TorchModel):
+    """A trained Keras model. `transform(df)` adds a column of predictions for each label."""
+
+    table: ClassVar[ParamTable] = MODEL | _OWN
+
+    def __init__(
+        self,
+        history: Mapping[str, Any] | None = None,
+        model: Any = None,
+        feature_columns: Sequence[str] | None = None,
+        label_columns: Sequence[str] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+        _metadata: Mapping[str, Any] | None = None,
+        _floatx: str | None = None,
+    ) -> None:
+        own = {"custom_objects": custom_objects, "_floatx": _floatx}
+        super().__init__(
+            history=history,  # type: ignore[arg-type]
+            model=model,
+            feature_columns=feature_columns,
+            label_columns=label_columns,
+            run_id=run_id,
+            _metadata=_metadata,
+        )
+        self._set(**{name: value for name, value in own.items() if value is not None})
+
+    def keras(self) -> Any:
+        """Return the Keras model."""
+        return self.getOrDefault("model")
+
+    def _predict(self, read: Sequence[str], own: bool) -> Any:
+        model = self.getOrDefault("model")
+        if model is None:
+            raise ValueError("there is no model: KerasModel(model=…)")
+        return _Predict(keras_of(model), pack_model(model), dict(self.getOrDefault("custom_objects") or {}))
+
+
+@dataclass(frozen=True)
+class _Predict:
+    """Columns of rows in, one two-dimensional array of predictions for each output. `load` gives the function."""
+
+    package: str
+    model: bytes = field(repr=False)
+    custom_objects: dict[str, Any]
+
+    def load(self) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
+        model = unpack_model(self.package, self.model, self.custom_objects)
+        shapes = [(-1, *[extent or -1 for extent in one.shape[1:]]) for one in model.inputs]
+        dtypes = [str(getattr(one.dtype, "name", one.dtype)) for one in model.inputs]
+
+        def predict(columns: Sequence[Sequence[Any]]) -> list[Any]:
+            inputs = [
+                np.array([value.toArray() if hasattr(value, "toArray") else value for value in column])
+                .reshape(shape)
+                .astype(dtype)
+                for column, shape, dtype in zip(columns, shapes, dtypes, strict=True)
+            ]
+            outputs = model.predict_on_batch(inputs[0] if len(inputs) == 1 else inputs)
+            found = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+            return [np.asarray(output, dtype=np.float32).reshape(len(columns[0]), -1) for output in found]
+
+        return predict

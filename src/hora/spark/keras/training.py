@@ -1,0 +1,178 @@
+"""Training of a Keras estimator on every rank: `model.fit` over the rank's rows, a checkpoint in the store, a report."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+import hora.torch as hvd
+from hora.keras import callbacks as methods
+from hora.keras.optimizer import DistributedOptimizer
+from hora.keras.values import optimizer_variables
+from hora.spark.estimator.training import RankSpec, endless, minibatches, num_steps, open_data_module
+from hora.spark.keras.packing import pack_model, unpack, unpack_model
+from hora.torch.arrays import as_numpy, as_torch
+
+__all__ = ["KerasResult", "KerasSpec", "train"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KerasSpec(RankSpec):
+    """Everything that a rank has to know. `package`: keras or tf_keras."""
+
+    package: str
+    model: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class KerasResult:
+    """Rank 0's report: the trained model, the history, and how many numbers a row of each output has."""
+
+    model: bytes = field(repr=False)
+    history: dict[str, list[float]]
+    output_sizes: tuple[int, ...]
+
+
+def train(spec: KerasSpec) -> KerasResult | None:
+    """Train to the end; a result on rank 0, None elsewhere."""
+    values = spec.values
+    spec.join()
+    keras = importlib.import_module(spec.package)
+    if values["random_seed"] is not None:
+        keras.utils.set_random_seed(int(values["random_seed"]))
+    model = unpack_model(spec.package, spec.model, values["custom_objects"])
+    optimizer = _compile(spec, keras, model)
+    history = _resume(spec, model, optimizer)
+    done = len(history.get("loss", ()))
+    with open_data_module(spec) as data, _run_folder(spec) as folder:
+        keeper = type("Keeper", (_Keeper, keras.callbacks.Callback), {})(spec, folder, history)
+        fitted: dict[str, Any] = {}
+        if spec.dataset.val_rows:
+            # A generator of a known number of batches for each epoch: those of one pass.
+            passes = len(list(data.val_data()))
+            fitted = {"validation_data": _rows(spec, model, _again(data)), "validation_steps": passes}
+        model.fit(
+            _rows(spec, model, endless(data.train_data())),
+            steps_per_epoch=num_steps(spec, data),
+            initial_epoch=done,
+            epochs=values["epochs"],
+            verbose=values["verbose"] if hvd.rank() == 0 else 0,
+            callbacks=_callbacks(spec, keras, folder, keeper),
+            **fitted,
+        )
+    if hvd.rank() != 0:
+        return None
+    sizes = tuple(int(np.prod([extent or 1 for extent in output.shape[1:]])) for output in model.outputs)
+    return KerasResult(pack_model(model), history, sizes)
+
+
+def _compile(spec: KerasSpec, keras: Any, model: Any) -> Any:
+    """Compile with the user's optimizer, wrapped, at the rate scaled by the number of ranks."""
+    values = spec.values
+    known = values["custom_objects"]
+    inner = keras.optimizers.get(unpack(spec.package, values["optimizer"], known))
+    if hasattr(inner.learning_rate, "assign"):
+        inner.learning_rate.assign(float(inner.learning_rate.numpy()) * hvd.size())
+    optimizer = DistributedOptimizer(inner, compression=values["gradient_compression"])
+    model.compile(
+        optimizer=optimizer,
+        loss=unpack(spec.package, values["loss"], known),
+        loss_weights=values["loss_weights"],
+        metrics=unpack(spec.package, values["metrics"] or None, known),
+    )
+    return optimizer
+
+
+def _callbacks(spec: KerasSpec, keras: Any, folder: str, keeper: Any) -> list[Any]:
+    base = keras.callbacks.Callback
+    broadcast = type("Broadcast", (methods.Broadcast, base), {})(0)
+    average = type("MetricAverage", (methods.MetricAverage, base), {})()
+    callbacks = [broadcast, average, *(spec.values["callbacks"] or ())]
+    checkpoint = spec.values["checkpoint_callback"]
+    if checkpoint is not None and hvd.rank() == 0:
+        checkpoint.filepath = os.path.join(folder or ".", "best.keras")
+        callbacks.append(checkpoint)
+    return [*callbacks, keeper]
+
+
+def _rows(spec: KerasSpec, model: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield `(inputs, labels)` or `(inputs, labels, weights)` in the shapes and dtypes of the model's inputs."""
+    wanted = [(tuple(one.shape[1:]), _dtype(one)) for one in model.inputs]
+    for minibatch in minibatches(spec, batches, _CPU):
+        if len(minibatch.inputs) != len(wanted):
+            raise ValueError(f"the model has {len(wanted)} inputs, but there are {len(spec.features)} feature columns")
+        inputs = [
+            as_numpy(tensor).reshape((-1, *[extent or -1 for extent in shape])).astype(dtype)
+            for tensor, (shape, dtype) in zip(minibatch.inputs, wanted, strict=True)
+        ]
+        labels = [as_numpy(label) for label in minibatch.labels]
+        row = (_one_or_all(inputs), _one_or_all(labels))
+        yield row if minibatch.weights is None else (*row, as_numpy(minibatch.weights))
+
+
+def _again(data: Any) -> Iterator[Any]:
+    while True:
+        yield from data.val_data()
+
+
+def _dtype(tensor: Any) -> str:
+    return str(getattr(tensor.dtype, "name", tensor.dtype))
+
+
+def _one_or_all(arrays: list[Any]) -> Any:
+    return arrays[0] if len(arrays) == 1 else tuple(arrays)
+
+
+@contextlib.contextmanager
+def _run_folder(spec: KerasSpec) -> Iterator[str]:
+    """Yield rank 0's folder for the run, which goes to the store; empty on the others and if runs are not saved."""
+    if not spec.remote.saving_runs or hvd.rank() != 0:
+        yield ""
+        return
+    with spec.remote.get_local_output_dir() as folder:
+        yield folder
+
+
+class _Keeper:
+    """The last callback: history, and after each epoch a checkpoint in the store."""
+
+    model: Any
+
+    def __init__(self, spec: KerasSpec, folder: str, history: dict[str, list[float]]) -> None:
+        super().__init__()
+        self._spec, self._folder, self._history = spec, folder, history
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        for name, value in (logs or {}).items():
+            self._history.setdefault(name, []).append(float(value))
+        if not self._folder:
+            return
+        variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
+        values = [as_torch(np.array(variable.numpy())) for variable in variables]
+        path = os.path.join(self._folder, self._spec.remote.checkpoint_filename)
+        torch.save({"variables": values, "history": self._history, "size": hvd.size()}, path)
+        self._spec.remote.sync(self._folder)
+
+
+def _resume(spec: KerasSpec, model: Any, optimizer: Any) -> dict[str, list[float]]:
+    """Return the history of the run so far; model and optimizer become those of its checkpoint, if there is one."""
+    if spec.checkpoint is None:
+        return {}
+    state = torch.load(io.BytesIO(spec.checkpoint), map_location="cpu", weights_only=True)
+    if hasattr(optimizer, "build"):
+        optimizer.build(model.trainable_variables)
+    for variable, value in zip([*model.weights, *optimizer_variables(optimizer)], state["variables"], strict=False):
+        variable.assign(as_numpy(value))
+    if hasattr(optimizer.learning_rate, "assign"):
+        optimizer.learning_rate.assign(float(optimizer.learning_rate.numpy()) * hvd.size() / state["size"])
+    return {name: list(found) for name, found in state["history"].items()}

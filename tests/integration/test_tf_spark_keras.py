@@ -1,0 +1,116 @@
+"""`KerasEstimator` on a real standalone cluster: what comes back, what lies in the store, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("needs TensorFlow: make test-tensorflow", allow_module_level=True)
+
+from pyspark.ml.linalg import DenseVector, Vectors
+
+from horovod.spark.common.store import Store
+
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("by_value")]
+
+X = np.random.default_rng(0).normal(size=(64, 2)).astype("float32")
+Y = (X @ np.array([1.0, -2.0], dtype="float32") + 0.5).astype("float32")
+
+
+@pytest.fixture(scope="module")
+def frame(spark):
+    rows = [(Vectors.dense(x), float(y), int(y > 0)) for x, y in zip(X, Y, strict=True)]
+    plain = spark.createDataFrame(rows, ["x", "y", "positive"])
+    return plain.withColumns({"y": plain.y.cast("float"), "positive": plain.positive.cast("int")}).cache()
+
+
+def estimator(store, **more):
+    import keras
+
+    from horovod.spark.keras import KerasEstimator
+
+    keras.utils.set_random_seed(0)
+    given = {
+        "num_proc": 2,
+        "store": store,
+        "model": keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)]),
+        "optimizer": keras.optimizers.SGD(0.05),
+        "loss": "mse",
+        "metrics": ["mae"],
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "epochs": 4,
+        "validation": 0.25,
+        "partitions_per_process": 1,
+        "verbose": 0,
+    }
+    return KerasEstimator(**given | more)
+
+
+def test_a_model_is_trained_predicts_is_saved_and_goes_on(spark, frame, tmp_path):
+    from horovod.spark.keras import KerasModel
+
+    store = Store.create(str(tmp_path / "store"))
+    first = estimator(store, epochs=2, run_id="run").fit(frame)
+    model = estimator(store, epochs=6, run_id="run").fit(frame)
+    history = model.getHistory()
+    assert history["loss"][:2] == first.getHistory()["loss"]
+    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(
+        ["loss", "mae", "val_loss", "val_mae"], 6
+    )
+    assert history["val_loss"][-1] < history["val_loss"][0]
+    predicted = model.transform(frame).select("x", "y", "y__output").collect()
+    expected = model.keras().predict_on_batch(np.array([row.x.toArray() for row in predicted], "float32"))
+    np.testing.assert_allclose([row.y__output for row in predicted], expected[:, 0], rtol=1e-4)
+    assert np.mean([(row.y - row.y__output) ** 2 for row in predicted]) < np.var(Y) / 4
+    model.write().overwrite().save(str(tmp_path / "model"))
+    loaded = KerasModel.load(str(tmp_path / "model"))
+    again = [row.y__output for row in loaded.transform(frame).collect()]
+    np.testing.assert_allclose(again, [row.y__output for row in predicted], rtol=1e-5)
+
+
+def test_classes_with_an_own_callback(frame, tmp_path):
+    import keras
+
+    class Note(keras.callbacks.Callback):
+        def __init__(self, path):
+            super().__init__()
+            self.path = path
+
+        def on_train_end(self, logs=None):
+            with open(self.path, "a") as notes:
+                notes.write("done\n")
+
+    model = estimator(
+        Store.create(str(tmp_path / "store"), save_runs=False),
+        model=keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2, activation="softmax")]),
+        loss=keras.losses.SparseCategoricalCrossentropy(),
+        metrics=["accuracy"],
+        label_cols=["positive"],
+        validation=None,
+        callbacks=[Note(str(tmp_path / "notes"))],
+    ).fit(frame)
+    assert (tmp_path / "notes").read_text() == "done\n" * 2
+    row = model.transform(frame).first()
+    assert isinstance(row.positive__output, DenseVector)
+    assert sum(row.positive__output) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_what_is_refused_and_models_as_text(frame, tmp_path):
+    from horovod.spark.keras.util import TFKerasUtil
+
+    store = Store.create(str(tmp_path / "store"), save_runs=False)
+    with pytest.raises(ValueError, match="optimizer and a loss"):
+        estimator(store).setLoss(None).fit(frame)
+    with pytest.raises(ValueError, match="models of Keras"):
+        estimator(store, model=object()).fit(frame)
+    given = estimator(store)
+    assert given.getBatchSize() == 8
+    text = TFKerasUtil.serialize_model(given.getModel())
+    np.testing.assert_array_equal(
+        TFKerasUtil.deserialize_model(text).get_weights()[0], given.getModel().get_weights()[0]
+    )
