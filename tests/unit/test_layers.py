@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spark": {"torch", "keras", "data", "workflow", "launch", "net"},
     "ray": {"launch", "net", "horovod"},
     "workflow": {"telemetry", "torch"},
-    "labs": {"torch", "workflow"},
+    "labs": {"keras", "torch", "workflow"},
     "horovod": {"engine", "torch", "launch", "net"},
     "compat": {"workers", "launch"},
     "cli": {"watch", "launch", "workers", "labs", "horovod", "net"},

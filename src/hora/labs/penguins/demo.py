@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import sys
 import time
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--np", type=int, default=2, help="ranks of the distributed run (default: 2)")
     parser.add_argument("--epochs", type=int, default=50, help="default: 50")
     parser.add_argument("--no-spark", action="store_true", help="prepare with pandas, train on local processes")
+    parser.add_argument("--framework", choices=("torch", "keras"), default="torch", help="what trains (default: torch)")
     options = parser.parse_args(argv)
     if options.np < 1 or options.epochs < 1:
         parser.error(f"--np and --epochs must be at least 1, but they are {options.np} and {options.epochs}")
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with _spark(options.np, wanted=not options.no_spark) as spark:
         data = _prepare(options.csv, spark)
-        runs = _train(data, spark, options.np, options.epochs, folder)
+        runs = _train(data, spark, options.np, options.epochs, folder, options.framework)
     _show(data, runs, folder)
     print(f"\nThe lab took {time.perf_counter() - began:.0f} s.")
     hora = "hora" if shutil.which("hora") else sys.argv[0]  # `make demo` has its own, which no shell knows
@@ -107,13 +109,16 @@ def _prepare(csv: str | None, spark: SparkSession | None) -> Penguins:
     return data
 
 
-def _train(data: Penguins, spark: SparkSession | None, np: int, epochs: int, folder: Path) -> dict[str, PenguinRun]:
+def _train(
+    data: Penguins, spark: SparkSession | None, np: int, epochs: int, folder: Path, framework: str
+) -> dict[str, PenguinRun]:
     import torch
 
     import hora.torch as hvd
-    from hora.labs.penguins.training import train
     from sparkdl import HorovodRunner
 
+    module = "hora.labs.penguins.keras_training" if framework == "keras" else "hora.labs.penguins.training"
+    train = importlib.import_module(module).train
     model_path = str((folder / "model").resolve())
     _step("2. Train alone")
     alone = train(data, epochs=epochs)

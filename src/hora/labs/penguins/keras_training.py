@@ -1,0 +1,108 @@
+"""The penguin lab's training with Keras: the same network, rows and rates as `training`, through `horovod.keras`'s pieces.
+
+The weights end in the torch network of the same shape, so that everything after the training is the same lab.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import hora.torch as hvd
+from hora.keras import callbacks as methods
+from hora.keras.optimizer import DistributedOptimizer
+from hora.labs.penguins.steps import FEATURES, Penguins
+from hora.labs.penguins.training import PenguinRun, features_of
+from hora.workflow import History, save
+from hora.workflow.architectures import MLP
+
+__all__ = ["train"]
+
+
+def train(
+    data: Penguins,
+    *,
+    epochs: int = 50,
+    batch_size: int = 20,
+    learning_rate: float = 0.002,
+    seed: int = 0,
+    model_path: str | None = None,
+    progress: bool = True,
+) -> PenguinRun:
+    """Train the 5-10-10-3 network on this rank's share of the rows; rank 0 saves it."""
+    import keras
+
+    hvd.init()
+    keras.utils.set_random_seed(seed)
+    sizes = [len(FEATURES), 10, 10, len(data.species)]
+    dense = [keras.layers.Dense(size, activation="relu") for size in sizes[1:-1]]
+    model = keras.Sequential([keras.layers.Input((sizes[0],)), *dense, keras.layers.Dense(sizes[-1])])
+    mine = slice(hvd.rank(), len(data.train) // hvd.size() * hvd.size(), hvd.size())
+    features, labels = data.train.features[mine].astype("float32"), data.train.labels[mine]
+    rate = learning_rate * hvd.size()
+    steps = max(1, -(-len(labels) // batch_size)) * epochs
+    model.compile(
+        optimizer=DistributedOptimizer(keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(rate, steps))),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    history = History()
+    model.fit(
+        features,
+        labels,
+        batch_size=batch_size,
+        epochs=epochs,
+        verbose=0,
+        validation_data=(data.test.features.astype("float32"), data.test.labels),
+        callbacks=_callbacks(keras, history, progress and hvd.rank() == 0),
+    )
+    network = MLP(sizes)
+    with torch.no_grad():
+        for layer, (kernel, bias) in zip(
+            network.layers, zip(*[iter(model.get_weights())] * 2, strict=True), strict=True
+        ):
+            layer.weight.copy_(torch.from_numpy(np.array(kernel).T.copy()))  # type: ignore[operator]
+            layer.bias.copy_(torch.from_numpy(np.array(bias)))  # type: ignore[operator]
+    if model_path is not None and hvd.rank() == 0:
+        notes = {"epochs": epochs, "ranks": hvd.size(), "test accuracy": history.last("valid_accuracy")}
+        save(model_path, network, classes=data.species, features=features_of(data), notes=notes)
+    return PenguinRun(history=history, num_ranks=hvd.size(), weights=network.state_dict())
+
+
+def _callbacks(keras: Any, history: History, progress: bool) -> list[Any]:
+    base = keras.callbacks.Callback
+    makers: tuple[tuple[type, tuple[Any, ...]], ...] = (
+        (methods.Broadcast, (0,)),
+        (methods.MetricAverage, ()),
+        (_Record, (history, progress)),
+    )
+    return [type(kind.__name__, (kind, base), {})(*arguments) for kind, arguments in makers]
+
+
+class _Record:
+    """Writes an epoch's values into the lab's history."""
+
+    def __init__(self, history: History, progress: bool) -> None:
+        super().__init__()
+        self._history, self._progress, self._began = history, progress, 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._began = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        names = {
+            "loss": "train_loss",
+            "accuracy": "train_accuracy",
+            "val_loss": "valid_loss",
+            "val_accuracy": "valid_accuracy",
+        }
+        record = {ours: float(logs[theirs]) for theirs, ours in names.items()}
+        self._history.append({"epoch": epoch + 1, **record, "seconds": time.perf_counter() - self._began})
+        if self._progress and (epoch + 1) % 10 == 0:
+            print(
+                f"epoch {epoch + 1}: loss {record['train_loss']:.3f}, accuracy {record['valid_accuracy']:.1%}",
+                flush=True,
+            )
