@@ -1,6 +1,6 @@
 """The penguin lab's training with Keras: the same network, rows and rates as `training`, through `horovod.keras`'s pieces.
 
-The weights end in the torch network of the same shape, so that everything after the training is the same lab.
+The weights come from the torch network of the same shape, and end in it, so that everything after the training is the same lab.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hora.keras import callbacks as methods
 from hora.keras.optimizer import DistributedOptimizer
 from hora.labs.penguins.steps import FEATURES, Penguins
 from hora.labs.penguins.training import PenguinRun, features_of
-from hora.workflow import History, save
+from hora.workflow import History, save, seed_everything
 from hora.workflow.architectures import MLP
 
 __all__ = ["train"]
@@ -37,9 +37,15 @@ def train(
 
     hvd.init()
     keras.utils.set_random_seed(seed)
+    seed_everything(seed)
     sizes = [len(FEATURES), 10, 10, len(data.species)]
     dense = [keras.layers.Dense(size, activation="relu") for size in sizes[1:-1]]
     model = keras.Sequential([keras.layers.Input((sizes[0],)), *dense, keras.layers.Dense(sizes[-1])])
+    network = MLP(sizes)
+    parameters: list[tuple[Any, Any]] = [(layer.weight, layer.bias) for layer in network.layers]
+    model.set_weights(
+        [value for weight, bias in parameters for value in (weight.T.detach().numpy(), bias.detach().numpy())]
+    )
     mine = slice(hvd.rank(), len(data.train) // hvd.size() * hvd.size(), hvd.size())
     features, labels = data.train.features[mine].astype("float32"), data.train.labels[mine]
     rate = learning_rate * hvd.size()
@@ -59,13 +65,11 @@ def train(
         validation_data=(data.test.features.astype("float32"), data.test.labels),
         callbacks=_callbacks(keras, history, progress and hvd.rank() == 0),
     )
-    network = MLP(sizes)
+    trained = iter(model.get_weights())
     with torch.no_grad():
-        for layer, (kernel, bias) in zip(
-            network.layers, zip(*[iter(model.get_weights())] * 2, strict=True), strict=True
-        ):
-            layer.weight.copy_(torch.from_numpy(np.array(kernel).T.copy()))  # type: ignore[operator]
-            layer.bias.copy_(torch.from_numpy(np.array(bias)))  # type: ignore[operator]
+        for weight, bias in parameters:
+            weight.copy_(torch.from_numpy(np.array(next(trained)).T.copy()))
+            bias.copy_(torch.from_numpy(np.array(next(trained))))
     if model_path is not None and hvd.rank() == 0:
         notes = {"epochs": epochs, "ranks": hvd.size(), "test accuracy": history.last("valid_accuracy")}
         save(model_path, network, classes=data.species, features=features_of(data), notes=notes)
