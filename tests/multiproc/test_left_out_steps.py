@@ -294,3 +294,25 @@ def test_gradients_of_two_optimizers_are_clipped_together():
     for model in models:
         assert_close(weights(model), reference(3))
     assert len(spare) == 1000 * hvd.rank()
+
+
+@pytest.mark.ranks(2)
+def test_a_world_that_ended_inside_backward():
+    """The next one begins with a step of its own."""
+    for mode in ("overlapped", "per parameter", "sharded"):
+        hvd.init()
+        model = mlp()
+        optimizer = distributed(model, **MODES[mode])
+        if hvd.rank() == 1:
+            hvd.shutdown()
+        else:
+            with raises(hvd.HorovodInternalError, "rank 1"):
+                hvd.barrier()
+            with raises(hvd.HorovodInternalError, "rank 1"):
+                backward(model)
+            hvd.shutdown()
+        hvd.init()
+        run(model, optimizer, "plain", range(4), lambda number: None)
+        assert_close(weights(model), reference(4))
+        hvd.barrier()
+        hvd.shutdown()

@@ -311,7 +311,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def _backward_seen_since_step(self) -> bool:
-        return self._step.backward_began > 0.0
+        """Whether gradients are being reduced. What a world that is gone was doing is over."""
+        return self._step.backward_began > 0.0 and not self._world_changed()
+
+    def _world_changed(self) -> bool:
+        return engine.is_initialized() and engine.current_runtime() is not self._runtime
 
     def _make_whole(self) -> None:
         """Have the reduced gradients in `.grad` now; the next `step` will neither reduce again nor warn."""
@@ -338,8 +342,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """The base one; reductions under way are forgotten."""
         # Between steps there is nothing to forget, and what the ranks agreed on must stay: often one rank alone loads a
         # checkpoint, and broadcast_optimizer_state brings the others up to it.
-        changed = engine.is_initialized() and engine.current_runtime() is not self._runtime
-        if self._active and (self._step.backward_began or changed):
+        if self._active and (self._step.backward_began or self._world_changed()):
             self._start_over()
         super().load_state_dict(*args, **kwargs)
 

@@ -281,9 +281,9 @@ class ShardedOptimizer(_DistributedOptimizer):
             super().load_state_dict(*args, **kwargs)
             return
         torch.optim.Optimizer.load_state_dict(self, *args, **kwargs)
-        if self._shard_state.fits():
+        if self._shard_state.fits() and not self._step.backward_began:
             self._shard_state.load()
-        else:  # other counts of steps, or other entries: arrange everything anew in the next step
+        else:  # other counts of steps, other entries, or gradients on their way: arrange everything anew in the next step
             self._leave_shards()
             super()._start_over()
             self._bucket_order.possible = False
