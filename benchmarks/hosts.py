@@ -1,4 +1,4 @@
-"""Collectives between two hosts against gloo, in the same run. The hosts are network namespaces joined by a cable.
+"""Collectives between hosts against gloo, in the same run. The hosts are network namespaces joined by a cable.
 
     python -m benchmarks.hosts                              as fast as the machine can
     python -m benchmarks.hosts --rate 1gbit                 a cable of this speed (tc tbf), and how much of it is used
@@ -6,10 +6,11 @@
     python -m benchmarks.hosts --delay 20ms --loss 0.1%     a bad one (`bad_cable`)
     python -m benchmarks.hosts --rate 1gbit --cases fp16,bf16,int8 --sizes 16M,64M      with compression
     python -m benchmarks.hosts --rate 1gbit --train         whole training steps against DDP (`hosts_training`)
+    python -m benchmarks.hosts --hosts 4 --ranks 1          four hosts, each with one rank
 
-Two ranks on each host, as root. What is measured, and how, is said in `collectives`, which runs on the ranks. "Of the
-wire" is the time that the bytes alone would need at the cable's speed, divided by ours: every host sends and receives
-all of them once.
+Two hosts with two ranks each, unless said otherwise; as root. What is measured, and how, is said in `collectives`, which runs
+on the ranks. "Of the wire" is the time that the bytes alone would need at the cable's speed, divided by ours: every host
+sends and receives all of them once.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integ
 
 from namespaces import Host, badly_joined, joined
 
-RANKS_PER_HOST = 2
-ADDRESSES = ("10.79.0.1", "10.79.0.2")
 SIZES_OF_A_BAD_CABLE = "4K,64K,1M"
 ETHERNET = 1514 / 1448  # bytes of a full frame, and how many of them are ours
+
+
+def address_of(host: int) -> str:
+    return f"10.79.0.{host + 1}"
 
 
 def shape(host: Host, arguments: argparse.Namespace) -> None:
@@ -43,7 +46,7 @@ def shape(host: Host, arguments: argparse.Namespace) -> None:
 
 
 def run_ranks(hosts: list[Host], arguments: argparse.Namespace, folder: Path) -> list[dict]:
-    secret, numbers = folder / "secret", folder / "numbers.json"
+    secret, numbers, num_local = folder / "secret", folder / "numbers.json", arguments.ranks
     secret.write_text(secrets.token_hex(32))
     secret.chmod(0o600)
     worker = [sys.executable, "-m"]
@@ -53,17 +56,17 @@ def run_ranks(hosts: list[Host], arguments: argparse.Namespace, folder: Path) ->
         worker += ["benchmarks.collectives", "--worker", "--sizes", arguments.sizes, "--cases", arguments.cases]
     worker += ["--rounds", str(arguments.rounds), "--json", str(numbers)]
     ranks = []
-    for rank in range(RANKS_PER_HOST * len(hosts)):
-        number, local_rank = divmod(rank, RANKS_PER_HOST)
+    for rank in range(num_local * len(hosts)):
+        number, local_rank = divmod(rank, num_local)
         place = {
             "HOROVOD_RANK": rank,
-            "HOROVOD_SIZE": RANKS_PER_HOST * len(hosts),
+            "HOROVOD_SIZE": num_local * len(hosts),
             "HOROVOD_LOCAL_RANK": local_rank,
-            "HOROVOD_LOCAL_SIZE": RANKS_PER_HOST,
+            "HOROVOD_LOCAL_SIZE": num_local,
             "HOROVOD_CROSS_RANK": number,
             "HOROVOD_CROSS_SIZE": len(hosts),
             "HOROVOD_HOSTNAME": f"host{number}",
-            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_ADDR": address_of(0),
             "MASTER_PORT": 29500,
             "GLOO_SOCKET_IFNAME": "cable",
             "HORA_SECRET_FILE": secret,
@@ -99,6 +102,8 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cases", default="sum", help="see benchmarks.collectives (default: sum)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each contender (default: 5)")
+    parser.add_argument("--hosts", type=int, default=2, help="how many there are (default: 2)")
+    parser.add_argument("--ranks", type=int, default=2, help="on each host (default: 2)")
     parser.add_argument("--rate", default="", help="the cable's speed, such as 1gbit (default: not limited)")
     parser.add_argument("--delay", default="0ms", help="of the cable, each way, such as 20ms")
     parser.add_argument("--loss", default="0%", help="of the cable, such as 0.1%%")
@@ -117,7 +122,8 @@ def measured(arguments: argparse.Namespace) -> list[dict]:
     """What the ranks have measured on hosts that were made for it."""
     delay_s, loss = float(arguments.delay.removesuffix("ms")) / 1000, float(arguments.loss.removesuffix("%")) / 100
     arguments.sizes = arguments.sizes or (SIZES_OF_A_BAD_CABLE if loss else SIZES)
-    cable = badly_joined(ADDRESSES, delay_s=delay_s, loss=loss) if delay_s or loss else joined(ADDRESSES)
+    addresses = [address_of(host) for host in range(arguments.hosts)]
+    cable = badly_joined(addresses, delay_s=delay_s, loss=loss) if delay_s or loss else joined(addresses)
     with tempfile.TemporaryDirectory() as folder, cable as hosts:
         for host in hosts:
             shape(host, arguments)

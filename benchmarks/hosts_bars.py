@@ -1,4 +1,4 @@
-"""Everything that was promised of two hosts, in one table: `python -m benchmarks.hosts_bars`, as root, about half an hour.
+"""Everything that was promised of several hosts, in one table: `python -m benchmarks.hosts_bars`, as root, about half an hour.
 
     python -m benchmarks.hosts_bars --rows plain,wire --json bars.json      some of it; the file keeps what was run before
     python -m benchmarks.hosts_bars --rounds 1 --steps 0                    whether it works
@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from benchmarks import hosts
 from benchmarks.names import some_of
 
 MIB = 2**20
+MLP = "MLP 4x2048"
 GIGABIT = ("--rate", "1gbit")
 Found = dict[str, list[dict]]  # by run
 
@@ -42,6 +44,11 @@ RUNS: dict[str, Sequence[str]] = {
     "encrypted wire": (*GIGABIT, "--encrypt", "always", "--sizes", "1M,16M,64M"),
     "compressed": (*GIGABIT, "--encrypt", "never", "--cases", "fp16,bf16,int8", "--sizes", "16M,64M"),
     "training": (*GIGABIT, "--encrypt", "never", "--train"),
+    "encrypted training": (*GIGABIT, "--encrypt", "always", "--train", "--models", MLP),
+    "unshaped training": ("--encrypt", "never", "--train", "--models", MLP),
+    "unshaped encrypted training": ("--encrypt", "always", "--train", "--models", MLP),
+    "four hosts": ("--hosts", "4", "--ranks", "1", "--encrypt", "never"),
+    "four hosts encrypted": ("--hosts", "4", "--ranks", "1", "--encrypt", "always"),
     "bad network": ("--delay", "20ms", "--loss", "0.1%", "--sizes", "4K,1M"),
 }
 NEEDS = {"encrypted": ("plain",)}
@@ -87,26 +94,41 @@ def show_compressed(found: Found) -> None:
         show(f"1 Gbit/s, {case}: times faster than fp32", by_size(found["compressed"], "times_float32", case), bars)
 
 
-def show_training(found: Found) -> None:
-    bars = {
-        ("MLP 4x2048", "overlap"): 1.3,
-        ("MLP 4x2048", "bf16"): 2.3,
-        ("MLP 4x2048", "int8"): 4.0,
-        ("ResNet18", "overlap"): 1.0,
-        ("ResNet18", "bf16"): 1.0,
-        ("ResNet18", "int8"): 1.0,
-    }
-    for result in found["training"]:
+BARS_OF_TRAINING = {
+    ("training", MLP, "overlap"): 1.3,
+    ("training", MLP, "bf16"): 2.3,
+    ("training", MLP, "int8"): 4.0,
+    ("training", "ResNet18", "overlap"): 1.0,
+    ("training", "ResNet18", "bf16"): 1.0,
+    ("training", "ResNet18", "int8"): 1.0,
+    ("encrypted training", MLP, "overlap"): 1.3,
+    ("unshaped training", MLP, "overlap"): 1.3,
+    ("unshaped encrypted training", MLP, "overlap"): 1.0,
+}
+
+
+def show_training(found: Found, row: str = "training") -> None:
+    """DDP, whose bytes are never encrypted, beside ours."""
+    where = f"{'unshaped' if row.startswith('unshaped') else '1 Gbit/s'}{', encrypted' if 'encrypted' in row else ''}"
+    for result in found[row]:
         times, losses = result["ms"], result["losses"]
         for name in ("overlap", "bf16", "int8"):
             ratio = statistics.median([ddp / own for ddp, own in zip(times["DDP"], times[name], strict=True)])
-            bar = bars[result["task"], name]
+            bar = BARS_OF_TRAINING.get((row, result["task"], name))
+            promised = "" if bar is None else f"bar {bar:.2f} {'' if ratio >= bar else '!'}"
             loss = ""
             if result["steps"] and name != "overlap":
                 away = abs(losses[name] / losses["overlap"] - 1)
                 loss = f"loss after {result['steps']} steps {100 * away:.2f} % from fp32's{' !' if away > 0.01 else ''}"
-            what = f"1 Gbit/s, {result['task']}, {name}: DDP's time / ours"
-            print(f"{what:53s} {ratio:6.2f}  bar {bar:.2f} {'' if ratio >= bar else '!'}  {loss}".rstrip(), flush=True)
+            what = f"{where}, {result['task']}, {name}: DDP's time / ours"
+            print(f"{what:62s} {ratio:6.2f}  {promised}  {loss}".rstrip(), flush=True)
+
+
+def show_four_hosts(found: Found, row: str = "four hosts") -> None:
+    times, *spread = (by_size(found[row], what) for what in ("times", "times_least", "times_most"))
+    bars = dict.fromkeys(times, 1.0) if row == "four hosts" else {}
+    encrypted = ", encrypted" if "encrypted" in row else ", plain"
+    show(f"four hosts x 1 rank, gloo's time / ours{encrypted}", times, bars, spread)
 
 
 def show_bad_network(found: Found) -> None:
@@ -125,6 +147,11 @@ SHOWS: dict[str, Callable[[Found], None]] = {
     "encrypted wire": show_encrypted_wire,
     "compressed": show_compressed,
     "training": show_training,
+    "encrypted training": partial(show_training, row="encrypted training"),
+    "unshaped training": partial(show_training, row="unshaped training"),
+    "unshaped encrypted training": partial(show_training, row="unshaped encrypted training"),
+    "four hosts": show_four_hosts,
+    "four hosts encrypted": partial(show_four_hosts, row="four hosts encrypted"),
     "bad network": show_bad_network,
 }
 
