@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos simulate fuzz sanitize clean
+.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -30,6 +30,7 @@ help:
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages,"
 	@echo "              then coverage-guided: SECONDS=3600 for each format that comes from others (atheris)"
 	@echo "make sanitize the native part under ThreadSanitizer, ASan, UBSan and valgrind, and on 64-bit ARM under qemu"
+	@echo "make verify   the wait protocol of one host, model-checked with spin"
 	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
 	@echo "make wheels   dist/: a wheel with the native part for this kind of machine, one without for all, and the source"
 	@echo "make setup    only the virtual environment in $(VENV)"
@@ -141,6 +142,9 @@ fuzz: $(STAMP)
 
 # Needs clang, valgrind, gcc-aarch64-linux-gnu and qemu-user-static, and no Python. A million operations on two ranks and on three.
 OPERATIONS ?= 1000000
+verify:
+	verify/run.sh
+
 sanitize:
 	tests/native/sanitize.sh $(OPERATIONS)
 

@@ -43,12 +43,14 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
 
 def _check_sizes(batch: Batch, requests: Requests) -> None:
     """RuntimeError for a tensor that is not as large as all members have agreed on: the user has resized it meanwhile."""
+    gives_outputs = batch.kind in (Kind.ALLREDUCE, Kind.BROADCAST)  # others' outputs are made here, in other shapes
     for part in batch.parts:
         request = requests.get(part.key)
         if request is None or not request.tensors:
             continue
         shape = request.signature.shapes[part.index]
-        for tensor in (request.tensors[part.index], *(request.outputs or ())[part.index : part.index + 1]):
+        outputs = (request.outputs or ()) if gives_outputs else ()
+        for tensor in (request.tensors[part.index], *outputs[part.index : part.index + 1]):
             end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
             if tensor.shape != shape or tensor.untyped_storage().nbytes() < end:
                 name = full_names(*part.key, len(request.tensors))[part.index]
