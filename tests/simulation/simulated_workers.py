@@ -74,11 +74,11 @@ class Referee:
             assert self._given[generation, rank] == who
         assert worker in self.published[world.generation]
 
-    def obeyed(self, worker: int, operation: str) -> None:
-        """The launcher does what a worker asks it for: nothing of the kind for one that it has given up."""
+    def obeyed(self, worker: int, operation: str, asked_at: float) -> None:
+        """The launcher does what a worker asked it for: nothing of the kind after it has given it up."""
         if operation in ("gather", "keys", "next_world", "set", "get", "add", "delete"):
             since = self.given_up.get(worker)
-            assert since is None, f"{operation} of worker {worker}, which was given up at {since:.3f}"
+            assert since is None or asked_at <= since, f"{operation} of worker {worker}, given up at {since:.3f}"
 
 
 class Worker:

@@ -103,7 +103,7 @@ class Link:
         self._server, self._heard = server, heard
         self._simulation = server.simulation
         self._arrival = [0.0, 0.0]  # of the last message to the server, to the worker
-        self.asked: dict[int, str] = {}  # operations, by the request's number
+        self.asked: dict[int, tuple[str, float]] = {}  # which operation and when, by the request's number
 
     def _deliver(self, direction: int, function: Callable[[], None]) -> None:
         """Later than what was sent before; where the network is cut, only when it is mended."""
@@ -115,7 +115,7 @@ class Link:
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         """The server's message to the worker."""
         if "re" in header and "error" not in header:
-            self._server.obeyed(self.speaker, self.asked[header["re"]])
+            self._server.obeyed(self.speaker, *self.asked[header["re"]])
         if self.open:
             self._deliver(1, lambda: self._heard((header, payload)) if self.connected else None)
 
@@ -153,7 +153,7 @@ class VirtualServer:
 
     simulation: Simulation  # of this run
     network: Network
-    obeyed: Callable[[int, str], None]  # told what the server does for whom
+    obeyed: Callable[[int, str, float], None]  # told what the server does for whom
     made: VirtualServer
 
     def __init__(self, handler: Handler, *, name: str) -> None:
@@ -200,7 +200,7 @@ class VirtualServer:
     def take(self, link: Link, header: dict[str, Any], payload: bytes) -> None:
         if not link.open or self._closed:
             return
-        link.asked[header.get("id", -1)] = header["op"]
+        link.asked[header.get("id", -1)] = header["op"], self.simulation.now
         try:
             self._handler.message(link, header, payload)  # type: ignore[arg-type]
         except _MALFORMED as error:
