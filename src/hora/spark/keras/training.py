@@ -64,6 +64,7 @@ def train(spec: KerasSpec) -> KerasResult | None:
         model.fit(
             _rows(spec, model, endless(data.train_data())),
             steps_per_epoch=num_steps(spec, data),
+            shuffle=False,  # the data module has done so
             initial_epoch=done,
             epochs=values["epochs"],
             verbose=values["verbose"] if hvd.rank() == 0 else 0,
