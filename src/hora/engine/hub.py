@@ -59,6 +59,7 @@ _SILENCE_LIMIT_S = 8
 _FETCH_SLICE_S = 0.5
 _ACK_LIMIT_S = 1.0  # a rank that has not acknowledged news within it is taken for stopped
 _AROUND_LIMIT_S = 5.0
+_CLOSE_LIMIT_S = 3.0
 _PART = struct.Struct(">II")  # a rank, and the length of what it says
 
 Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
@@ -108,6 +109,7 @@ class Hub:
         self._gatherings: dict[str, _Gathering] = {}
         self._noted: set[tuple[str, int]] = set()  # news
         self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and who has to acknowledge it
+        self._num_telling = 0  # threads that go around a stopped rank
         self._ending = False  # a rank has begun to shut down
         self._said_bye = False
         self._gone: set[int] = set()  # children below which all have said goodbye
@@ -285,7 +287,9 @@ class Hub:
             return {(operation, name) for operation, name in json.loads(connection.receive(limit_s=limit_s)[1])}
 
     def close(self) -> None:
-        """Stop the thread and close every socket and descriptor."""
+        """Stop the thread and close every socket and descriptor, after news that a stopped rank has to be gone around with."""
+        with self._changed:
+            self._changed.wait_for(self._has_told_all, _CLOSE_LIMIT_S)
         self._server.close()
         with self._changed:
             self._closed = True
@@ -334,7 +338,9 @@ class Hub:
         elif kind == "news":
             self._on_news(peer, header, payload)
         elif kind == "ack":
-            self._unacknowledged.discard((str(header["kind"]), int(header["rank"]), rank))
+            with self._changed:
+                self._unacknowledged.discard((str(header["kind"]), int(header["rank"]), rank))
+                self._changed.notify_all()
         elif kind == "gather":
             self._collect(str(header["what"]), cut_parts(payload, int(header["parts"])))
         elif kind == "gathered" and rank == self._parent:
@@ -439,6 +445,7 @@ class Hub:
 
         def check() -> None:
             if waiting in self._unacknowledged and rank not in self.goodbyes:
+                self._num_telling += 1
                 self._unacknowledged.discard(waiting)
                 self._go_around(rank, header, payload)
 
@@ -456,15 +463,23 @@ class Hub:
 
         def tell() -> None:
             assert self._where is not None
-            for rank in others:
-                with (
-                    contextlib.suppress(OSError, EOFError),
-                    self._connect(rank, self._where(rank), _AROUND_LIMIT_S) as line,
-                ):
-                    line.send(around, payload)
-                    line.receive(limit_s=_AROUND_LIMIT_S)
+            try:
+                for rank in others:
+                    with (
+                        contextlib.suppress(OSError, EOFError),
+                        self._connect(rank, self._where(rank), _AROUND_LIMIT_S) as line,
+                    ):
+                        line.send(around, payload)
+                        line.receive(limit_s=_AROUND_LIMIT_S)
+            finally:
+                with self._changed:
+                    self._num_telling -= 1
+                    self._changed.notify_all()
 
         threading.Thread(target=tell, name="hora-hub-around", daemon=True).start()
+
+    def _has_told_all(self) -> bool:
+        return not self._num_telling and all(rank in self.goodbyes for *_, rank in list(self._unacknowledged))
 
     def _on_news(self, peer: Peer, header: Header, payload: bytes) -> None:
         kind, rank = str(header["kind"]), int(header["rank"])
@@ -502,6 +517,7 @@ class Hub:
     def _goodbye(self, rank: int) -> None:
         with self._changed:
             self.goodbyes.add(rank)
+            self._changed.notify_all()
 
     def _pass_goodbyes_on(self) -> None:
         if not self._said_bye or self._all_gone or len(self._gone) < self._num_children:
