@@ -463,6 +463,7 @@ def test_repeated_small_allreduces_are_ordered_with_the_callers_stream(rank, siz
                 hvd.allreduce_(tensor, op=hvd.Sum, name=f"in place.{dtype}")
                 later = tensor.clone()
                 tensor.zero_()
+            on.synchronize()
             wanted = sum(member + step for member in range(size))
             assert reduced.tolist() == later.tolist() == [wanted] * count, (dtype, step)
     handle = hvd.allreduce_async_(torch.ones(1024, device="cuda"), op=hvd.Sum, name="behind")

@@ -97,7 +97,7 @@ class Client:
     def connect(self, sock: socket.socket) -> Client:
         self.sock = sock
         sock.sendall(self.hello)
-        sock.sendall(self.finish(sock.recv(48, socket.MSG_WAITALL)))
+        sock.sendall(self.finish(received(sock, 48)))
         return self
 
     def frames(self, header: dict[str, object], payload: bytes = b"") -> list[bytes]:
@@ -109,7 +109,7 @@ class Client:
         self.sock.sendall(b"".join(self.frames(header, payload)))
 
     def body(self) -> bytes:
-        sealed = self.sock.recv(int.from_bytes(self.sock.recv(2, socket.MSG_WAITALL), "big"), socket.MSG_WAITALL)
+        sealed = received(self.sock, int.from_bytes(received(self.sock, 2), "big"))
         cipher, number = self.into.next()
         return cipher.decrypt(number, sealed, b"")
 
@@ -121,6 +121,16 @@ class Client:
         while len(payload) < num_bytes:
             payload += self.body()
         return header, payload
+
+
+def received(sock: socket.socket, num_bytes: int) -> bytes:
+    """Read so many bytes. (MSG_WAITALL does not wait for all of them on a socket that has a timeout.)"""
+    data = b""
+    while len(data) < num_bytes:
+        more = sock.recv(num_bytes - len(data))
+        assert more, "the connection has ended"
+        data += more
+    return data
 
 
 MESSAGES = [({"op": "set", "id": 1, "key": "k"}, b"value"), ({"op": "set", "id": 2, "key": "long"}, b"x" * 70000)]

@@ -119,7 +119,7 @@ def test_another_end_with_other_credentials_is_refused(rendezvous: Rendezvous, h
     client = another_end.Client(secret, "job-2" if how == "purpose" else "job-1", 2 if how == "number" else 1)
     with socket.create_connection(("127.0.0.1", rendezvous.port), timeout=LIMIT_S) as sock:
         sock.sendall(client.hello)
-        assert sock.recv(100, socket.MSG_WAITALL) == b"refused\n"
+        assert another_end.received(sock, 8) == b"refused\n"
 
 
 def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
@@ -140,7 +140,7 @@ def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
                     data = os.urandom(1000 + number)
                     sock.sendall(theirs.record(data))
                     got = bytearray(len(data))
-                    sealed = stream.sock.recv(len(data) + 16, socket.MSG_WAITALL)
+                    sealed = another_end.received(stream.sock, len(data) + 16)
                     stream.records.open(memoryview(sealed), memoryview(got))
                     assert got == data
     finally:
