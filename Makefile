@@ -9,11 +9,13 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
 	@echo "make test     lint, types and the tests"
+	@echo "make test-unit                  the tests that start no process: two minutes"
+	@echo "make test-versions TORCH=2.10.0 them, and collectives and optimizers on real ranks, on another torch"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
 	@echo "make test-slow                  tests that make test leaves out to stay near twenty minutes"
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
@@ -59,6 +61,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -68,6 +71,20 @@ format: $(STAMP)
 # with real processes, signals and networks get another chance or two on a noisy machine; pytest's summary names the reruns.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" -n 3 --dist loadgroup --reruns 2 -rfER --durations 40
+
+test-unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
+
+# Another torch (and, with PYTHON, another Python) than the pinned one, in a virtual environment of its own.
+TORCH_VENV = .venv-torch-$(TORCH)
+test-versions:
+	@test -n "$(TORCH)" || { echo "say which torch: make test-versions TORCH=2.10.0"; exit 2; }
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch' constraints.txt > $(TORCH_VENV)/constraints.txt
+	echo "torch==$(TORCH)" >> $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet -c $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_VENV)/bin/python -m pip install --quiet -c $(TORCH_VENV)/constraints.txt -e '.[dev]'
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -m "not slow and not spark" --reruns 1 -rfER tests/unit tests/multiproc
 
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rfER
@@ -149,4 +166,4 @@ sanitize:
 	tests/native/sanitize.sh $(OPERATIONS)
 
 clean:
-	rm -rf $(VENV) .venv-spark-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse
+	rm -rf $(VENV) .venv-spark-* .venv-torch-* dist .mypy_cache .ruff_cache .pytest_cache .hypothesis out runs spark-warehouse
