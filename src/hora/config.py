@@ -113,7 +113,7 @@ class EngineConfig:
 
 
 def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process runs in a Databricks cluster, whose file system is then mounted at /dbfs."""
+    """Return whether this process runs in a Databricks cluster, whose file system is then mounted at /dbfs."""
     env = os.environ if environ is None else environ
     return bool(env.get("DATABRICKS_RUNTIME_VERSION"))
 

@@ -55,7 +55,7 @@ class MeetingPoint:
 
     @property
     def planned(self) -> bool:
-        """Whether a program gives out the places here, plan by plan (`horovod.runner.http.http_server`)."""
+        """Return whether a program gives out the places here, plan by plan (`horovod.runner.http.http_server`)."""
         return self.job == PLAN_JOB
 
     @property

@@ -272,7 +272,7 @@ class Peers:
     # Sharing.
 
     def can_share(self, ranks: Sequence[int]) -> bool:
-        """Whether all these ranks can map the same memory, and may."""
+        """Return whether all these ranks can map the same memory, and may."""
         return self._may_share and any(set(ranks) <= set(host) for host in self.hosts)
 
     def near(self, ranks: Sequence[int]) -> list[int]:
@@ -281,7 +281,7 @@ class Peers:
         return [rank for rank in ranks if rank in here]
 
     def spans_hosts(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are on several hosts, and some of them may share one."""
+        """Return whether these ranks are on several hosts, and some of them may share one."""
         most = max(len(set(ranks) & set(host)) for host in self.hosts)
         return self._may_share and 1 < most < len(ranks)
 

@@ -59,12 +59,12 @@ class PersistentReduction:
 
     @property
     def in_flight(self) -> bool:
-        """Whether it was started and not yet waited for."""
+        """Return whether it was started and not yet waited for."""
         return self._started is not None
 
     @property
     def done(self) -> bool:
-        """Whether it was started and `wait` would return at once."""
+        """Return whether it was started and `wait` would return at once."""
         return self._started is not None and self._started.done
 
     def start(self, *, background: bool) -> None:

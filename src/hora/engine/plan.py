@@ -90,7 +90,7 @@ class Planner:
 
     @property
     def has_ready(self) -> bool:
-        """Whether closing the round now would give a batch."""
+        """Return whether closing the round now would give a batch."""
         return bool(self._ready) or len(self._joined) == self._num_members
 
     @property

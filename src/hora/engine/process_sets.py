@@ -223,11 +223,11 @@ class ProcessSets:
         }
 
     def rounds(self) -> dict[int, int]:
-        """How many rounds this rank has executed of each set that spans hosts, by serial number."""
+        """Return how many rounds this rank has executed of each set that spans hosts, by serial number."""
         return {serial: agreement.rounds for serial, agreement in self._trees().items()}
 
     def lacks(self, rounds: Mapping[int, int]) -> bool:
-        """Whether another rank has executed rounds of a set that have not come here."""
+        """Return whether another rank has executed rounds of a set that have not come here."""
         return any(agreement.num_delivered < rounds.get(serial, 0) for serial, agreement in self._trees().items())
 
     def in_flight(self, serial: int) -> list[Key]:

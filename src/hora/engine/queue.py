@@ -81,7 +81,7 @@ class Lane(Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """How much of it is under way."""
+        """Return how much of it is under way."""
 
     def leave(self) -> None:
         """This rank joins."""

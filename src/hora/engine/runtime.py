@@ -102,7 +102,7 @@ class Runtime:
         return self._peers is not None and len(ranks) > 1 and not self._peers.can_share(ranks)
 
     def spans_hosts(self, process_set_id: int) -> bool:
-        """Whether a set's members are on several hosts, and some of them share one."""
+        """Return whether a set's members are on several hosts, and some of them share one."""
         return self._peers is not None and self._peers.spans_hosts(self.process_sets.ranks(process_set_id))
 
     # Operations.
@@ -161,7 +161,7 @@ class Runtime:
         return handle
 
     def poll(self, handle: int) -> bool:
-        """Whether the operation is done. ValueError for an unknown handle."""
+        """Return whether the operation is done. ValueError for an unknown handle."""
         entry = self._handles.get(handle)
         if entry is None:
             raise ValueError(f"handle {handle} was not created or has been synchronized already")

@@ -111,7 +111,7 @@ class StallWatch:
         self._since, self._what, self._num_warnings = time.monotonic(), what, 0
 
     def end(self) -> float:
-        """How long it took."""
+        """Return how long it took."""
         lasted_s, self._since = time.monotonic() - self._since, 0.0
         return lasted_s
 

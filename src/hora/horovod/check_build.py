@@ -42,7 +42,7 @@ def check_build() -> str:
 
 
 def describe_native(problems: Mapping[str, str]) -> str:
-    """Whether the native part is in use, in words."""
+    """Return whether the native part is in use, in words."""
     return f"without the native part: {problems['native']}" if "native" in problems else "with the native part"
 
 

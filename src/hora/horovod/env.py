@@ -62,12 +62,12 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def is_exportable(v: str) -> bool:
-    """Whether a variable of this name may travel."""
+    """Return whether a variable of this name may travel."""
     return not any(re.match(pattern, v) for pattern in IGNORE_REGEXES)
 
 
 def is_kubeflow_mpi() -> bool:
-    """Whether Open MPI was told to reach its hosts by the mpi-operator's old way."""
+    """Return whether Open MPI was told to reach its hosts by the mpi-operator's old way."""
     return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC  # noqa: SIM112 - Open MPI's name
 
 

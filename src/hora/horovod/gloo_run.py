@@ -49,7 +49,7 @@ def create_run_env_vars(server_ip: str, nics: Collection[str], port: int, elasti
 
 
 def get_min_start_hosts(settings: Any) -> int:
-    """How many hosts an elastic job needs to begin: one."""
+    """Return how many hosts an elastic job needs to begin: one."""
     return 1
 
 

@@ -23,7 +23,7 @@ def _version(env: Mapping[str, str] | None) -> str:
 
 
 def mpi_available(env: Mapping[str, str] | None = None) -> bool:
-    """Whether an `mpirun` answers here."""
+    """Return whether an `mpirun` answers here."""
     return bool(_version(env))
 
 

@@ -33,5 +33,5 @@ def compute_digest(key: bytes, message: bytes) -> bytes:
 
 
 def check_digest(key: bytes, message: bytes, digest: bytes) -> bool:
-    """Whether the digest is the message's; the time it takes tells nothing about it."""
+    """Return whether the digest is the message's; the time it takes tells nothing about it."""
     return hmac.compare_digest(compute_digest(key, message), digest)

@@ -53,7 +53,7 @@ def _cache(f: F) -> F:
 
 @_cache
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether `horovod.<ext_base_name>` can be used here."""
+    """Return whether `horovod.<ext_base_name>` can be used here."""
     available = ext_base_name in _SUPPORTED and importlib.util.find_spec(ext_base_name) is not None
     if verbose:
         print(f"horovod.{ext_base_name} is {'available' if available else 'not available'}")
@@ -61,7 +61,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool | None:
-    """Whether the framework sees a GPU; None when `horovod.<ext_base_name>` cannot be used."""
+    """Return whether the framework sees a GPU; None when `horovod.<ext_base_name>` cannot be used."""
     if not extension_available(ext_base_name, verbose):
         return None
     if ext_base_name == "tensorflow":
@@ -87,7 +87,7 @@ def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_
 
 
 def nccl_built(verbose: bool = False) -> bool | None:
-    """Whether torch has NCCL. None when no extension loads."""
+    """Return whether torch has NCCL. None when no extension loads."""
     return _ask_any("nccl_built", verbose)
 
 
@@ -112,7 +112,7 @@ def _ask_torch(question: str) -> bool:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether the number is 1, 2, 4, 8, …"""
+    """Return whether the number is 1, 2, 4, 8, …"""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
@@ -124,7 +124,7 @@ def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - Hor
 
 
 def is_iterable(x: object) -> bool:
-    """Whether `iter(x)` works."""
+    """Return whether `iter(x)` works."""
     try:
         iter(x)  # type: ignore[call-overload]
     except TypeError:
@@ -167,7 +167,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether version `ver` is at least `target`, which has three parts (`"1.10.0"`)."""
+    """Return whether version `ver` is at least `target`, which has three parts (`"1.10.0"`)."""
     if not isinstance(ver, str) or not isinstance(target, str):
         raise ValueError(f"both versions must be strings, but they are {ver!r} and {target!r}")
     if len(target.split(".")) != 3:

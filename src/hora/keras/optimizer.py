@@ -131,7 +131,7 @@ def register_local_layers(optimizer: Any, layers: Any) -> None:
 
 
 def is_distributed(optimizer: object) -> bool:
-    """Whether this optimizer reduces its gradients over the ranks."""
+    """Return whether this optimizer reduces its gradients over the ranks."""
     return isinstance(optimizer, _Distributed)
 
 

@@ -337,12 +337,12 @@ class Options:
 
     @property
     def elastic(self) -> bool:
-        """Whether the membership of the job may change while it runs."""
+        """Return whether the membership of the job may change while it runs."""
         return self.host_discovery_script is not None or self.min_num_proc is not None
 
     @property
     def joins(self) -> bool:
-        """Whether the same command runs on every node."""
+        """Return whether the same command runs on every node."""
         return bool(self.join) or self.num_nodes is not None
 
     def effective(self, name: str) -> Any:

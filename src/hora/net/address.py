@@ -28,7 +28,7 @@ def resolve(hostname: str, family: socket.AddressFamily = socket.AF_INET) -> lis
 
 
 def is_local(hostname: str) -> bool:
-    """Whether the name resolves to one of this machine's own IPv4 addresses."""
+    """Return whether the name resolves to one of this machine's own IPv4 addresses."""
     return any(_is_own(address) for address in resolve(hostname))
 
 

@@ -164,11 +164,11 @@ class ControlClient:
         return int(self._ask({"op": "add", "key": key, "amount": amount})[1])
 
     def delete(self, key: str) -> bool:
-        """Whether the key existed."""
+        """Return whether the key existed."""
         return self._ask({"op": "delete", "key": key})[1] == b"1"
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
+        """Return whether all keys are set."""
         return self._ask({"op": "check", "keys": list(keys)})[1] == b"1"
 
     def rank_keys(self, world: World, epoch: str, towards: Sequence[int], *, timeout_s: float) -> bytes:
@@ -233,7 +233,7 @@ class ControlClient:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection has ended."""
+        """Return whether the connection has ended."""
         return self._why_closed is not None
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Process(NamedTuple):
 
     @property
     def trusted(self) -> bool:
-        """Whether it runs for our own user, or for root, who can do anything to us anyway."""
+        """Return whether it runs for our own user, or for root, who can do anything to us anyway."""
         return self.uid in (os.geteuid(), 0)
 
 

@@ -41,7 +41,7 @@ def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
 
 
 def _is_ours(value: object) -> bool:
-    """Whether this is something of `hvd.elastic`, or a function that its decorator has wrapped."""
+    """Return whether this is something of `hvd.elastic`, or a function that its decorator has wrapped."""
     if isinstance(value, types.FunctionType):
         defined_in = value.__globals__.get("__name__")
     elif isinstance(value, types.ModuleType):

@@ -20,5 +20,5 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def gpu_available() -> bool:
-    """Whether TensorFlow sees a GPU."""
+    """Return whether TensorFlow sees a GPU."""
     return bool(tf.config.list_physical_devices("GPU"))

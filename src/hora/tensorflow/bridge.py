@@ -73,7 +73,7 @@ def check_no_xla() -> None:
 
 
 def recording() -> bool:
-    """Whether a gradient tape may want to know what is done now."""
+    """Return whether a gradient tape may want to know what is done now."""
     return bool(record.could_possibly_record())
 
 

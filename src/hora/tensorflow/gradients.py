@@ -211,6 +211,6 @@ def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
 
 
 def _alone() -> bool:
-    """Whether this process is, and will be, the only one."""
+    """Return whether this process is, and will be, the only one."""
     world = engine.current_runtime().world
     return world.size == 1 and not world.elastic

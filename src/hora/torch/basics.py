@@ -74,7 +74,7 @@ def restart() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether the runtime is running."""
+    """Return whether the runtime is running."""
     return bool(engine.is_initialized())
 
 
@@ -109,7 +109,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts run equally many processes."""
+    """Return whether all hosts run equally many processes."""
     return len({len(ranks) for ranks in _runtime().hosts}) == 1
 
 
@@ -170,12 +170,12 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether torch was built with CUDA."""
+    """Return whether torch was built with CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch was built with ROCm."""
+    """Return whether torch was built with ROCm."""
     return torch.version.hip is not None
 
 

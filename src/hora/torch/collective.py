@@ -167,7 +167,7 @@ def repeated_allreduce(
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether bytes may be moved to and from it as it is."""
+    """Return whether bytes may be moved to and from it as it is."""
     return (
         type(tensor) is Tensor
         and tensor.layout is strided
@@ -217,7 +217,7 @@ def synchronize(handle: int) -> Any:
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once. ValueError for a handle that is not in use."""
+    """Return whether `synchronize(handle)` would return at once. ValueError for a handle that is not in use."""
     if not engine.is_initialized():
         raise ValueError(f"handle {handle} does not exist: Horovod has not been initialized; use hvd.init().")
     return engine.current_runtime().poll(handle)

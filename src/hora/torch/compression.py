@@ -139,7 +139,7 @@ def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch
 
 
 def keeps_losses(compression: type[Compressor] | Compressor) -> bool:
-    """Whether the optimizer adds what was lost in the next step."""
+    """Return whether the optimizer adds what was lost in the next step."""
     return isinstance(compression, ErrorFeedback) or compression is Int8Compressor
 
 

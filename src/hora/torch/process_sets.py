@@ -24,7 +24,7 @@ __all__ = [
 
 
 def is_mpi_communicator(value: object) -> bool:
-    """Whether this is an mpi4py communicator (recognised without importing mpi4py)."""
+    """Return whether this is an mpi4py communicator (recognised without importing mpi4py)."""
     return type(value).__module__.split(".")[0] == "mpi4py"
 
 
@@ -72,7 +72,7 @@ class ProcessSet:
         return ranks.index(mine)
 
     def included(self) -> bool | None:
-        """Whether this process is a member; None if the ranks are not known yet."""
+        """Return whether this process is a member; None if the ranks are not known yet."""
         if self.ranks is None:
             return None
         return _current_or_value_error().world.rank in self.ranks

@@ -297,7 +297,7 @@ class Run:
         return sorted(found, key=lambda operation: -operation.waited_s)
 
     def usual_step_s(self) -> float:
-        """How long a step takes, from the last minute."""
+        """Return how long a step takes, from the last minute."""
         samples = [sample for many in self.recent(60.0).values() for sample in many]
         steps = sum(sample.num_steps for sample in samples)
         return sum(sample.step_s for sample in samples) / steps if steps else 0.0

@@ -23,7 +23,7 @@ _LAST_US = 1e17  # microseconds
 
 
 def is_timeline(path: str | Path) -> bool:
-    """Whether the file begins like one: a recording does not."""
+    """Return whether the file begins like one: a recording does not."""
     with Path(path).open("rb") as file:
         return file.read(64).lstrip()[:1] in (b"[", b"{")
 

@@ -84,7 +84,7 @@ def find(folder: str, whose: str = "") -> tuple[str, str] | None:
 
 
 def runs(name: str) -> bool:
-    """Whether a process of this user serves a session by this name."""
+    """Return whether a process of this user serves a session by this name."""
     try:
         server_pid(name)
     except OSError:

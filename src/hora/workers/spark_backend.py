@@ -169,7 +169,7 @@ class _Launch:
                 self._end_rest(reason)
 
     def _still_wanted(self) -> bool:
-        """Whether a worker is left that was not stopped while it waited for its slot."""
+        """Return whether a worker is left that was not stopped while it waited for its slot."""
         with self._lock:
             return not self._left <= self._stopped
 

@@ -31,12 +31,12 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many train together; 1 alone."""
+    """Return how many train together; 1 alone."""
     return hvd.size() if hvd.is_initialized() else 1
 
 
 def is_chief() -> bool:
-    """Whether this process prints, logs and writes files."""
+    """Return whether this process prints, logs and writes files."""
     return rank() == 0
 
 

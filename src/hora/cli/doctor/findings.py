@@ -137,7 +137,7 @@ def _spark(facts: Facts) -> Finding:
 
 
 def agreement(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Whether the hosts have the same versions."""
+    """Return whether the hosts have the same versions."""
     found = []
     for key, name, install in (
         ("python", "Python", "use the same Python minor version everywhere: functions travel as bytecode"),

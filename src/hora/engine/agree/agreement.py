@@ -29,7 +29,7 @@ class Agreement(Protocol):
 
     @property
     def holds_back(self) -> bool:
-        """Whether announcements could not be sent for lack of room; `flush` tries again."""
+        """Return whether announcements could not be sent for lack of room; `flush` tries again."""
 
     def announce(self, signature: Signature, instance: int) -> None:
         """Tell the other members about a request of this rank."""

@@ -51,7 +51,7 @@ class RepeatedRecords:
         return num_members * _MEMBER_BYTES
 
     def has_published(self, ticket: int) -> bool:
-        """Whether this member has got as far as that."""
+        """Return whether this member has got as far as that."""
         return self.tickets.own.value >= ticket
 
     def waiting(self, ticket: int) -> list[Record | None]:

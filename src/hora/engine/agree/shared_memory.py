@@ -324,12 +324,12 @@ class SharedMemoryAgreement:
 
 
 def _is_fusible(signature: Signature) -> bool:
-    """Whether it is the allreduce of one tensor on the CPU."""
+    """Return whether it is the allreduce of one tensor on the CPU."""
     return signature.operation == "allreduce" and signature.device == "cpu" and not signature.bound
 
 
 def _is_simple(signature: Signature) -> bool:
-    """Whether a round of nothing but this request, announced by all, needs no planning."""
+    """Return whether a round of nothing but this request, announced by all, needs no planning."""
     if signature.kind == Kind.ALLREDUCE:
         return len(signature.dtypes) == 1
     return signature.kind == Kind.BARRIER or (signature.kind == Kind.REDUCESCATTER and signature.bound)

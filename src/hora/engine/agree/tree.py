@@ -83,7 +83,7 @@ class Collector:
         self.joining = False  # a member has joined, and not all have
 
     def may_speak(self, child: int, who: int) -> bool:
-        """Whether this child speaks for that rank."""
+        """Return whether this child speaks for that rank."""
         return who == ALL or who in self._below[child]
 
     def add(self, child: int, announced: Announced, now: float) -> list[Announced]:

@@ -77,7 +77,7 @@ class Counters:
         return bool(self._native.wait(self._group_at, value, self._late_at, _SLICE_NS))
 
     def _look(self, value: int) -> bool:
-        """Whether all have come; if not, a slice of time has passed."""
+        """Return whether all have come; if not, a slice of time has passed."""
         for _, counter in self._peers:
             if counter.value < value and not counter.look(value) and not self._sleep(counter, value):
                 return False

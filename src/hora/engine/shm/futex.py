@@ -55,7 +55,7 @@ _wake_call = ctypes.PyDLL(None).syscall  # keeps the GIL: handing it over costs 
 
 @lru_cache(maxsize=1)
 def supported() -> bool:
-    """Whether counters work here: Linux, on a processor whose order of loads and stores is taken care of."""
+    """Return whether counters work here: Linux, on a processor whose order of loads and stores is taken care of."""
     return sys.platform == "linux" and _SYS_FUTEX >= 0 and sys.byteorder == "little" and sys.maxsize > 2**32
 
 
@@ -144,7 +144,7 @@ class Counter:
             self.learn(time.monotonic() - begin)
 
     def look(self, target: int) -> bool:
-        """Whether the value is `target` or more now, or in a moment."""
+        """Return whether the value is `target` or more now, or in a moment."""
         word = self._word
         for _ in range(self._looks):
             if word.value >= target:
@@ -154,7 +154,7 @@ class Counter:
 
     @property
     def looks(self) -> int:
-        """How often it is worth while to look before sleeping."""
+        """Return how often it is worth while to look before sleeping."""
         return self._looks
 
     def found(self) -> None:

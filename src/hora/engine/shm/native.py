@@ -243,7 +243,7 @@ class Library:
             repeated.argtypes = (ctypes.c_void_p, ctypes.c_long)
 
     def sums(self, dtype: torch.dtype) -> bool:
-        """Whether it can sum this dtype, on this processor."""
+        """Return whether it can sum this dtype, on this processor."""
         return dtype in DTYPE_NUMBERS and (dtype is not torch.float16 or self.has_float16)
 
     def reduce(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ def _libcrypto() -> Any:
 
 
 def usable() -> bool:
-    """Whether this Python has a libcrypto that can be called."""
+    """Return whether this Python has a libcrypto that can be called."""
     return _libcrypto() is not None
 
 

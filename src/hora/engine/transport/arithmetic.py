@@ -236,7 +236,7 @@ def staged(reduce: Reduce, dtype: torch.dtype, num_members: int) -> Reduce:
 
 
 def _is_exact(factor: float, dtype: torch.dtype) -> bool:
-    """Whether numbers that are multiplied by it keep all their bits; float16 has too few exponents for that."""
+    """Return whether numbers that are multiplied by it keep all their bits; float16 has too few exponents for that."""
     return dtype is not torch.float16 and abs(math.frexp(factor)[0]) == 0.5
 
 

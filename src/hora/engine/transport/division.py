@@ -32,11 +32,11 @@ class Division:
 
     @property
     def carried(self) -> list[int]:
-        """How much each member of this host carries, of all blocks together."""
+        """Return how much each member of this host carries, of all blocks together."""
         return [sum(shares) for shares in zip(*self.shares, strict=True)]
 
     def block(self, host: int) -> list[int]:
-        """How much of a host's block belongs to each of its members."""
+        """Return how much of a host's block belongs to each of its members."""
         return [self.counts[member] for member in self.hosts[host]]
 
     def by_carrier(self, members: Tensors, out: torch.Tensor) -> None:

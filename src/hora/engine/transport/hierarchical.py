@@ -448,7 +448,7 @@ class HierarchicalTransport:
         return self._flat
 
     def _carried(self, total: int) -> list[int]:
-        """How many of `total` elements each member of this host carries."""
+        """Return how many of `total` elements each member of this host carries."""
         idle = len(self._here) - self._num_carriers
         return spread(total, self._num_carriers) + [0] * idle
 

@@ -72,7 +72,7 @@ class NcclGroup(ProcessGroup):
 
     @staticmethod
     def reduces(dtype: torch.dtype) -> bool:
-        """Whether NCCL can reduce the dtype by itself."""
+        """Return whether NCCL can reduce the dtype by itself."""
         return dtype in _REDUCED_DTYPES
 
     def start_allreduce(self, tensor: torch.Tensor, op: int) -> Pending:

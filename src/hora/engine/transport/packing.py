@@ -60,7 +60,7 @@ def copy(source: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def total(tensors: Tensors) -> int:
-    """How many elements the tensors have together."""
+    """Return how many elements the tensors have together."""
     return tensors[0].numel() if len(tensors) == 1 else sum([tensor.numel() for tensor in tensors])
 
 

@@ -108,7 +108,7 @@ class ShmTransport:
         return self._ring
 
     def is_direct(self, num_bytes: int) -> bool:
-        """Whether each member reduces all of so much data, natively."""
+        """Return whether each member reduces all of so much data, natively."""
         return self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
 
     def moves_natively(self, num_bytes: int) -> bool:

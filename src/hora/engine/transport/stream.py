@@ -258,7 +258,7 @@ class _End:
             self.queue[0] = memory[count:]
 
     def _move_some(self, memory: memoryview, flags: int) -> int:
-        """How many bytes of it have been moved: of records only whole ones count."""
+        """Return how many bytes of it have been moved: of records only whole ones count."""
         raise NotImplementedError
 
 

@@ -77,7 +77,7 @@ class Preparation:
             raise ValueError(f"copies must be at least 1 (1 = no oversampling), but it is {self.copies}")
 
     def num_train(self, num_rows: int) -> int:
-        """How many distinct rows are for training."""
+        """Return how many distinct rows are for training."""
         count = int(num_rows * self.train_fraction)
         if not 0 < count < num_rows:
             raise ValueError(

@@ -97,7 +97,7 @@ class Agents:
         return own + [HostInfo(node.name, node.slots) for _, node in sorted(self._nodes.items()) if not node.leaving]
 
     def is_own(self, hostname: str) -> bool:
-        """Whether this host is the machine where we run, which has no agent."""
+        """Return whether this host is the machine where we run, which has no agent."""
         return self._own is not None and hostname == self._own.hostname
 
     def wait(self, limit_s: float, *, num_slots: int | None = None) -> None:

@@ -91,7 +91,7 @@ class Hosts:
         return frozenset(host for host in self._num_slots if self._blacklist.is_host_barred(host, now))
 
     def may_grow(self, now: float) -> bool:
-        """Whether further slots may turn up by themselves."""
+        """Return whether further slots may turn up by themselves."""
         return self._spec.script is not None or self.next_return(now) is not None
 
     def next_return(self, now: float) -> float | None:
@@ -117,7 +117,7 @@ class Hosts:
 
 
 def _count_slots(hosts: Sequence[HostInfo]) -> dict[str, int]:
-    """How many slots each host has; one named twice has the sum."""
+    """Return how many slots each host has; one named twice has the sum."""
     found: dict[str, int] = {}
     for host in hosts:
         found[host.hostname] = found.get(host.hostname, 0) + host.slots

@@ -290,7 +290,7 @@ class _Console:
 
 
 def _is_file(stream: IO[Any]) -> bool:
-    """Whether what is written stays as it is, in a file on a disk: no terminal, no notebook, no pipe to one."""
+    """Return whether what is written stays as it is, in a file on a disk: no terminal, no notebook, no pipe to one."""
     try:
         return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError, AttributeError):

@@ -141,7 +141,7 @@ class HostConnection:
 
     @property
     def over(self) -> bool:
-        """Whether the supervisor is gone and everything that it reported has been passed on."""
+        """Return whether the supervisor is gone and everything that it reported has been passed on."""
         return self._over_now.is_set() and not self._reader.is_alive()
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:

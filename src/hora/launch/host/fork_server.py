@@ -147,7 +147,7 @@ class WorkerForks:
         return self._server.socket.fileno()
 
     def suits(self, executable: str, modules: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a worker with this environment can come from here."""
+        """Return whether a worker with this environment can come from here."""
         same = (executable, tuple(modules)) == (self._executable, self._modules)
         return same and differ_only_in(env, self._env, _OWN)
 

@@ -65,7 +65,7 @@ class HostLauncher:
 
     @property
     def local_only(self) -> bool:
-        """Whether workers can be started on this machine only."""
+        """Return whether workers can be started on this machine only."""
         return self._ssh is None and self._agents is None
 
     def _is_remote(self, name: str) -> bool:

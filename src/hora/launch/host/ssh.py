@@ -190,7 +190,7 @@ class _Check:
         return self
 
     def result(self, limit: float, limit_s: float) -> tuple[bool, str]:
-        """Whether ssh got through, and what went wrong ("" if nothing did)."""
+        """Return whether ssh got through, and what went wrong ("" if nothing did)."""
         try:
             code = self._process.wait(max(limit - time.monotonic(), 0))
         except subprocess.TimeoutExpired:

@@ -86,7 +86,7 @@ def active_cluster() -> Any | None:
 
 
 def is_connect(cluster: Any) -> bool:
-    """Whether this is a Connect client's session, not a SparkContext."""
+    """Return whether this is a Connect client's session, not a SparkContext."""
     return type(cluster).__module__.startswith("pyspark.sql.connect")
 
 
@@ -216,12 +216,12 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
 
 
 def allocates_dynamically(context: Any) -> bool:
-    """Whether Spark starts and ends executors as tasks come and go."""
+    """Return whether Spark starts and ends executors as tasks come and go."""
     return bool(context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true")
 
 
 def decommissions(context: Any) -> bool:
-    """Whether Spark tells of executors that it is about to take away."""
+    """Return whether Spark tells of executors that it is about to take away."""
     return bool(context.getConf().get("spark.decommission.enabled", "false").lower() == "true")
 
 

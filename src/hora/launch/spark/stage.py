@@ -56,7 +56,7 @@ class SparkStage:
         self._thread.join(_CANCEL_LIMIT_S)
 
     def is_waiting(self) -> bool:
-        """Whether no task of the stage runs yet, because the slots are taken by other jobs."""
+        """Return whether no task of the stage runs yet, because the slots are taken by other jobs."""
         tracker = self._context.statusTracker()
         for job in tracker.getJobIdsForGroup(self.group):
             info = tracker.getJobInfo(job)

@@ -22,7 +22,7 @@ class Backend:
         raise NotImplementedError
 
     def num_processes(self) -> int:
-        """How many processes `run` uses."""
+        """Return how many processes `run` uses."""
         raise NotImplementedError
 
 

@@ -61,7 +61,7 @@ def save_into_bio_fn() -> Callable[[Any, Callable[[Any, io.BytesIO], Any]], io.B
 
 
 def is_module_available(module_name: str) -> bool:
-    """Whether it could be imported here."""
+    """Return whether it could be imported here."""
     try:
         return importlib.util.find_spec(module_name) is not None
     except ModuleNotFoundError:  # its package is not there

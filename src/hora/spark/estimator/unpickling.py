@@ -140,7 +140,7 @@ def _may_be_known(module: str) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether this is a layer, an optimizer, a loss or a type, where torch and Spark define them."""
+    """Return whether this is a layer, an optimizer, a loss or a type, where torch and Spark define them."""
     if isinstance(value, type):
         at = value.__module__
         return any(f"{at}.".startswith(prefix) and issubclass(value, base) for prefix, base in _CLASSES.items())

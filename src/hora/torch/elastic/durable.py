@@ -44,7 +44,7 @@ class DurableCommits:
 
     @property
     def busy(self) -> bool:
-        """Whether a commit is being written."""
+        """Return whether a commit is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def write(self, content: Mapping[str, Any]) -> None:

@@ -196,5 +196,5 @@ class _Race:
         return best if clearly else self.default
 
     def step_us(self, setting: Setting) -> float:
-        """How long a step usually took; 0.0: it has not run."""
+        """Return how long a step usually took; 0.0: it has not run."""
         return statistics.median_low(self._times(setting) or [0.0])

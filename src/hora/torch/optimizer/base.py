@@ -311,7 +311,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def _backward_seen_since_step(self) -> bool:
-        """Whether gradients are being reduced. What a world that is gone was doing is over."""
+        """Return whether gradients are being reduced. What a world that is gone was doing is over."""
         return self._step.backward_began > 0.0 and not self._world_changed()
 
     def _world_changed(self) -> bool:

@@ -99,7 +99,7 @@ class ShardBucket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all gradients of this step have come."""
+        """Return whether all gradients of this step have come."""
         return self.num_ready == len(self.spec.parameters)
 
     def comes_after(self, before: ShardBucket | None) -> None:
@@ -108,7 +108,7 @@ class ShardBucket:
         self._in_turn = True
 
     def is_free(self) -> bool:
-        """Whether all members are done with the bucket that uses the place earlier in this step."""
+        """Return whether all members are done with the bucket that uses the place earlier in this step."""
         before = self.before
         return before is None or before._reduced is not None or before._reduction.done
 

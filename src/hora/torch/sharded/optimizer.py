@@ -78,7 +78,7 @@ class ShardedOptimizer(_DistributedOptimizer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters and state are divided already, which happens in the first step."""
+        """Return whether parameters and state are divided already, which happens in the first step."""
         return self._shards is not None
 
     # --- reduction ------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class ShardState:
         self._inner.state[shard.parameter] = state
 
     def fits(self) -> bool:
-        """Whether the whole state that lies in `optimizer.state` now can be divided in the present layout."""
+        """Return whether the whole state that lies in `optimizer.state` now can be divided in the present layout."""
         wanted = kinds_of(self._optimizer, list(self._kinds.of))
         pairs = {(self._kinds.of[p], wanted.of[p]) for p in wanted.of}
         keys = all(
