@@ -92,8 +92,6 @@ def replay(seen: list[tuple[int, list[int]]], sizes: list[int]) -> list[float]:
     """The weights of a single process that takes the same steps, undisturbed."""
     net = network(seed=0)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    sum(p.sum() for p in net.parameters()).mul(0.0).backward()
-    optimizer.step()  # the broadcast of the optimizer's state makes one with one step, without effect on the weights
     for (_, samples), size in zip(seen, sizes, strict=True):
         optimizer.zero_grad()
         share = len(samples) // size

@@ -60,7 +60,7 @@ def test_shell_blocks(code, playground):
 def test_blocks_say_what_they_are():
     for page in PAGES:
         names = {name for name, _ in _FENCE.findall(page.read_text())}
-        assert names <= {"", "python", "sh", "console", "yaml"}, page
+        assert names <= {"", "python", "sh", "console", "yaml", "json"}, page
 
 
 def test_links_lead_somewhere():

@@ -33,6 +33,8 @@ def test_what_a_benchmark_imports_exists(path):
     for module, name in _imports(path.read_text()):
         if module.startswith("horovod.ray"):
             pytest.importorskip("ray")
+        if module.startswith(("horovod.tensorflow", "horovod.keras")):
+            pytest.importorskip("tensorflow")
         if module.split(".")[0] in ("hora", "horovod", "sparkdl", "benchmarks"):
             found = importlib.import_module(module)
             assert name is None or hasattr(found, name) or importlib.import_module(f"{module}.{name}")
