@@ -72,6 +72,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+@pytest.mark.slow  # longer than half a minute
 def test_with_a_secret_file_a_foreign_launchers_job_is_closed_to_strangers(tmp_path: Path, secret_file: Path):
     victim = Victim(tmp_path, JOB, HORA_SECRET_FILE=str(secret_file), HORA_STRICT="1")
     try:
