@@ -37,10 +37,24 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def no_lane_outlives_its_test():
+    Queue.of_this_test.clear()
+    yield
+    for queue in Queue.of_this_test:
+        for lane in list(queue.lanes):
+            queue.status.close("the test is over")
+            lane.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hora-lane")]
+
+
 class Queue:
     """The part of a queue that a lane needs."""
 
+    of_this_test = []
+
     def __init__(self, member, size):
+        self.of_this_test.append(self)
         self.told = []
         self.status = WorldStatus(10 + member, tell=self.told.append, wake=lambda: None)
         self.recorder = Recorder(10 + member)
