@@ -7,6 +7,7 @@ import threading
 import weakref
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def no_lane_outlives_its_test():
 class Queue:
     """The part of a queue that a lane needs."""
 
-    of_this_test = []
+    of_this_test: ClassVar[list[Queue]] = []
 
     def __init__(self, member, size):
         self.of_this_test.append(self)
