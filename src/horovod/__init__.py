@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hora.version import HOROVOD_BASELINE
+from horovod._modules import install as _serve_old_modules
 
 __all__ = ["run"]
 
 __version__ = HOROVOD_BASELINE  # exactly: packages compare it
+
+_serve_old_modules()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,23 +4,23 @@ import shlex
 import sys
 
 import pytest
+from horovod.runner.common.util import env as old_env
+from horovod.runner.common.util import hosts as old_hosts
 
 import horovod
 from hora.cli import dispatch, run
 from hora.cli.doctor import examine, findings
 from hora.cli.doctor.findings import Finding
-from hora.horovod import check_build
-from hora.horovod.env import get_env_rank_and_size
 from hora.launch import start
 from hora.launch.environment import module_command
 from hora.launch.host.ssh import Ssh
 from hora.launch.options import Options, all_options
+from hora.legacy import check_build
+from hora.legacy.env import get_env_rank_and_size
 from hora.net import address
 from hora.version import horovod_version
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch
-from horovod.runner.common.util import env as old_env
-from horovod.runner.common.util import hosts as old_hosts
 
 
 def test_help_names_every_command(capsys):
@@ -205,7 +205,7 @@ def test_a_healthy_host_has_no_problem():
     [
         ({"torch": None}, "PyTorch is not installed", "pip install torch"),
         ({"torch": "1.13.1"}, "1.13.1 is older than 2.4", "pip install"),
-        ({"build": {"PyTorch": "ImportError: x"}}, "an allreduce failed: ImportError: x", "hora.horovod.check_build"),
+        ({"build": {"PyTorch": "ImportError: x"}}, "an allreduce failed: ImportError: x", "hora.legacy.check_build"),
         (
             {"foreign_horovod": "horovod 0.28.1"},
             "horovod 0.28.1 is installed beside",

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from hora.horovod.keras_log import ProgressLog
+from hora.legacy.keras_log import ProgressLog
 
 
 def test_epochs_always_and_batches_on_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,12 +25,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers": {"launch", "net"},
     "data": set(),
     "spark": {"torch", "keras", "data", "workflow", "launch", "net"},
-    "ray": {"launch", "net", "horovod"},
+    "ray": {"launch", "net", "legacy"},
     "workflow": {"telemetry", "torch"},
     "labs": {"keras", "torch", "workflow"},
-    "horovod": {"engine", "torch", "launch", "net"},
+    "legacy": {"engine", "torch", "launch", "net"},
     "compat": {"workers", "launch"},
-    "cli": {"watch", "launch", "workers", "labs", "horovod", "net"},
+    "cli": {"watch", "launch", "workers", "labs", "legacy", "net"},
     "__init__": {"launch", "telemetry"},
     "__main__": {"cli"},
 }
@@ -39,7 +39,7 @@ ALIASES = {"hora.launch.workers"}
 # The one place that reads and writes the environment of each room: everything else is given values.
 OWNERS_OF_THE_ENVIRONMENT = {
     "hora.config",
-    "hora.horovod.env",
+    "hora.legacy.env",
     "hora.launch.environment",
     "hora.world",
 }
@@ -132,13 +132,15 @@ def test_the_environment_is_touched_by_its_owners_only():
 def test_old_names_only_re_export():
     for package in ("horovod", "sparkdl"):
         for path in (SRC / package).rglob("*.py"):
+            if path.name == "_modules.py":
+                continue  # the table
             size = len(path.read_text().splitlines())
             assert size < 120, f"{path.relative_to(SRC)} has {size} lines; the code belongs into hora"
 
 
-def test_the_readmes_tree_is_whole():
+def test_the_tree_in_the_architecture_is_whole():
     """Every module is named in the lines of its room, and nothing else is shown there as a room."""
-    tree = (SRC.parent / "README.md").read_text().partition("\nsrc/hora/\n")[2].partition("\nsrc/horovod/")[0]
+    tree = (SRC.parent / "ARCHITECTURE.md").read_text().partition("\nsrc/hora/\n")[2].partition("\nsrc/horovod/")[0]
     words: dict[str, set[str]] = {"": set()}
     rooms: list[str] = []
     for line in tree.splitlines():
@@ -152,4 +154,4 @@ def test_the_readmes_tree_is_whole():
     assert set(words) - {""} == folders
     for path in _modules().values():
         room = path.parent.relative_to(HORA).as_posix().removeprefix(".")
-        assert path.stem.startswith("__") or path.stem in words[room], f"{path.relative_to(HORA)} is not in the README"
+        assert path.stem.startswith("__") or path.stem in words[room], f"{path.relative_to(HORA)} is not in ARCHITECTURE.md"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import warnings
 
@@ -176,8 +177,9 @@ def test_reduce_ops_are_plain_numbers():
 
 
 def test_one_identity_under_all_names():
-    import hora.torch
     import horovod.common.process_sets
+
+    import hora.torch
     import horovod.torch.mpi_ops
 
     assert horovod.torch.mpi_ops.allreduce is hora.torch.allreduce
@@ -191,7 +193,7 @@ def test_an_optimizer_has_the_method_that_programs_look_for():
 
 
 def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):
-    from hora.horovod.foreign import foreign_horovod, warn_if_foreign_horovod
+    from hora.legacy.foreign import foreign_horovod, warn_if_foreign_horovod
 
     assert foreign_horovod() is None
     with warnings.catch_warnings():
@@ -212,3 +214,26 @@ def test_version_mismatch_error():
     assert (error.name, error.version, error.installed_version) == ("torch", "2.0", "1.0")
     assert isinstance(error, ImportError)
     assert HostsUpdatedInterrupt(skip_sync=True).skip_sync is True
+
+
+def test_every_old_module_of_the_table_can_be_imported_and_has_its_names():
+    from horovod import _modules
+
+    for name in _modules._MODULES:
+        if name.startswith("horovod.ray.") and importlib.util.find_spec("ray") is None:
+            continue
+        module = importlib.import_module(name)
+        assert all(hasattr(module, public) for public in getattr(module, "__all__", ())), name
+
+
+@pytest.mark.parametrize("name", ["horovod.spark.gloo_run", "horovod.runner.common.service.task_service"])
+def test_a_module_that_has_no_meaning_here_says_what_to_use(name):
+    with pytest.raises(ModuleNotFoundError, match="in Hora: "):
+        importlib.import_module(name)
+
+
+def test_one_module_under_two_names_is_one():
+    import hora.legacy.elastic_driver
+    import horovod.runner.elastic.driver
+
+    assert horovod.runner.elastic.driver is hora.legacy.elastic_driver

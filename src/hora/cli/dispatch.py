@@ -67,7 +67,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"hora {version()}")
         return 0
     if name in ("-cb", "--check-build"):
-        from hora.horovod.check_build import check_build
+        from hora.legacy.check_build import check_build
 
         print(check_build())
         return 0

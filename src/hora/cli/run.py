@@ -158,6 +158,6 @@ def _own_version() -> str:
 
 
 def _check_build() -> str:
-    from hora.horovod.check_build import check_build
+    from hora.legacy.check_build import check_build
 
     return check_build()

@@ -14,8 +14,6 @@ from typing import Any
 import cloudpickle
 import ray
 
-from hora.horovod import elastic_driver
-from hora.horovod.elastic_driver import ElasticDriver
 from hora.launch.control.controller import run_job
 from hora.launch.control.elastic import ElasticSpec
 from hora.launch.control.elastic_policy import Limits
@@ -28,6 +26,8 @@ from hora.launch.ray.launcher import RayLauncher
 from hora.launch.ray.reservations import Reservations
 from hora.launch.slots import HostInfo, place_ranks
 from hora.launch.watching import Watching
+from hora.legacy import elastic_driver
+from hora.legacy.elastic_driver import ElasticDriver
 from hora.ray import ray_logger
 from hora.ray.adapter import Adapter, BaseParams
 from hora.ray.coordinator import driver_address

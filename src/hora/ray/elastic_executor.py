@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hora.horovod import elastic_driver
-from hora.horovod.elastic_driver import ElasticDriver
-from hora.horovod.settings import ElasticSettings
-from hora.horovod.timeout import Timeout
+from hora.legacy import elastic_driver
+from hora.legacy.elastic_driver import ElasticDriver
+from hora.legacy.settings import ElasticSettings
+from hora.legacy.timeout import Timeout
 from hora.ray.elastic import ElasticAdapter, ElasticParams
 from hora.ray.ray_logger import Callback, queue_for
 

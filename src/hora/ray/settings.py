@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from hora.horovod.secret import make_secret_key
-from hora.horovod.timeout import Timeout
+from hora.legacy.secret import make_secret_key
+from hora.legacy.timeout import Timeout
 
 __all__ = ["MiniSettings"]
 

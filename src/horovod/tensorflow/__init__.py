@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hora.horovod.foreign import warn_if_foreign_horovod
 from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributedOptimizer
+from hora.legacy.foreign import warn_if_foreign_horovod
 from hora.tensorflow import *
 from hora.tensorflow import __all__ as _names
 from hora.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape

@@ -1,11 +1,11 @@
 """The old import name: `import horovod.torch as hvd`. Everything lives in `hora.torch`."""
 
-from hora.horovod.foreign import warn_if_foreign_horovod
-from hora.horovod.util import check_extension
+from hora.legacy.foreign import warn_if_foreign_horovod
+from hora.legacy.util import check_extension
 from hora.torch import *
 from hora.torch import __all__ as _names
 from hora.torch import _check_has_gpu
-from horovod.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
+from horovod.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # type: ignore[attr-defined]
 
 __all__ = [*_names, "compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
 

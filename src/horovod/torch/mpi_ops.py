@@ -1,8 +1,8 @@
 """The old module of the collectives, of the runtime's start and stop, and of the autograd classes."""
 
-from hora.horovod.autograd import *
-from hora.horovod.basics import HorovodBasics
-from hora.horovod.util import gpu_available, num_rank_is_power_2
+from hora.legacy.autograd import *
+from hora.legacy.basics import HorovodBasics
+from hora.legacy.util import gpu_available, num_rank_is_power_2
 from hora.torch import *
 from hora.torch.reduce_op import handle_average_backwards_compatibility
 

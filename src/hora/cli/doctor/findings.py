@@ -62,7 +62,7 @@ def _torch(facts: Facts) -> Finding:
         return Finding(
             "problem",
             f"PyTorch {version} is installed, but an allreduce failed: {build['PyTorch']}",
-            "see its traceback: python -m hora.horovod.check_build --traceback",
+            "see its traceback: python -m hora.legacy.check_build --traceback",
         )
     return Finding("ok", f"PyTorch {version}; an allreduce was tried and works")
 

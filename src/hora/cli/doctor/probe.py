@@ -31,8 +31,8 @@ _TOOL_LIMIT_S = 30.0
 
 def facts() -> dict[str, Any]:
     """Everything about this host that a finding may need."""
-    from hora.horovod.check_build import probe_build
-    from hora.horovod.foreign import foreign_horovod
+    from hora.legacy.check_build import probe_build
+    from hora.legacy.foreign import foreign_horovod
 
     return {
         "hostname": socket.gethostname(),

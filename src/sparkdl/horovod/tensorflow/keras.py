@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hora.horovod.keras_log import log_callback_class
+from hora.legacy.keras_log import log_callback_class
 
 __all__ = ["LogCallback"]  # noqa: F822 - made by __getattr__
 

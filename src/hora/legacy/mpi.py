@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from hora.horovod.shell import execute_quietly
+from hora.legacy.shell import execute_quietly
 
 __all__ = ["MPI", "is_intel_mpi", "is_mpich", "is_open_mpi", "is_spectrum_mpi", "js_run", "mpi_available", "mpi_run"]
 

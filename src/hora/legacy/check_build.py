@@ -1,6 +1,6 @@
 """`--check-build`: what works on this machine, each entry really tried, in a child process.
 
-The child (`python -m hora.horovod.check_build`) runs one collective through each back end and prints why one does not work;
+The child (`python -m hora.legacy.check_build`) runs one collective through each back end and prints why one does not work;
 the launcher, which only formats that, never imports torch. Also used by `hora doctor`.
 """
 
@@ -13,8 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 
-from hora.horovod.env import env_without_world
 from hora.launch.environment import module_command
+from hora.legacy.env import env_without_world
 
 __all__ = ["check_build", "describe_native", "format_build", "print_build", "probe_build"]
 
@@ -69,7 +69,7 @@ def probe_build() -> dict[str, str]:
     """Why each entry that does not work does not, found out by a child process."""
     try:
         child = subprocess.run(
-            module_command(sys.executable, "hora.horovod.check_build"),
+            module_command(sys.executable, "hora.legacy.check_build"),
             env=env_without_world(),
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hora.errors import HorovodVersionMismatchError, get_version_mismatch_message
-from hora.horovod.env import env
+from hora.legacy.env import env
 
 __all__ = [
     "EXTENSIONS",

@@ -1,0 +1,260 @@
+"""Old modules that are no files here: one table of what each offers and where that lives now, and a finder that serves it.
+
+A module is made when it is first imported. It offers the names of its row, `old=new` where they differ, `*` for all public
+ones; a row that is one module's name is that very module under two names, so that what is set in one is seen in the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_MODULES: dict[str, tuple[str, ...] | str] = {
+    "horovod.common": (),
+    "horovod.common.basics": (
+        "hora.legacy.basics: HorovodBasics",
+        "hora.legacy.mpi: MPI",
+        "hora.torch.basics: *",
+    ),
+    "horovod.common.elastic": (
+        "hora.errors: HorovodInternalError HostsUpdatedInterrupt",
+        "hora.torch.elastic: ObjectState State notification_manager run_fn",
+        "hora.torch.elastic.notification: HostUpdateResult WorkerNotificationManager=NotificationManager",
+    ),
+    "horovod.common.exceptions": (
+        "hora.errors: HorovodInternalError HorovodVersionMismatchError HostsUpdatedInterrupt "
+        "get_version_mismatch_message",
+    ),
+    "horovod.common.process_sets": (
+        "hora.legacy.basics: HorovodBasics",
+        "hora.legacy.mpi: MPI",
+        "hora.torch.process_sets: ProcessSet add_process_set global_process_set remove_process_set",
+    ),
+    "horovod.common.util": ("hora.legacy.util: *",),
+    "horovod.data.data_loader_base": ("hora.data.loader: AsyncDataLoaderMixin BaseDataLoader",),
+    "horovod.ray.adapter": ("hora.ray.adapter: Adapter BaseParams",),
+    "horovod.ray.elastic": (
+        "ray.exceptions: GetTimeoutError",
+        "hora.ray.discovery: RayHostDiscovery=RaySlotDiscovery TestDiscovery",
+        "hora.ray.elastic_executor: ElasticRayExecutor",
+    ),
+    "horovod.ray.elastic_v2": (
+        "ray.exceptions: GetTimeoutError",
+        "hora.ray.discovery: RayHostDiscovery TestDiscovery",
+        "hora.ray.elastic: ElasticAdapter ElasticParams",
+    ),
+    "horovod.ray.ray_logger": "hora.ray.ray_logger",
+    "horovod.ray.runner": (
+        "hora.ray.coordinator: Coordinator",
+        "hora.ray.executor: RayExecutor",
+        "hora.ray.settings: MiniSettings",
+        "hora.ray.static: StaticAdapter StaticParams logger",
+    ),
+    "horovod.ray.strategy": ("hora.ray.strategy: BaseStrategy ColocatedStrategy PGStrategy create_placement_group",),
+    "horovod.ray.utils": ("hora.ray.interfaces: detect_nics map_blocking nics_to_env_var",),
+    "horovod.ray.worker": ("hora.ray.worker: BaseHorovodWorker",),
+    "horovod.runner.common": (),
+    "horovod.runner.common.util": (),
+    "horovod.runner.common.util.codec": ("hora.legacy.codec: dumps_base64 loads_base64",),
+    "horovod.runner.common.util.config_parser": (
+        "hora.legacy.config_parser: LOG_LEVELS set_env_from_args validate_config_args __getattr__=variable_name",
+    ),
+    "horovod.runner.common.util.env": (
+        "hora.legacy.env: IGNORE_REGEXES KUBEFLOW_MPI_EXEC LOG_LEVEL_STR get_env_rank_and_size is_exportable "
+        "is_kubeflow_mpi",
+    ),
+    "horovod.runner.common.util.host_hash": ("hora.launch.spark.task: host_hash",),
+    "horovod.runner.common.util.hosts": (
+        "hora.launch.slots: INVALID_SLOT_INFO HostInfo get_host_assignments parse_host_files parse_hosts "
+        "parse_hosts_and_slots SlotInfo=Slot",
+    ),
+    "horovod.runner.common.util.safe_shell_exec": ("hora.legacy.shell: GRACEFUL_TERMINATION_TIME_S execute",),
+    "horovod.runner.common.util.secret": ("hora.legacy.secret: *",),
+    "horovod.runner.common.util.settings": ("hora.legacy.settings: BaseSettings Settings",),
+    "horovod.runner.common.util.timeout": ("hora.legacy.timeout: Timeout TimeoutException",),
+    "horovod.runner.common.util.tiny_shell_exec": ("hora.legacy.shell: execute=execute_quietly",),
+    "horovod.runner.elastic": (),
+    "horovod.runner.elastic.constants": ("hora.launch.control.elastic_policy: RESET_LIMIT_EXCEEDED_MESSAGE",),
+    "horovod.runner.elastic.discovery": ("hora.legacy.discovery: FixedHosts HostDiscovery HostDiscoveryScript",),
+    "horovod.runner.elastic.driver": "hora.legacy.elastic_driver",
+    "horovod.runner.elastic.rendezvous": (
+        "hora.legacy.constants: GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES create_rendezvous_handler",
+    ),
+    "horovod.runner.elastic.settings": ("hora.legacy.settings: ElasticSettings",),
+    "horovod.runner.elastic.worker": (
+        "hora.torch.elastic.notification: HostUpdateResult WorkerNotificationManager=NotificationManager",
+        "hora.legacy.constants: HOROVOD_GLOO_IFACE HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT "
+        "HOROVOD_HOSTNAME HOROVOD_LOCAL_RANK",
+    ),
+    "horovod.runner.gloo_run": (
+        "hora.legacy.gloo_run: create_run_env_vars create_slot_env_vars gloo_run gloo_run_elastic launch_gloo "
+        "launch_gloo_elastic _get_min_start_hosts=get_min_start_hosts",
+        "hora.legacy.rendezvous_server: RendezvousServer",
+        "hora.launch.slots: get_host_assignments parse_hosts",
+    ),
+    "horovod.runner.http": (),
+    "horovod.runner.http.http_server": (
+        "hora.legacy.rendezvous_server: RendezvousHandler RendezvousHTTPServer RendezvousServer",
+    ),
+    "horovod.runner.js_run": ("hora.legacy.mpi: js_run=mpi_run",),
+    "horovod.runner.mpi_run": (
+        "hora.legacy.mpi: is_intel_mpi is_mpich is_open_mpi is_spectrum_mpi mpi_available mpi_run",
+    ),
+    "horovod.runner.util": (),
+    "horovod.runner.util.lsf": ("hora.legacy.env: LSFUtils",),
+    "horovod.runner.util.network": ("hora.legacy.network: *",),
+    "horovod.runner.util.streams": ("hora.legacy.streams: Pipe",),
+    "horovod.runner.util.threads": ("hora.legacy.threads: execute_function_multithreaded in_thread on_event",),
+    "horovod.spark.common._namedtuple_fix": (),
+    "horovod.spark.common.constants": (
+        "hora.legacy.constants: ARRAY BYTES_PER_GIB CUSTOM_SPARSE DENSE_VECTOR METRIC_PRINT_FREQUENCY "
+        "MIXED_SPARSE_DENSE_VECTOR NOCHANGE PETASTORM_HDFS_DRIVER SPARSE_VECTOR TOTAL_BUFFER_MEMORY_CAP_GIB",
+    ),
+    "horovod.spark.common.datamodule": ("hora.spark.estimator.data_module: DataModule",),
+    "horovod.spark.common.estimator": ("hora.spark.estimator.base: HorovodEstimator HorovodModel",),
+    "horovod.spark.common.params": ("hora.spark.estimator.base: EstimatorParams ModelParams",),
+    "horovod.spark.common.serialization": (
+        "hora.spark.estimator.persistence: HorovodParamsReader=ParamsReader HorovodParamsWriter=ParamsWriter",
+    ),
+    "horovod.spark.common.util": (
+        "hora.spark.estimator.metadata: * _get_metadata=column_metadata "
+        "_get_assigned_gpu_or_local_rank=gpu_or_local_rank _has_vector_column=has_vector_column",
+    ),
+    "horovod.spark.conf": ("hora.launch.spark.conf: *",),
+    "horovod.spark.data_loaders": (
+        "hora.data.reader_loaders: PytorchAsyncDataLoader=AsyncReaderLoader PytorchDataLoader=ReaderLoader",
+    ),
+    "horovod.spark.data_loaders.pytorch_data_loaders": (
+        "hora.data.reader_loaders: PytorchAsyncDataLoader=AsyncReaderLoader "
+        "PetastormBatchedDataLoader=BatchedReader PytorchInfiniteAsyncDataLoader=EndlessAsyncReaderLoader "
+        "PytorchInfiniteDataLoader=EndlessReaderLoader PytorchInmemAsyncDataLoader=InMemoryAsyncReaderLoader "
+        "PytorchInmemDataLoader=InMemoryReaderLoader PytorchDataLoader=ReaderLoader",
+    ),
+    "horovod.spark.keras.estimator": (
+        "hora.spark.keras.estimator: KerasEstimator",
+        "hora.spark.keras.model: KerasModel",
+    ),
+    "horovod.spark.keras.util": ("hora.spark.keras.packing: TFKerasUtil",),
+    "horovod.spark.lightning.estimator": (
+        "hora.spark.estimator.base: EstimatorParams",
+        "hora.spark.estimator.persistence: TorchEstimatorParamsReadable=ParamsReadable "
+        "TorchEstimatorParamsReader=ParamsReader TorchEstimatorParamsWritable=ParamsWritable "
+        "TorchEstimatorParamsWriter=ParamsWriter _torch_param_serialize=serialize_param",
+        "hora.spark.lightning.estimator: TorchEstimator TorchModel",
+        "hora.spark.lightning.package: MIN_PL_VERSION",
+    ),
+    "horovod.spark.lightning.legacy": ("hora.spark.lightning.module: to_lightning_module",),
+    "horovod.spark.lightning.remote": ("hora.spark.estimator.metadata: _prepare_data_fn=dense_rows_fn",),
+    "horovod.spark.lightning.util": (
+        "hora.spark.estimator.serialization: deserialize_fn is_module_available is_module_available_fn "
+        "save_into_bio save_into_bio_fn serialize_fn",
+    ),
+    "horovod.spark.runner": ("hora.spark.run: run run_elastic",),
+    "horovod.spark.task": ("hora.launch.spark.variables: get_available_devices=assigned_gpus",),
+    "horovod.spark.task.task_info": ("hora.launch.spark.variables: get_available_devices=assigned_gpus",),
+    "horovod.spark.torch.datamodule": (
+        "hora.spark.estimator.data_module: NVTabularDataModule ParquetDataModule PetastormDataModule=ParquetDataModule",
+    ),
+    "horovod.spark.torch.estimator": (
+        "hora.spark.estimator.base: EstimatorParams",
+        "hora.spark.estimator.persistence: TorchEstimatorParamsReadable=ParamsReadable "
+        "TorchEstimatorParamsReader=ParamsReader TorchEstimatorParamsWritable=ParamsWritable "
+        "TorchEstimatorParamsWriter=ParamsWriter _torch_param_serialize=serialize_param",
+        "hora.spark.estimator.torch_estimator: TorchEstimator",
+        "hora.spark.estimator.torch_model: TorchModel",
+    ),
+    "horovod.spark.torch.remote": (
+        "hora.spark.estimator.metadata: _prepare_data_fn=dense_rows_fn",
+        "hora.spark.estimator.objective: _calculate_loss_fn=weighted_loss_fn",
+    ),
+    "horovod.spark.torch.util": (
+        "hora.spark.estimator.serialization: deserialize_fn is_module_available is_module_available_fn "
+        "save_into_bio save_into_bio_fn serialize_fn",
+    ),
+    "horovod.torch.compression": (
+        "hora.torch.compression: BF16Compressor Compression Compressor FP16Compressor NoneCompressor",
+    ),
+    "horovod.torch.elastic.sampler": ("hora.torch.elastic.sampler: ElasticSampler",),
+    "horovod.torch.elastic.state": (
+        "hora.torch.elastic.handlers: ModelStateHandler OptimizerStateHandler SamplerStateHandler "
+        "StateHandler get_handler_registry set_handler_registry",
+        "hora.torch.elastic.torch_state: TorchState",
+    ),
+    "horovod.torch.functions": (
+        "hora.torch.functions: *",
+        "hora.torch.optimizer.state: *",
+    ),
+    "horovod.torch.optimizer": (
+        "hora.torch.optimizer.adasum: _DistributedAdasumOptimizer=DeltaOptimizer",
+        "hora.torch.optimizer.base: _DistributedOptimizer",
+        "hora.torch.optimizer.distributed: DistributedOptimizer",
+    ),
+    "horovod.torch.sync_batch_norm": ("hora.torch.sync_batch_norm: SyncBatchNorm _SyncBatchNorm=_Normalise",),
+}
+
+# Modules of Horovod's that have no meaning here, and the reason.
+_GONE = {
+    "horovod.common.service": "ranks and launcher speak over authenticated connections (docs/protocol.md)",
+    "horovod.mxnet": "MXNet is not supported; horovod.torch, horovod.tensorflow and horovod.keras are",
+    "horovod.run": "it is the function horovod.run(…) since Horovod 0.20; its modules are in horovod.runner",
+    "horovod.runner.common.service": "ranks and launcher speak over authenticated connections (docs/protocol.md)",
+    "horovod.runner.driver": "the launcher places ranks itself: horovod.run(…) or horovodrun",
+    "horovod.runner.elastic.registration": "the launcher keeps the workers' states: horovod.run(…, min_num_proc=…)",
+    "horovod.runner.http.http_client": "ranks and launcher speak over authenticated connections (docs/protocol.md)",
+    "horovod.runner.run_task": "a rank is started by the launcher itself: horovod.run(…) or horovodrun",
+    "horovod.runner.task": "a rank is started by the launcher itself: horovod.run(…) or horovodrun",
+    "horovod.runner.util.cache": "hosts are looked at when a job starts; there is no cache to manage",
+    "horovod.runner.util.remote": "ssh commands are made by the launcher: horovodrun -H …",
+    "horovod.spark.driver": "horovod.spark.run places ranks on the tasks that Spark gives them",
+    "horovod.spark.gloo_run": "horovod.spark.run places ranks on the tasks that Spark gives them",
+    "horovod.spark.mpi_run": "horovod.spark.run places ranks on the tasks that Spark gives them",
+    "horovod.ray.driver_service": "horovod.ray.RayExecutor places ranks on Ray's actors itself",
+}
+
+
+class _OldModules(MetaPathFinder, Loader):
+    """Finds and makes the modules of the table."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in _MODULES:
+            is_package = any(other.startswith(f"{name}.") for other in _MODULES)
+            return ModuleSpec(name, self, is_package=is_package)
+        reason = next((why for gone, why in _GONE.items() if f"{name}.".startswith(f"{gone}.")), None)
+        if reason is not None:
+            raise ModuleNotFoundError(f"No module named {name!r} in Hora: {reason}", name=name)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        row = _MODULES[module.__name__]
+        if isinstance(row, str):
+            sys.modules[module.__name__] = importlib.import_module(row)
+            return
+        module.__all__ = []  # type: ignore[attr-defined]
+        homes = [entry.partition(": ")[::2] for entry in row]
+        module.__doc__ = f"Old name; what it offers is in {', '.join(home for home, _ in homes) or 'its modules'}."
+        for home, names in homes:
+            source = importlib.import_module(home)
+            wanted = names.split()
+            for name in [*(_public_names(source) if "*" in wanted else ()), *(name for name in wanted if name != "*")]:
+                old, _, new = name.partition("=")
+                setattr(module, old, getattr(source, new or old))
+                if not old.startswith("_"):
+                    module.__all__.append(old)
+
+
+def _public_names(module: ModuleType) -> list[str]:
+    names = getattr(module, "__all__", None)
+    return list(names) if names is not None else [name for name in vars(module) if not name.startswith("_")]
+
+
+def install() -> None:
+    """Serve the table, once."""
+    if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
+        sys.meta_path.append(_OldModules())

@@ -1,1 +1,0 @@
-"""The old package of what the fronts share."""

@@ -1,3 +1,0 @@
-"""The old module of small tools: `hora.horovod.util`."""
-
-from hora.horovod.util import *

@@ -1,3 +1,0 @@
-from hora.ray.adapter import Adapter, BaseParams
-
-__all__ = ["Adapter", "BaseParams"]

@@ -1,3 +1,0 @@
-from hora.ray.worker import BaseHorovodWorker
-
-__all__ = ["BaseHorovodWorker"]

@@ -1,1 +1,0 @@
-"""Imported by old notebooks for a repair that today's pyspark does not need."""
