@@ -154,4 +154,6 @@ def test_the_tree_in_the_architecture_is_whole():
     assert set(words) - {""} == folders
     for path in _modules().values():
         room = path.parent.relative_to(HORA).as_posix().removeprefix(".")
-        assert path.stem.startswith("__") or path.stem in words[room], f"{path.relative_to(HORA)} is not in ARCHITECTURE.md"
+        assert path.stem.startswith("__") or path.stem in words[room], (
+            f"{path.relative_to(HORA)} is not in ARCHITECTURE.md"
+        )
