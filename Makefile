@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format bench scale chaos simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format docs bench scale chaos simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
+	@echo "make docs     the documentation's site, in out/site: guides, API reference, options of the commands"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
@@ -62,6 +63,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github
+
+# Warnings are errors: a link, an anchor or an argument that leads nowhere ends it.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,7 @@
 """Every snippet of the README and of docs/ runs.
 
 `python` blocks of a page in order in one process, `sh` blocks one by one, and one that several pages have once.
+`py` blocks are other products' code.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def test_shell_blocks(code, playground):
 def test_blocks_say_what_they_are():
     for page in PAGES:
         names = {name for name, _ in _FENCE.findall(page.read_text())}
-        assert names <= {"", "python", "sh", "console", "yaml", "json"}, page
+        assert names <= {"", "python", "py", "sh", "console", "yaml", "json"}, page
 
 
 def test_links_lead_somewhere():

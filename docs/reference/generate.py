@@ -1,0 +1,210 @@
+"""Pages that `make docs` writes from the code: the API reference, the options of the commands, and files from outside docs/.
+
+A hook of mkdocs (mkdocs.yml). It reads the packages without importing them (griffe), so neither TensorFlow nor Ray need
+be there; mkdocstrings then renders signatures and docstrings. Arguments that a docstring does not name are explained by
+arguments.yml beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import griffe
+import yaml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "arguments.yml").read_text())
+
+# A page: its title and the modules on it, whose public names are those of __all__.
+PAGES = {
+    "torch": ("horovod.torch", ["horovod.torch", "horovod.torch.elastic"]),
+    "hora": ("hora", ["hora", "hora.workers", "hora.errors"]),
+    "workflow": ("hora.workflow", ["hora.workflow"]),
+    "spark": (
+        "horovod.spark",
+        [
+            "horovod.spark",
+            "horovod.spark.torch",
+            "horovod.spark.lightning",
+            "horovod.spark.keras",
+            "horovod.spark.common.store",
+            "horovod.spark.common.backend",
+        ],
+    ),
+    "sparkdl": ("sparkdl", ["sparkdl", "sparkdl.horovod", "sparkdl.horovod.tensorflow.keras"]),
+    "tensorflow": ("horovod.tensorflow", ["horovod.tensorflow", "horovod.tensorflow.elastic"]),
+    "keras": ("horovod.keras", ["horovod.keras", "horovod.keras.callbacks", "horovod.keras.elastic"]),
+    "ray": ("horovod.ray", ["horovod.ray"]),
+}
+ALSO = {
+    "horovod.torch": "Usually `import horovod.torch as hvd`. `hora.torch` is the same module under its own name.",
+    "horovod.keras": "`horovod.tensorflow.keras` has the same names for the Keras that comes with TensorFlow.",
+    "hora": "`horovod.run` is `hora.run`.",
+    "hora.workers": "`cdsw` and `cml.workers_v1` are these functions' old names (`python -m hora.compat script.py`).",
+}
+EXPLAINED = ("hora", "horovod.torch", "horovod.torch.elastic", "sparkdl", "sparkdl.horovod", "horovod.spark")
+# Classes that a module's __getattr__ makes: the function that makes them, and the class beside it with their text.
+MADE = {"LogCallback": ("log_callback_class", "ProgressLog")}
+# Files of the repository's root that pages link to.
+ROOT_FILES = ("ARCHITECTURE.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+COMMANDS: dict[str, tuple[str, list[str]]] = {
+    "hora run, horovodrun": ("hora.cli.run:main", []),
+    "hora doctor": ("hora.cli.doctor:main", []),
+    "hora top": ("hora.cli.watch:top", []),
+    "hora view": ("hora.cli.watch:view", []),
+    "hora workers": ("hora.cli.workers:main", []),
+    "hora kubernetes": ("hora.cli.kubernetes:main", []),
+    "hora demo penguins": ("hora.cli.demo:main", ["penguins"]),
+    "hora demo images": ("hora.cli.demo:main", ["images"]),
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages (called by mkdocs)."""
+    loader = griffe.GriffeLoader(search_paths=[ROOT / "src"])
+    for package in ("hora", "horovod", "sparkdl"):
+        loader.load(package)
+    loader.resolve_aliases(implicit=True, external=False)
+    seen: dict[str, str] = {}
+    for stem, (title, modules) in PAGES.items():
+        text = "\n".join([f"# {title}\n", *(part for name in modules for part in _module(loader, name, seen))])
+        files.append(File.generated(config, f"reference/{stem}.md", content=text))
+    files.append(File.generated(config, "reference/commands.md", content="\n".join(_commands())))
+    for name in ROOT_FILES:
+        if (ROOT / name).exists():
+            files.append(File.generated(config, name, content=(ROOT / name).read_text().replace("](docs/", "](")))
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        files.append(File.generated(config, f"examples/{path.name}", content=path.read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links to files of the repository to their copies on the site (called by mkdocs)."""
+    return (
+        markdown.replace("](../examples/", "](examples/").replace("](../", "](")
+        if "/" not in page.file.src_uri
+        else markdown
+    )
+
+
+def _module(loader: griffe.GriffeLoader, name: str, seen: dict[str, str]) -> Iterator[str]:
+    module = loader.modules_collection[name]
+    exports = [str(export) for export in module.exports or ()]
+    if not exports:
+        exports = [member for member, item in module.members.items() if not item.is_alias and item.is_class]
+    yield f"\n## {name}\n"
+    if name in ALSO:
+        yield ALSO[name] + "\n"
+    constants, elsewhere = [], []
+    for export in sorted(exports, key=lambda text: (text.lower(), text)):
+        if export.startswith("_"):
+            continue
+        if export in MADE:
+            maker, made = MADE[export]
+            member = module.members[maker].final_target.parent.members[made]
+        else:
+            member = module.members[export]
+        target = member.final_target if member.is_alias else member
+        if target.is_module:
+            continue
+        if target.is_attribute:
+            constants.append(f"`{export}`")
+        elif target.path in seen:
+            elsewhere.append(f"[`{export}`][{target.path}]")
+        else:
+            seen[target.path] = export
+            yield from _entry(loader, name, export, target)
+    if constants:
+        yield f"Values: {', '.join(constants)}.\n"
+    if elsewhere:
+        yield f"Described above or on another page, and the same here: {', '.join(elsewhere)}.\n"
+
+
+def _entry(loader: griffe.GriffeLoader, module: str, name: str, target: Any) -> Iterator[str]:
+    shown = target
+    if target.docstring is None and target.is_class:  # callbacks: their text and methods are their first base's
+        shown = loader.modules_collection[target.resolve(str(target.bases[0]).partition(".")[0])]
+        shown = shown.members[str(target.bases[0]).rpartition(".")[2]]
+    if shown.docstring is None:
+        raise SystemExit(f"docs: {module}.{name} ({shown.path}) has no docstring")
+    yield f"::: {shown.path}\n    options:\n      heading: {module}.{name}\n      toc_label: {name}\n"
+    function = shown.members.get("__init__") if shown.is_class else shown
+    if function is None or not function.is_function:
+        return
+    text = shown.docstring.value + (function.docstring.value if function.docstring else "")
+    # A name in backquotes is explained, also as part of an expression: `sharded=True`, `(min, max)`.
+    named = {word for quoted in re.findall(r"`([^`]+)`", text) for word in re.findall(r"\w+", quoted)}
+    left = [item.name for item in function.parameters if item.name not in ("self", "cls") and item.name not in named]
+    unknown = [item for item in left if item not in ARGUMENTS]
+    if unknown and module in EXPLAINED:
+        raise SystemExit(f"docs: nobody explains {', '.join(unknown)} of {module}.{name}: see {__file__}")
+    yield from (f"- `{item}`: {ARGUMENTS[item]}" for item in left if item in ARGUMENTS)
+    yield ""
+
+
+def _commands() -> Iterator[str]:
+    yield "# Commands\n"
+    yield "`hora mpirun` takes Open MPI's options; [Launchers](../launchers.md) says which have an effect.\n"
+    for title, (target, arguments) in COMMANDS.items():
+        module, _, function = target.partition(":")
+        main = getattr(__import__(module, fromlist=[function]), function)
+        yield f"\n## {title}\n"
+        yield from _options(_parser_of(main, arguments), level=3)
+
+
+class _Found(Exception):  # noqa: N818 - carries a result, no failure
+    pass
+
+
+def _parser_of(main: Callable[[list[str]], Any], arguments: list[str]) -> argparse.ArgumentParser:
+    """Return the parser that a command makes, caught where it would begin to parse."""
+
+    def parse_args(parser: argparse.ArgumentParser, *_: object) -> None:
+        raise _Found(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args):
+        try:
+            main(arguments)
+        except _Found as found:
+            return found.args[0]
+    raise SystemExit(f"docs: {main.__module__} parses no arguments")
+
+
+def _options(parser: argparse.ArgumentParser, *, level: int) -> Iterator[str]:
+    yield f"```\n{' '.join(parser.format_usage().split()).removeprefix('usage: ')}\n```\n"
+    if parser.description:
+        yield parser.description.strip() + "\n"
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        subparsers = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
+        rows = [
+            _row(parser, action)
+            for action in actions
+            if action not in subparsers and "--help" not in action.option_strings
+        ]
+        if rows:
+            yield f"{'#' * level} {group.title}\n\n| argument | |\n|---|---|"
+            yield "\n".join(rows) + "\n"
+        for name, child in (pair for action in subparsers for pair in action.choices.items()):
+            yield f"{'#' * level} {parser.prog} {name}\n"
+            yield from _options(child, level=level + 1)
+    if parser.epilog:
+        yield parser.epilog + "\n"
+
+
+def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    formatter = parser._get_formatter()
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    value = "" if action.nargs == 0 else " " + formatter._format_args(action, metavar)
+    names = ", ".join(f"`{flag}{value}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
+    text = formatter._expand_help(action) if action.help else ""
+    text = text.replace("<", "&lt;").replace("|", "\\|")
+    return f"| {names} | {text} |".replace("\n", " ")
