@@ -4,8 +4,6 @@ import shlex
 import sys
 
 import pytest
-from horovod.runner.common.util import env as old_env
-from horovod.runner.common.util import hosts as old_hosts
 
 import horovod
 from hora.cli import dispatch, run
@@ -21,6 +19,8 @@ from hora.net import address
 from hora.version import horovod_version
 from horovod.runner import _HorovodArgs
 from horovod.runner import launch as old_launch
+from horovod.runner.common.util import env as old_env
+from horovod.runner.common.util import hosts as old_hosts
 
 
 def test_help_names_every_command(capsys):

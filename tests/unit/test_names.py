@@ -177,9 +177,8 @@ def test_reduce_ops_are_plain_numbers():
 
 
 def test_one_identity_under_all_names():
-    import horovod.common.process_sets
-
     import hora.torch
+    import horovod.common.process_sets
     import horovod.torch.mpi_ops
 
     assert horovod.torch.mpi_ops.allreduce is hora.torch.allreduce
@@ -233,8 +232,7 @@ def test_a_module_that_has_no_meaning_here_says_what_to_use(name):
 
 
 def test_one_module_under_two_names_is_one():
-    import horovod.runner.elastic.driver
-
     import hora.legacy.elastic_driver
+    import horovod.runner.elastic.driver
 
     assert horovod.runner.elastic.driver is hora.legacy.elastic_driver
