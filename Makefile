@@ -139,6 +139,7 @@ test-perfetto: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.readme
 
 # Two thousand connections, of which both ends are here.
 scale: $(STAMP)

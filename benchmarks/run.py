@@ -2,7 +2,8 @@
 
 Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, start-up against torchrun
 and TorchDistributor, autotune against a sweep by hand, and what watching a job costs. Prints what each benchmark prints
-and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture (`results.png`).
+and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture (`results.png`);
+`python -m benchmarks.readme` writes the README's figures from them.
 """
 
 from __future__ import annotations
@@ -50,13 +51,22 @@ def ratio(row: dict[str, Any], contender: str, peer: str = "DDP") -> float:
     return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
+def machine() -> str:
+    """Describe where this runs."""
+    import torch
+
+    cores, all_cores = len(os.sched_getaffinity(0)), os.cpu_count()
+    where = f"{cores} cores" if cores == all_cores else f"{cores} of {all_cores} cores"
+    return f"{where}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}"
+
+
 def table(collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
     """The results in Markdown."""
     lines = [
         "# Benchmarks",
         "",
-        f"Made by `make bench` on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"load {os.getloadavg()[0]:.1f}. The contenders took turns, several rounds; numbers are medians.",
+        f"Made by `make bench`: {machine()}, load {os.getloadavg()[0]:.1f}. The contenders took turns, several rounds; "
+        "numbers are medians.",
         "",
         "## Training step against DistributedDataParallel (gloo)",
         "",
@@ -148,7 +158,8 @@ def main() -> None:
         texts["The guilty rank"] = "".join(naming)
         texts["The page in chromium"] = run_module("watch", "page")
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps({"collectives": collectives, "training": training}, indent=1))
+    numbers = {"machine": machine(), "collectives": collectives, "training": training}
+    (options.out / "results.json").write_text(json.dumps(numbers, indent=1))
     (options.out / "results.md").write_text(table(collectives, training, texts))
     picture(collectives, training, options.out / "results.png")
     print(f"saved in {options.out}")

@@ -55,3 +55,11 @@ def test_the_table_of_launchers_is_what_its_benchmark_prints():
     written = table_in(DOCS.read_text())
     seconds = {place: written.partition(f"| {line} | ")[2].partition(" |")[0] for place, line, _ in PLACES}
     assert written == table(seconds)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_last_run():
+    import json
+
+    from benchmarks.readme import NUMBERS, README, figures, written
+
+    assert written(README.read_text()) == figures(json.loads(NUMBERS.read_text()))
