@@ -17,72 +17,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
-import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import offices
 from benchmarks.collectives import SIZES, line
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integration"))
-
-from namespaces import Host, badly_joined, joined
 
 SIZES_OF_A_BAD_CABLE = "4K,64K,1M"
 ETHERNET = 1514 / 1448  # bytes of a full frame, and how many of them are ours
 
 
-def address_of(host: int) -> str:
-    return f"10.79.0.{host + 1}"
-
-
-def shape(host: Host, arguments: argparse.Namespace) -> None:
-    """Make this host's end of the cable as slow as asked."""
-    if arguments.rate:
-        how = ["tbf", "rate", arguments.rate, "burst", "256kb", "latency", "50ms"]
-        host.run("tc", "qdisc", "add", "dev", "cable", "root", *how)
-
-
-def run_ranks(hosts: list[Host], arguments: argparse.Namespace, folder: Path) -> list[dict]:
-    secret, numbers, num_local = folder / "secret", folder / "numbers.json", arguments.ranks
-    secret.write_text(secrets.token_hex(32))
-    secret.chmod(0o600)
+def run_ranks(hosts: Sequence[offices.Host], arguments: argparse.Namespace) -> list[dict]:
     worker = [sys.executable, "-m"]
     if arguments.train:
         worker += ["benchmarks.hosts_training", "--models", arguments.models, "--steps", str(arguments.steps)]
     else:
         worker += ["benchmarks.collectives", "--worker", "--sizes", arguments.sizes, "--cases", arguments.cases]
-    worker += ["--rounds", str(arguments.rounds), "--json", str(numbers)]
-    ranks = []
-    for rank in range(num_local * len(hosts)):
-        number, local_rank = divmod(rank, num_local)
-        place = {
-            "HOROVOD_RANK": rank,
-            "HOROVOD_SIZE": num_local * len(hosts),
-            "HOROVOD_LOCAL_RANK": local_rank,
-            "HOROVOD_LOCAL_SIZE": num_local,
-            "HOROVOD_CROSS_RANK": number,
-            "HOROVOD_CROSS_SIZE": len(hosts),
-            "HOROVOD_HOSTNAME": f"host{number}",
-            "MASTER_ADDR": address_of(0),
-            "MASTER_PORT": 29500,
-            "GLOO_SOCKET_IFNAME": "cable",
-            "HORA_SECRET_FILE": secret,
-            "HORA_ENCRYPT": arguments.encrypt,
-            "OMP_NUM_THREADS": 1,
-        }
-        env = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        ranks.append(subprocess.Popen(hosts[number].command(*worker), env=env))
-    try:
-        statuses = [rank.wait(arguments.limit) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(statuses):
-        raise SystemExit(f"the ranks ended with {statuses}")
-    found: list[dict] = json.loads(numbers.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = Path(folder) / "numbers.json"
+        worker += ["--rounds", str(arguments.rounds), "--json", str(numbers)]
+        offices.run_ranks(
+            hosts,
+            worker,
+            num_local=arguments.ranks,
+            limit_s=arguments.limit,
+            environment={"HORA_ENCRYPT": arguments.encrypt},
+        )
+        found: list[dict] = json.loads(numbers.read_text())
     return found
 
 
@@ -104,9 +67,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each contender (default: 5)")
     parser.add_argument("--hosts", type=int, default=2, help="how many there are (default: 2)")
     parser.add_argument("--ranks", type=int, default=2, help="on each host (default: 2)")
-    parser.add_argument("--rate", default="", help="the cable's speed, such as 1gbit (default: not limited)")
-    parser.add_argument("--delay", default="0ms", help="of the cable, each way, such as 20ms")
-    parser.add_argument("--loss", default="0%", help="of the cable, such as 0.1%%")
+    offices.add_link_options(parser)
     parser.add_argument("--encrypt", default="auto", choices=("auto", "always", "never"))
     parser.add_argument("--train", action="store_true", help="training steps instead of collectives")
     parser.add_argument("--models", default="MLP 4x2048,ResNet18", help="what is trained (default: both)")
@@ -120,14 +81,11 @@ def parser() -> argparse.ArgumentParser:
 
 def measured(arguments: argparse.Namespace) -> list[dict]:
     """What the ranks have measured on hosts that were made for it."""
-    delay_s, loss = float(arguments.delay.removesuffix("ms")) / 1000, float(arguments.loss.removesuffix("%")) / 100
-    arguments.sizes = arguments.sizes or (SIZES_OF_A_BAD_CABLE if loss else SIZES)
-    addresses = [address_of(host) for host in range(arguments.hosts)]
-    cable = badly_joined(addresses, delay_s=delay_s, loss=loss) if delay_s or loss else joined(addresses)
-    with tempfile.TemporaryDirectory() as folder, cable as hosts:
-        for host in hosts:
-            shape(host, arguments)
-        results = run_ranks(hosts, arguments, Path(folder))
+    arguments.sizes = arguments.sizes or (SIZES if arguments.loss == "0%" else SIZES_OF_A_BAD_CABLE)
+    link = {"rate": arguments.rate, "delay": arguments.delay, "loss": arguments.loss}
+    with offices.offices(arguments.hosts, **link) as hosts:
+        results = run_ranks(hosts, arguments)
+    delay_s = offices.delay_s(arguments.delay)
     if arguments.rate and not arguments.train:
         for result in results:
             wire_us = result["bytes"] * ETHERNET * 8 / bits_a_second(arguments.rate) * 1e6

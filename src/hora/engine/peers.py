@@ -286,6 +286,11 @@ class Peers:
         return self._may_share and 1 < most < len(ranks)
 
     @property
+    def sharing(self) -> list[list[int]]:
+        """The ranks of each host that may share memory: each alone where none may."""
+        return self.hosts if self._may_share else [[rank] for rank in range(self._world.size)]
+
+    @property
     def _may_share(self) -> bool:
         return self.config.transport == "auto" and futex.supported()
 

@@ -108,6 +108,15 @@ class ProcessSets:
         assert isinstance(answer, int), answer
         return answer
 
+    def of_this_host(self) -> int:
+        """The number of the set of this host's ranks; the sets of all hosts are registered unless they are (collective)."""
+        hosts = [(0,)] if self.peers is None else [tuple(host) for host in self.peers.sharing]
+        for host in hosts:
+            if host not in self._sets.values():
+                self._request(0, Kind.ADD_PROCESS_SET, *host)
+        (mine,) = (host for host in hosts if self._world.rank in host)
+        return next(number for number, ranks in sorted(self._sets.items()) if ranks == mine)
+
     def remove(self, number: int) -> bool:
         """Remove a set on all ranks (collective). False for the global set and unknown ones."""
         self._check_dynamic("remove_process_set")

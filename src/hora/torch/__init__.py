@@ -57,6 +57,7 @@ from hora.torch.ops import (
 )
 from hora.torch.optimizer.clip import clip_grad_norm_
 from hora.torch.optimizer.distributed import DistributedOptimizer
+from hora.torch.optimizer.local_sgd import DESLOC, DiLoCo, LocalSGD
 from hora.torch.optimizer.state import broadcast_optimizer_state
 from hora.torch.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from hora.torch.reduce_op import Adasum, Average, Max, Min, Product, Sum
@@ -68,8 +69,11 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DESLOC",
+    "DiLoCo",
     "ErrorFeedback",
     "HorovodInternalError",
+    "LocalSGD",
     "Max",
     "Min",
     "ProcessSet",

@@ -7,6 +7,7 @@ then travels (`code_for`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ __all__ = [
     "FP16Compressor",
     "Int8Compressor",
     "NoneCompressor",
+    "PowerSGD",
     "code_for",
+    "described",
     "keeps_losses",
     "wire_dtype",
 ]
@@ -87,6 +90,29 @@ class Int8Compressor(NoneCompressor):
     sent as they are."""
 
 
+@dataclass(frozen=True)
+class PowerSGD(NoneCompressor):
+    """Low-rank factors in the place of gradients, where these travel between hosts; for `DistributedOptimizer` alone.
+
+    The first `start_step` steps send gradients as they are. Then one of n rows and m columns becomes (n + m) * `rank`
+    numbers, if these are less than n * m by more than the factor `min_compression_rate`; vectors stay as they are.
+    """
+
+    rank: int = 4
+    start_step: int = 10
+    min_compression_rate: float = 2.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rank", 1), ("start_step", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"powersgd's {name} must be an integer of at least {least}, but it is {value!r}")
+        rate = self.min_compression_rate
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+            raise ValueError(f"powersgd's min_compression_rate must be a number above 0, but it is {rate!r}")
+
+
 class Compression:
     """The compressors by name."""
 
@@ -94,6 +120,7 @@ class Compression:
     fp16 = FP16Compressor
     bf16 = BF16Compressor
     int8 = Int8Compressor
+    powersgd = PowerSGD
 
 
 class ErrorFeedback(Compressor):
@@ -136,6 +163,18 @@ def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch
     if not all(tensor.dtype is torch.float32 and tensor.device.type == "cpu" for tensor in tensors):
         return ""
     return next((code for known, code in _CODES.items() if known is compression), "")
+
+
+def described(compression: type[Compressor] | Compressor) -> str:
+    """The compression as the user has written it, in words that are the same on all ranks."""
+    if isinstance(compression, ErrorFeedback):
+        return f"ErrorFeedback({described(compression.compression)})"
+    if isinstance(compression, PowerSGD):
+        return repr(compression).replace("PowerSGD(", "Compression.powersgd(")
+    kind = compression if isinstance(compression, type) else type(compression)
+    return next(
+        (f"Compression.{name}" for name, known in vars(Compression).items() if known is kind), kind.__qualname__
+    )
 
 
 def keeps_losses(compression: type[Compressor] | Compressor) -> bool:

@@ -22,7 +22,7 @@ from hora.torch.collective import (
     submit,
     submit_repeated_allreduce_,
 )
-from hora.torch.compression import Compression, Compressor, NoneCompressor, code_for
+from hora.torch.compression import Compression, Compressor, NoneCompressor, PowerSGD, code_for
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Average, handle_average_backwards_compatibility
 
@@ -333,6 +333,8 @@ def _run_compressed(
     collective: Collective, tensors: Sequence[Tensor], compression: type[Compressor] | Compressor
 ) -> list[Tensor]:
     """Run a differentiable collective on what the compressor makes of the tensors, and undo that."""
+    if compression is PowerSGD or isinstance(compression, PowerSGD):
+        raise ValueError("Compression.powersgd needs steps to learn from: pass it to DistributedOptimizer")
     if compression is not NoneCompressor and collective.kind is Kind.ALLREDUCE:
         code = code_for(compression, [_check_tensor(tensor) for tensor in tensors], op=collective.op)
         if code and engine.current_runtime().compresses(registered_id(collective.process_set)):

@@ -17,6 +17,7 @@ __all__ = [
     "ProcessSet",
     "add_process_set",
     "global_process_set",
+    "host_process_set",
     "is_mpi_communicator",
     "registered_id",
     "remove_process_set",
@@ -107,6 +108,18 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if runtime.status.closing:
         raise ValueError(f"no process set can be added any more: {runtime.status.reason}")
     process_set.process_set_id = runtime.process_sets.add(list(process_set.ranks or []))
+    _bound.add(process_set)
+    return process_set
+
+
+def host_process_set() -> ProcessSet:
+    """The set of the ranks on this rank's host, which all ranks register unless it is (collective)."""
+    runtime = _current_or_value_error()
+    number = runtime.process_sets.of_this_host()
+    if number == 0:
+        return global_process_set
+    process_set = ProcessSet(runtime.process_sets.ranks(number))
+    process_set.process_set_id = number
     _bound.add(process_set)
     return process_set
 

@@ -338,13 +338,27 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.backward_passes_per_step = passes
         self._step = StepState()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The base one; with `Compression.powersgd` also its steps, its factors, and this rank's own error memory."""
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        memory = self._options.memory if self._active else None
+        if memory is not None:
+            state["powersgd"] = memory.state_dict(self._parameter_names, self._place())
+        return state
+
+    def _place(self) -> tuple[int, int]:
+        return self._runtime.world.rank, self._runtime.world.size
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """The base one; reductions under way are forgotten."""
         # Between steps there is nothing to forget, and what the ranks agreed on must stay: often one rank alone loads a
         # checkpoint, and broadcast_optimizer_state brings the others up to it.
         if self._active and (self._step.backward_began or self._world_changed()):
             self._start_over()
-        super().load_state_dict(*args, **kwargs)
+        memory, kept = (self._options.memory if self._active else None), state_dict.get("powersgd")
+        if memory is not None and kept is not None:
+            memory.load_state_dict(kept, self._parameter_names, self._place())
+        super().load_state_dict(state_dict, *args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The base one; the new parameters are reduced too."""

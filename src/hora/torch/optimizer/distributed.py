@@ -13,15 +13,16 @@ import torch
 
 from hora import engine
 from hora.engine.request import ReduceOp
-from hora.torch.compression import Compression, Compressor
+from hora.torch.compression import Compression, Compressor, PowerSGD
 from hora.torch.optimizer.base import _DistributedOptimizer, bare_copy, takes_part
 from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
 from hora.torch.optimizer.order import in_common_order
 from hora.torch.optimizer.parameters import parameter_groups, parameter_names
+from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.process_sets import ProcessSet, global_process_set
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "of_class"]
 
 
 def DistributedOptimizer(
@@ -57,6 +58,10 @@ def DistributedOptimizer(
         groups = num_groups if groups is None else groups
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
+    if compression is PowerSGD:
+        compression = PowerSGD()
+    if isinstance(compression, PowerSGD):
+        _check_powersgd(op, gradient_predivide_factor, groups)
     names = parameter_names(optimizer, named_parameters)
     hooked = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     grouped = parameter_groups(groups, hooked)
@@ -69,11 +74,23 @@ def DistributedOptimizer(
         compression=compression,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
+        memory=PowerSGDMemory(compression) if isinstance(compression, PowerSGD) else None,
     )
     reduce_before_unscaling()
-    result = _of_class(optimizer, _kind_of_optimizer(options, optimizer, grouped, sharded=sharded))
+    result = of_class(optimizer, _kind_of_optimizer(options, optimizer, grouped, sharded=sharded))
     result._distribute(options, names=names, groups=grouped, backward_passes_per_step=backward_passes_per_step)
     return result
+
+
+def _check_powersgd(op: int, gradient_predivide_factor: float, groups: object) -> None:
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ValueError(f"Compression.powersgd reduces with Average or Sum, but op is {ReduceOp(op).name}")
+    if gradient_predivide_factor != 1.0:
+        raise ValueError(
+            f"Compression.powersgd needs gradient_predivide_factor=1.0, but it is {gradient_predivide_factor}"
+        )
+    if groups is not None:
+        raise ValueError("Compression.powersgd arranges gradients by itself; leave groups and num_groups out")
 
 
 def _kind_of_optimizer(
@@ -98,7 +115,7 @@ def _kind_of_optimizer(
     return _DistributedOptimizer
 
 
-def _of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
+def of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     """A new object of a class made for it, sharing groups and state with `optimizer`, whatever its constructor needs."""
     base = type(optimizer)
     names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}

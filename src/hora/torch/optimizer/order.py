@@ -11,17 +11,18 @@ import hashlib
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hora import engine
 from hora.engine.request import ReduceOp
 from hora.errors import HorovodInternalError
-from hora.torch.compression import Int8Compressor, NoneCompressor, wire_dtype
+from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, described, wire_dtype
 from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting, TuningOptions
 from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
+from hora.torch.optimizer.low_rank import BUCKET_BYTES, LowRankReducer
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 from hora.torch.process_sets import ProcessSet
@@ -70,7 +71,11 @@ class BucketOrder:
             not grouped
             and options.num_members > 1
             and options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
-            and (options.compression in (NoneCompressor, Int8Compressor) or wire_dtype(options.compression) is not None)
+            and (
+                options.compression in (NoneCompressor, Int8Compressor)
+                or isinstance(options.compression, PowerSGD)
+                or wire_dtype(options.compression) is not None
+            )
             and bool(parameters)
             and all(p.is_floating_point() for p in parameters)
         )
@@ -78,6 +83,11 @@ class BucketOrder:
     def next_reducer(self, current: Reducer, arrivals: Sequence[torch.Tensor]) -> Reducer:
         """The reducer of the next step, after a step in which gradients arrived in this order."""
         if not self.possible:
+            return current
+        if self._options.memory is not None and self._low_rank_is_due(current):
+            order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
+            return current if order is None else self._reducer_for(order, current)
+        if isinstance(current, LowRankReducer):
             return current
         tuner = self._tuner
         if isinstance(current, Buckets) and tuner is not None and not (tuner.done and self._is_tuned(tuner)):
@@ -93,6 +103,23 @@ class BucketOrder:
         if order is None:
             return current
         return self._reducer_for(order, current)
+
+    def _low_rank_is_due(self, current: Reducer) -> bool:
+        """Count a step; return whether the next one is the first that is compressed. Elsewhere than between hosts none is."""
+        memory, runtime = self._options.memory, engine.current_runtime()
+        assert memory is not None
+        memory.num_steps += 1
+        if not isinstance(current, Buckets) or not runtime.compresses(self._options.process_set_id):
+            return False
+        if memory.num_joins != runtime.num_joins:  # whoever joined has counted less
+            memory.num_joins = runtime.num_joins
+            self._agree_on_memory()
+        return memory.due
+
+    def _agree_on_memory(self) -> None:
+        options = self._options
+        assert options.memory is not None
+        options.memory.agree(lambda b: summed(b, options, "optimizer.powersgd"), options.num_members, self._names)
 
     def _is_tuned(self, tuner: Autotuner) -> bool:
         return tuner.setting == self._setting
@@ -134,6 +161,19 @@ class BucketOrder:
 
     def _reducer_for(self, order: AgreedOrder, current: Reducer) -> Reducer:
         self._order = order
+        others = None
+        if order.sparse:
+            others = PerParameterReducer(self._options, self._names, order.sparse, sparse=order.sparse)
+        memory, runtime = self._options.memory, engine.current_runtime()
+        if memory is not None and runtime.compresses(self._options.process_set_id):
+            if not isinstance(current, Buckets):
+                memory.num_joins = runtime.num_joins
+                self._agree_on_memory()
+            if memory.due:
+                if isinstance(current, Buckets):
+                    current.release()
+                specs = plan_buckets(order.parameters, self._names, label=order.label, bucket_bytes=BUCKET_BYTES)
+                return LowRankReducer(runtime, self._options, specs, memory, others)
         setting = self._setting = DEFAULT if self._tuner is None else self._tuner.setting
         specs = plan_buckets(
             order.parameters,
@@ -146,12 +186,9 @@ class BucketOrder:
         self._start_tuning(specs)
         if not specs or (isinstance(current, Buckets) and _is_same(current, specs, setting)):
             return current
-        others = None
-        if order.sparse:
-            others = PerParameterReducer(self._options, self._names, order.sparse, sparse=order.sparse)
         if isinstance(current, Buckets):
             current.release()
-        buckets = make_buckets(engine.current_runtime(), self._options, specs)
+        buckets = make_buckets(runtime, self._options, specs)
         return Buckets(specs, buckets, others, overlap=setting.overlap)
 
 
@@ -172,7 +209,7 @@ def agree_on_order(
     count, size = len(parameters), options.num_members
     never = count * size  # later than any sum of real places
     places = {parameter: place for place, parameter in enumerate(arrivals)}
-    digest = _digest(names, parameters)
+    digest = _digest(names, parameters, options)
     ballot = torch.tensor(
         [1, digest, next(_numbers)]
         + [places.get(parameter, never) for parameter in parameters]
@@ -213,8 +250,8 @@ def in_common_order(
     return [mine[name] for name in of_all[0]]
 
 
-def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> int:
-    text = repr([(names[p], tuple(p.shape), str(p.dtype)) for p in parameters])
+def _digest(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor], options: ReduceOptions) -> int:
+    text = repr([described(options.compression), *((names[p], tuple(p.shape), str(p.dtype)) for p in parameters)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "little")
 
 
@@ -224,7 +261,17 @@ def _raise_difference(
     from hora.torch.functions import allgather_object
 
     mine = [(names[p], tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in parameters]
-    of_all: list[list[Any]] = allgather_object(mine, name="optimizer.parameters", process_set=options.process_set)
+    told = (described(options.compression), mine)
+    compressions, of_all = zip(
+        *allgather_object(told, name="optimizer.parameters", process_set=options.process_set), strict=True
+    )
+    ranks = engine.current_runtime().process_sets.ranks(options.process_set_id)
+    for rank, theirs in zip(ranks, compressions, strict=True):
+        if theirs != compressions[0]:
+            raise HorovodInternalError(
+                f"Mismatched compression of a DistributedOptimizer: rank {ranks[0]} has {compressions[0]}, rank {rank} has "
+                f"{theirs}; name the same compression on all ranks"
+            )
     for member, theirs in enumerate(of_all):
         for here, there in itertools.zip_longest(of_all[0], theirs):
             if here != there:

@@ -17,6 +17,7 @@ from hora import engine
 from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.transport.arithmetic import HALVES
 from hora.torch.compression import Compressor, NoneCompressor, code_for
+from hora.torch.optimizer.powersgd import PowerSGDMemory
 from hora.torch.process_sets import ProcessSet, registered_id
 
 __all__ = ["ReduceOptions", "Reducer", "RequestedReduction", "summed"]
@@ -31,6 +32,7 @@ class ReduceOptions:
     compression: type[Compressor] | Compressor = NoneCompressor
     gradient_predivide_factor: float = 1.0
     sparse_as_dense: bool = False
+    memory: PowerSGDMemory | None = None  # of the compression, where it has one
 
     @property
     def process_set_id(self) -> int:

@@ -37,7 +37,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     if isinstance(optimizer, LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state; it has no fixed structure, use another optimizer")
     _check_same_groups(optimizer)
-    if getattr(optimizer, "is_sharded", False):  # no rank has the whole state: let the optimizer bring it about
+    # No rank has the whole state, or there is more than the parameters': let the optimizer bring it about.
+    if getattr(optimizer, "is_sharded", False) or getattr(optimizer, "keeps_outer_state", False):
         state = optimizer.state_dict()
         optimizer.load_state_dict(broadcast_object(state, root_rank, "broadcast_optimizer_state"))
         return

@@ -1,0 +1,160 @@
+"""Training over slow links, against DDP over gloo, plain and with torch's own PowerSGD hook: as root, two offices x 2 ranks.
+
+    python -m benchmarks.slow_links                                     all rows, about half an hour
+    python -m benchmarks.slow_links --rows "1 Gbit/s" --rounds 1        whether it works
+
+The offices are network namespaces (`benchmarks.offices`). All contenders of a row live in the same processes and take turns; a
+time is that of the slowest rank, the median over the rounds. DiLoCo is timed over one period of exchanges, beside the same
+optimizer that never exchanges ("apart"): the same steps without any network between the offices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+import horovod.torch as hvd
+from benchmarks import offices
+from benchmarks.collectives import join_gloo
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.names import some_of
+from benchmarks.training import make_optimizer, timed
+
+NEVER = 10**9
+WARM_UP = 4  # steps: PowerSGD begins after two at the earliest in torch
+RANK = 4
+
+
+class Row(NamedTuple):
+    """A link, a model, who is timed, and over how many steps."""
+
+    link: dict[str, str]
+    model: str
+    contenders: tuple[str, ...]
+    num_steps: int
+    of: str  # the others' time is divided by this one's, or, for "apart", this one by the others'
+
+
+BY_STEP = ("DDP", "DDP + PowerSGD", "plain", "int8", "PowerSGD")
+ROWS = {
+    "1 Gbit/s": Row({"rate": "1gbit", "delay": "1ms"}, "MLP 4x2048", BY_STEP, 3, "PowerSGD"),
+    "100 Mbit/s": Row({"rate": "100mbit", "delay": "20ms"}, "MLP 4x2048", BY_STEP, 2, "PowerSGD"),
+    "100 Mbit/s lossy": Row(
+        {"rate": "100mbit", "delay": "20ms", "loss": "0.1%"}, "ResNet18", ("apart", "DiLoCo 50"), 50, "DiLoCo 50"
+    ),
+    "20 Mbit/s": Row({"rate": "20mbit", "delay": "100ms"}, "MLP 4x2048", ("apart", "DiLoCo 200"), 200, "DiLoCo 200"),
+}
+
+
+def wrapped(contender: str, optimizer: torch.optim.Optimizer) -> Any:
+    """The contender's optimizer."""
+    kind, _, number = contender.partition(" ")
+    if kind == "DDP":
+        return optimizer
+    if kind == "apart":
+        return hvd.LocalSGD(optimizer, every=NEVER)
+    if kind == "DiLoCo":
+        return hvd.DiLoCo(optimizer, every=int(number))
+    compression: Any = {"plain": hvd.Compression.none, "int8": hvd.Compression.int8}.get(kind)
+    return hvd.DistributedOptimizer(
+        optimizer, compression=compression or hvd.Compression.powersgd(rank=RANK, start_step=2)
+    )
+
+
+def make_step(contender: str, workload: Workload) -> Callable[[], object]:
+    torch.manual_seed(0)
+    model: nn.Module = workload.build()
+    if contender.startswith("DDP"):
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if contender == "DDP + PowerSGD":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = wrapped(contender, make_optimizer("sgd", model.parameters()))
+    generator = torch.Generator().manual_seed(100 + hvd.rank())
+    inputs = torch.randn(*workload.shape, generator=generator)
+    targets = torch.randint(0, workload.classes, workload.shape[:1], generator=generator)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def work(row: Row, rounds: int, numbers: Path) -> None:
+    """One rank: milliseconds of a step of each contender, one figure per round."""
+    torch.set_num_threads(1)
+    hvd.init()
+    join_gloo(dist, hvd)
+    steps = {name: make_step(name, WORKLOADS[row.model]) for name in row.contenders}
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in row.contenders}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            hvd.barrier()
+            mine = torch.tensor(timed(step, row.num_steps)[0])
+            times[name].append(hvd.allreduce(mine, op=hvd.Max, name="time").item())
+    if hvd.rank() == 0:
+        numbers.write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+def report(name: str, times: dict[str, list[float]]) -> str:
+    row, parts = ROWS[name], []
+    for contender, values in times.items():
+        text = f"{contender} {statistics.median(values):.0f} ms"
+        ratios = [theirs / ours for theirs, ours in zip(values, times[row.of], strict=True)]
+        if contender == "apart":
+            text += f" ({100 * statistics.median(ratios):.0f} % of its steps/s)"
+        elif contender != row.of:
+            text += f" ({statistics.median(ratios):.2f} x)"
+        parts.append(text)
+    link = " ".join(row.link.values())
+    return f"{name:18s} {link:22s} {row.model:11s} {row.of}: {' · '.join(parts)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=some_of(tuple(ROWS)), default="all", help=f"of {', '.join(ROWS)}, or all")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for a row (default: 1800)")
+    parser.add_argument("--json", type=Path, help="write the times here as well")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(ROWS[arguments.worker], arguments.rounds, arguments.json)
+        return
+    found = {}
+    for name in arguments.rows:
+        with tempfile.TemporaryDirectory() as folder, offices.offices(2, **ROWS[name].link) as hosts:
+            numbers = Path(folder) / "numbers.json"
+            command = [sys.executable, "-m", "benchmarks.slow_links", "--worker", name, "--json", str(numbers)]
+            command += ["--rounds", str(arguments.rounds)]
+            offices.run_ranks(hosts, command, num_local=2, limit_s=arguments.limit)
+            found[name] = json.loads(numbers.read_text())
+        print(report(name, found[name]), f"  load {os.getloadavg()[0]:.1f}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

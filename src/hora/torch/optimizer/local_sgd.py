@@ -1,0 +1,488 @@
+"""Optimizers whose hosts talk only now and then: `LocalSGD`, `DiLoCo` and `DESLOC`.
+
+The host is the worker. Inside it gradients are reduced in every step, as by `DistributedOptimizer`; between hosts no gradient
+travels. Instead each fragment of the parameters has an anchor, equal everywhere. Every so many steps the hosts average how far
+they have moved away from it (the pseudo-gradient), an outer optimizer moves the anchor by that, and the parameters follow. A
+fragment may stay under way for some steps (`overlap`): what the host has learnt meanwhile is kept on top.
+
+    at rest --its turn--> under way --`overlap` steps later--> the anchor moves, at rest
+
+The three differ in settings alone. A fragment that is lost on its way, with a world, costs nothing but time: the next
+pseudo-gradient is reckoned from the anchor again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hora import engine
+from hora.engine.request import Kind, Reduce, ReduceOp
+from hora.errors import HorovodInternalError
+from hora.torch.compression import Compression, Compressor, PowerSGD, code_for, described, keeps_losses
+from hora.torch.functions import allgather_object
+from hora.torch.optimizer.base import StepState, _DistributedOptimizer
+from hora.torch.optimizer.distributed import of_class
+from hora.torch.optimizer.grad_scaler import reduce_before_unscaling
+from hora.torch.optimizer.parameters import parameter_names
+from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
+from hora.torch.process_sets import global_process_set, host_process_set
+
+__all__ = ["DESLOC", "DiLoCo", "LocalSGD"]
+
+Outer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+_averaging: Outer = partial(torch.optim.SGD, lr=1.0)
+_nesterov: Outer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def LocalSGD(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    every: int,
+    overlap: int = 0,
+    compression: type[Compressor] | Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+) -> Any:
+    """The same optimizer, whose hosts train apart and average their parameters every `every` steps."""
+    settings = _Settings("LocalSGD", every=every, overlap=overlap, compression=compression)
+    return _made(optimizer, named_parameters, settings, backward_passes_per_step)
+
+
+def DiLoCo(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    outer: Outer = _nesterov,
+    every: int = 100,
+    fragments: int = 4,
+    overlap: int | None = None,
+    compression: type[Compressor] | Compressor = Compression.bf16,
+    backward_passes_per_step: int = 1,
+) -> Any:
+    """The same optimizer, as the inner one of DiLoCo (arXiv 2311.08105, by fragments: 2501.18512).
+
+    `outer` makes the outer optimizer of a list of tensors. Of `fragments` parts of the parameters each has its turn every
+    `every` steps, in between the others, and `overlap` steps to travel (default: half the time until the next one's turn).
+    """
+    if overlap is None:
+        overlap = every // (2 * fragments) if _is_count(every) and _is_count(fragments) else 0
+    settings = _Settings(
+        "DiLoCo", every=every, fragments=fragments, overlap=overlap, compression=compression, outer=outer
+    )
+    return _made(optimizer, named_parameters, settings, backward_passes_per_step)
+
+
+def DESLOC(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    every: int = 32,
+    moments: Mapping[str, int] | None = None,
+    overlap: int = 0,
+    compression: type[Compressor] | Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+) -> Any:
+    """The same optimizer, whose hosts average parameters and moments each at their own period (arXiv 2505.22549).
+
+    `moments`: the period of each entry of the optimizer's state (default: Adam's, 3 and 6 times as long as `every`).
+    """
+    if moments is None:
+        moments = {"exp_avg": 3 * every, "exp_avg_sq": 6 * every} if _is_count(every) else {}
+    settings = _Settings("DESLOC", every=every, overlap=overlap, compression=compression, moments=moments)
+    return _made(optimizer, named_parameters, settings, backward_passes_per_step)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What the user has asked for, checked."""
+
+    method: str
+    _: dataclasses.KW_ONLY
+    every: int
+    fragments: int = 1
+    overlap: int = 0
+    compression: type[Compressor] | Compressor = Compression.none
+    outer: Outer = _averaging
+    moments: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = {"every": self.every, "fragments": self.fragments}
+        counts |= {f"moments[{name!r}]": period for name, period in self.moments.items()}
+        for name, value in counts.items():
+            if not _is_count(value):
+                raise ValueError(f"{self.method}'s {name} must be an integer of at least 1, but it is {value!r}")
+        if self.fragments > self.every:
+            raise ValueError(
+                f"{self.method} has one fragment's turn at a time: fragments ({self.fragments}) must not be more than "
+                f"every ({self.every})"
+            )
+        shortest = min((self.every, *self.moments.values()))
+        if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < shortest:
+            raise ValueError(
+                f"{self.method}'s overlap must be an integer from 0 to {shortest - 1}, so that a fragment is back before "
+                f"its next turn, but it is {self.overlap!r}"
+            )
+        if isinstance(self.compression, PowerSGD) or self.compression is PowerSGD or not _is_known(self.compression):
+            raise ValueError(
+                f"{self.method} sends with Compression.none, fp16, bf16 or int8, but compression is "
+                f"{described(self.compression)}"
+            )
+        if not callable(self.outer):
+            raise ValueError(
+                "DiLoCo's outer must make an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, "
+                f"lr=0.7, momentum=0.9, nesterov=True), but it is {self.outer!r:.100}"
+            )
+
+
+def _is_known(compression: type[Compressor] | Compressor) -> bool:
+    return any(compression is known for name, known in vars(Compression).items() if not name.startswith("_"))
+
+
+def _made(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    settings: _Settings,
+    backward_passes_per_step: int,
+) -> Any:
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise ValueError(
+            f"hvd.{settings.method} reduces gradients inside each host by itself: give it the plain optimizer, not one of "
+            "hvd.DistributedOptimizer; sharded=True is not supported, since no rank has whole parameters and moments then"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"hvd.{settings.method} does not support LBFGS, which compares losses of all ranks")
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")
+    names = parameter_names(optimizer, named_parameters)
+    reduce_before_unscaling()
+    result = of_class(optimizer, LocalOptimizer)
+    result._settings = settings
+    result._distribute(
+        ReduceOptions(process_set=global_process_set),
+        names=names,
+        groups=(),
+        backward_passes_per_step=backward_passes_per_step,
+    )
+    return result
+
+
+class _Alone:
+    """The reducer of a host with one rank."""
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        pass
+
+    def note_missing(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class _Fragment:
+    """Tensors of the model or of the optimizer's state that the hosts average together, and their anchors.
+
+    With `outer` their averaged distance is the gradient of the anchors; without it the anchors become the average. The
+    anchors are float32 in host memory, whatever and wherever the tensors are.
+    """
+
+    def __init__(
+        self,
+        values: Callable[[], Sequence[torch.Tensor]],
+        anchors: Sequence[torch.Tensor],
+        reduction: Callable[[torch.Tensor], RequestedReduction] | None,
+        *,
+        every: int,
+        offset: int,
+        outer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._values, self._anchors, self._outer = values, anchors, outer
+        self._every, self._offset = every, offset
+        self._flat = torch.zeros(sum(a.numel() for a in anchors), device="cpu")
+        self._distances = [
+            part.view(a.shape) for part, a in zip(self._flat.split([a.numel() for a in anchors]), anchors, strict=True)
+        ]
+        self._reduction = None if reduction is None else reduction(self._flat)
+        self._sent: list[torch.Tensor] = []
+        self.due_at = 0  # the step after which it is taken in; 0: it is at rest
+
+    def has_turn(self, step: int) -> bool:
+        return step > 0 and step % self._every == self._offset
+
+    def send(self, due_at: int, *, keep_progress: bool) -> None:
+        """Start averaging how far the tensors are from their anchors."""
+        self.due_at = due_at
+        values = [_on_host(value) for value in self._values()]
+        for distance, anchor, value in zip(self._distances, self._anchors, values, strict=True):
+            torch.sub(anchor, value, out=distance)
+        self._sent = [value.clone() for value in values] if keep_progress and self._outer is not None else []
+        if self._reduction is not None:
+            self._reduction.start(background=True)
+
+    def take_in(self) -> None:
+        """Wait for the average, move the anchors, and let the tensors follow."""
+        self.due_at = 0
+        if self._reduction is not None:
+            self._reduction.wait()
+        if self._outer is None:
+            torch._foreach_sub_(list(self._anchors), self._distances)
+        else:
+            for anchor, distance in zip(self._anchors, self._distances, strict=True):
+                anchor.grad = distance
+            self._outer.step()
+            for anchor in self._anchors:
+                anchor.grad = None
+        for number, (anchor, value) in enumerate(zip(self._anchors, self._values(), strict=True)):
+            value.detach().copy_(anchor + (_on_host(value) - self._sent[number]) if self._sent else anchor)
+        self._sent = []
+
+    def give_up(self) -> None:
+        """Forget what is under way. Only a world that is gone makes that an error, which is no news."""
+        if self.due_at and self._reduction is not None:
+            with contextlib.suppress(HorovodInternalError):
+                self._reduction.wait()
+        self.due_at, self._sent = 0, []
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to("cpu", torch.float32)
+
+
+class LocalOptimizer(_DistributedOptimizer):
+    """Mixed in before the user's optimizer class, like the class it extends."""
+
+    keeps_outer_state = True
+    outer: torch.optim.Optimizer  # from the first step on
+    _settings: _Settings
+    _num_steps = 0
+    _anchors: Sequence[torch.Tensor] = ()
+    _fragments: Sequence[_Fragment] = ()
+    _entered = False
+    _num_joins = 0
+    _loaded: dict[str, Any] | None = None
+
+    # --- inside the host ---------------------------------------------------------------------------------------------
+
+    def _start_over(self) -> None:
+        """The sets of the hosts are made in the next backward: newcomers make their optimizers while others train."""
+        self._runtime = engine.current_runtime()
+        self._step = StepState()
+        self._reducer = _Alone()
+        self._fragments, self._entered = (), False
+
+    def _begin_backward(self) -> None:
+        self._enter_world()
+        super()._begin_backward()
+
+    def synchronize(self) -> None:
+        if self._active:
+            self._enter_world()
+        super().synchronize()
+
+    def _enter_world(self) -> None:
+        """Agree on the settings, and find the ranks of this host (collective, once in a world)."""
+        if self._entered and engine.current_runtime() is self._runtime:
+            return
+        self._start_over()
+        self._check_agreement()
+        self._options = dataclasses.replace(self._options, process_set=host_process_set())
+        super()._start_over()
+        if self._options.num_members == 1:
+            self._reducer = _Alone()
+        self._num_joins = self._runtime.num_joins
+        self._entered = True
+
+    def _check_agreement(self) -> None:
+        settings = self._settings
+        trial = settings.outer([torch.zeros(1)])
+        outer = f"{type(trial).__name__}({', '.join(f'{k}={v}' for k, v in sorted(trial.defaults.items()))})"
+        told = [f"{name}={getattr(settings, name)}" for name in ("every", "fragments", "overlap")]
+        told += [
+            f"compression={described(settings.compression)}",
+            f"moments={dict(settings.moments)}",
+            f"outer={outer}",
+        ]
+        told += [f"parameters of {self._shapes()}"]
+        of_all = allgather_object((settings.method, told), name="optimizer.local_settings")
+        for rank, (method, theirs) in enumerate(of_all):
+            if (method, theirs) != of_all[0]:
+                differing = [(a, b) for a, b in zip(of_all[0][1], theirs, strict=True) if a != b]
+                here, there = differing[0] if differing else ("", "")
+                raise HorovodInternalError(
+                    f"Mismatched settings: rank 0 has {of_all[0][0]} {here}, rank {rank} has {method} {there}; give the same "
+                    "to all ranks"
+                )
+
+    def _shapes(self) -> str:
+        return ", ".join(f"{tuple(p.shape)}" for p in self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # --- between the hosts -------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step inside the host; then send and take in the fragments whose turn it is."""
+        if self._active:
+            self._enter_world()
+            if self._runtime.num_joins != self._num_joins:
+                raise ValueError(
+                    f"hvd.join() cannot be used with hvd.{self._settings.method}: the hosts must make equally many steps"
+                )
+        if not self._fragments:
+            self._make_fragments()
+        result = super().step(closure)
+        self._num_steps += 1
+        overlap = self._settings.overlap
+        with torch.no_grad():
+            for fragment in self._fragments:
+                if fragment.due_at == self._num_steps:
+                    fragment.take_in()
+            for fragment in self._fragments:
+                if fragment.has_turn(self._num_steps):
+                    fragment.send(self._num_steps + overlap, keep_progress=overlap > 0)
+                    if not overlap:
+                        fragment.take_in()
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def exchange(self) -> None:
+        """Have all hosts at the same parameters now: take in what is under way, and average everything once (collective).
+
+        For the end of a training, or before an evaluation.
+        """
+        if self._active:
+            self._enter_world()
+        if not self._fragments:
+            self._make_fragments()
+        with torch.no_grad():
+            for fragment in self._fragments:
+                if fragment.due_at:
+                    fragment.take_in()
+            for fragment in self._fragments:
+                fragment.send(self._num_steps, keep_progress=False)
+            for fragment in self._fragments:
+                fragment.take_in()
+
+    def _make_fragments(self) -> None:
+        """Divide the parameters, whose values now are the first anchors. Before the first step all ranks have the same."""
+        settings, parameters = self._settings, self._parameters()
+        if not self._anchors:
+            self._anchors = [_on_host(p).clone(memory_format=torch.contiguous_format) for p in parameters]
+            self.outer = settings.outer(list(self._anchors))
+        if self._loaded is not None:
+            loaded, self._loaded = self._loaded, None
+            self._load_outer(loaded)
+        made, begin = [], 0
+        for number, end in enumerate(_near_even([p.numel() for p in parameters], settings.fragments)):
+            if end > begin:
+                made.append(
+                    _Fragment(
+                        lambda some=parameters[begin:end]: some,  # type: ignore[misc]
+                        self._anchors[begin:end],
+                        self._reduction(f"fragment {number} of {settings.fragments}"),
+                        every=settings.every,
+                        offset=number * settings.every // settings.fragments,
+                        outer=self.outer,
+                    )
+                )
+            begin = end
+        for name, every in settings.moments.items():
+            anchors = [torch.zeros(p.shape, device="cpu") for p in parameters if p.requires_grad]
+            reduction, values = self._reduction(f"moment {name}"), partial(self._moments, name)
+            made.append(_Fragment(values, anchors, reduction, every=every, offset=0, outer=None))
+        self._fragments = made
+
+    def _moments(self, name: str) -> list[torch.Tensor]:
+        """Return this entry of the state of every parameter."""
+        found = []
+        for parameter in self._parameters():
+            if parameter.requires_grad:
+                state = self.state[parameter]
+                if not isinstance(state.get(name), torch.Tensor):
+                    raise ValueError(
+                        f"hvd.DESLOC is to average {name!r}, but {self._base_class.__name__} keeps {sorted(state)} of "
+                        f"{self._parameter_names[parameter]}; name others in moments={{…}}"
+                    )
+                found.append(state[name])
+        return found
+
+    def _reduction(self, name: str) -> Callable[[torch.Tensor], RequestedReduction] | None:
+        """The average over all ranks; None where there are no other hosts: all ranks of a host have the same."""
+        runtime, compression = self._runtime, self._settings.compression
+        if not self._active or not runtime.compresses(0):
+            return None
+
+        def make(flat: torch.Tensor) -> RequestedReduction:
+            code = code_for(compression, [flat], op=ReduceOp.AVERAGE)
+            return RequestedReduction(
+                runtime,
+                Kind.ALLREDUCE,
+                flat,
+                name=f"optimizer.{self._settings.method} {name}",
+                reduce=Reduce(int(ReduceOp.AVERAGE), code=code),
+                process_set_id=0,
+                keeps_losses=bool(code) and keeps_losses(compression),
+            )
+
+        return make
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The inner optimizer's, with the outer one's: anchors and state, and the number of steps. Any number of hosts can
+        load it, also with other settings, and a plain optimizer its part."""
+        state = super().state_dict(*args, **kwargs)
+        if self._loaded is not None:
+            state["outer"] = self._loaded
+        elif self._anchors:
+            state["outer"] = {
+                "num_steps": self._num_steps,
+                "anchors": [anchor.detach() for anchor in self._anchors],
+                "optimizer": self.outer.state_dict(),
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load a state, on all ranks; what is under way is forgotten."""
+        for fragment in self._fragments:
+            if not self._world_changed():
+                fragment.give_up()
+        self._fragments = ()
+        super().load_state_dict(state_dict, *args, **kwargs)
+        kept = state_dict.get("outer")
+        if kept is not None:
+            self._loaded = {**kept, "anchors": [anchor.clone() for anchor in kept["anchors"]]}
+            self._num_steps = int(kept["num_steps"])
+        else:
+            self._loaded, self._anchors, self._num_steps = None, (), 0
+
+    def _load_outer(self, kept: Mapping[str, Any]) -> None:
+        if [a.shape for a in kept["anchors"]] != [a.shape for a in self._anchors]:
+            raise ValueError("the outer state that was loaded is of a model with other parameters")
+        for anchor, loaded in zip(self._anchors, kept["anchors"], strict=True):
+            anchor.copy_(loaded)
+        self.outer.load_state_dict(kept["optimizer"])
+
+
+def _near_even(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Where each of so many consecutive parts ends, so that their sums are near one another."""
+    total, passed = sum(sizes), 0
+    ends: list[int] = []
+    for index, size in enumerate(sizes):
+        while len(ends) < num_parts - 1 and passed + size / 2 >= total * (len(ends) + 1) / num_parts:
+            ends.append(index)
+        passed += size
+    return [*ends, *[len(sizes)] * (num_parts - len(ends))]

@@ -1,0 +1,133 @@
+"""PowerSGD's arithmetic and memory: low-rank factors of gradients, and what they have lost so far (arXiv 1905.13727).
+
+A gradient M of n rows and m columns travels as P = M Q (n x rank) and Q = Mᵀ P (m x rank), each summed over the ranks; P is
+made orthonormal between them, and P Qᵀ is what every rank takes for the gradient. Both products are linear in M. So the sum of
+the factors of a host's ranks is the factor of the host's sum: adding them up inside the host, as every allreduce does,
+compresses once per host. Nothing here communicates; `low_rank` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hora.torch.compression import PowerSGD
+
+__all__ = ["PowerSGDMemory", "orthonormalise_", "working_dtype"]
+
+
+def working_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of factors and errors: float32 also for half precision."""
+    return torch.float64 if parameter.dtype is torch.float64 else torch.float32
+
+
+def orthonormalise_(matrix: torch.Tensor) -> None:
+    """Replace the columns by an orthonormal basis of what they span; a column of zeros becomes a unit vector."""
+    matrix.copy_(torch.linalg.qr(matrix)[0])
+
+
+class PowerSGDMemory:
+    """What an optimizer keeps of each parameter: the factor Q of the last step, equal on all ranks, and this rank's error."""
+
+    def __init__(self, settings: PowerSGD) -> None:
+        self.settings = settings
+        self.num_steps = 0
+        self.num_joins = 0
+        self._factors: dict[torch.Tensor, torch.Tensor] = {}
+        self._errors: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def due(self) -> bool:
+        """Return whether the next step is to be compressed."""
+        return self.num_steps >= self.settings.start_step
+
+    def rank_of(self, parameter: torch.Tensor) -> int:
+        """The rank of a parameter's factors; 0 for one that travels as it is."""
+        if parameter.dim() < 2 or not parameter.numel():
+            return 0
+        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+        rank = min(rows, columns, self.settings.rank)
+        worth_it = (rows + columns) * rank * self.settings.min_compression_rate < rows * columns
+        return rank if worth_it else 0
+
+    def factors(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The factors Q of these parameters, which are all that are compressed; drawn anew unless there are some of all."""
+        shapes = {p: (p.numel() // p.shape[0], self.rank_of(p)) for p in parameters}
+        if any(p not in self._factors or self._factors[p].shape != shapes[p] for p in parameters):
+            generator = torch.Generator().manual_seed(self.settings.seed)
+            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+            for parameter in parameters:
+                by_shape.setdefault(parameter.shape, []).append(parameter)
+            for parameter in (p for alike in by_shape.values() for p in alike):
+                drawn = torch.randn(shapes[parameter], generator=generator, dtype=working_dtype(parameter))
+                self._factors[parameter] = drawn.to(parameter.device)
+        return [self._factors[parameter] for parameter in parameters]
+
+    def error(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What has not been sent of this rank's gradients of a parameter so far."""
+        if parameter not in self._errors:
+            self._errors[parameter] = torch.zeros(
+                parameter.shape, dtype=working_dtype(parameter), device=parameter.device
+            )
+        return self._errors[parameter]
+
+    def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Set errors to zero and draw new factors in the next step, of all parameters or of these."""
+        for parameter in list(self._errors) if parameters is None else parameters:
+            self._errors[parameter].zero_()
+            self._factors.pop(parameter, None)
+
+    def agree(self, summed: Callable[[torch.Tensor], list[int]], num_members: int, names: Mapping[Any, str]) -> None:
+        """Agree with the other members on the number of steps and on whether all have the same factors (collective).
+
+        A newcomer has made one step, and no factors; survivors of a reset go on with their count and draw new factors with it.
+        """
+        digest = self._digest(names)
+        known = self.num_steps > 1
+        ballot = torch.tensor([int(known), self.num_steps if known else 0, digest], dtype=torch.int64, device="cpu")
+        num_known, steps, digests = summed(ballot)
+        if num_known:
+            self.num_steps = steps // num_known
+        if digests != digest * num_members:
+            self._factors.clear()
+
+    def _digest(self, names: Mapping[Any, str]) -> int:
+        if not self._factors:
+            return 0
+        content = hashlib.sha256()
+        for parameter in sorted(self._factors, key=lambda p: names[p]):
+            content.update(self._factors[parameter].cpu().numpy().tobytes())
+        return int.from_bytes(content.digest()[:5], "little")
+
+    def state_dict(self, names: Mapping[Any, str], place: tuple[int, int]) -> dict[str, Any]:
+        """Steps and factors, and this rank's errors with its place (rank and size), without which they mean nothing."""
+        return {
+            "num_steps": self.num_steps,
+            "factors": {names[p]: factor for p, factor in self._factors.items()},
+            "errors": {names[p]: error for p, error in self._errors.items()},
+            "place": list(place),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Mapping[Any, str], place: tuple[int, int]) -> None:
+        """Take over a state; errors only where they were this rank's own, in a world of the same size."""
+        self.num_steps = int(state["num_steps"])
+        parameters = {name: parameter for parameter, name in names.items()}
+        self._factors = _taken(state["factors"], parameters)
+        errors = _taken(state["errors"], parameters) if tuple(state["place"]) == place else {}
+        for parameter, error in self._errors.items():  # in place: a reducer may hold it
+            found = errors.pop(parameter, None)
+            error.zero_() if found is None or found.shape != error.shape else error.copy_(found)
+        self._errors.update({p: error for p, error in errors.items() if error.shape == p.shape})
+
+
+def _taken(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
+    known: Iterable[str] = (name for name in tensors if name in parameters)
+    return {
+        parameters[name]: tensors[name].detach().to(parameters[name].device, working_dtype(parameters[name]), copy=True)
+        for name in known
+    }

@@ -1,0 +1,228 @@
+"""LocalSGD, DiLoCo and DESLOC. Over TCP every rank is a host of its own; without it all ranks are on one."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from hvd_session import assert_same_everywhere, raises, session
+from torch.nn import functional
+from training import assert_close, assert_states_close, batch, mlp, sgd, train, weights
+
+import horovod.torch as hvd
+
+pytestmark = pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
+SGD1 = partial(torch.optim.SGD, lr=1.0)
+
+
+def run(model, optimizer, steps, first=0):
+    return train(model, optimizer, steps, lambda step: batch(hvd.rank(), first + step))
+
+
+def averaged(every: int, steps: int, size: int, make=sgd) -> list[torch.Tensor]:
+    """What hosts that average their parameters come to, all of them trained here."""
+    models = [mlp() for _ in range(size)]
+    optimizers = [make(model) for model in models]
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            inputs, targets = batch(rank, step)
+            functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        if (step + 1) % every == 0:
+            with torch.no_grad():
+                for parameters in zip(*(model.parameters() for model in models), strict=True):
+                    mean = torch.stack(list(parameters)).mean(0)
+                    for parameter in parameters:
+                        parameter.copy_(mean)
+    return weights(models[hvd.rank()])
+
+
+@session
+def test_averaging_every_step_is_plain_averaging_of_parameters():
+    for make in (
+        partial(hvd.DiLoCo, outer=SGD1, every=1, fragments=1, overlap=0, compression=hvd.Compression.none),
+        partial(hvd.LocalSGD, every=1),
+    ):
+        model = mlp()
+        run(model, make(sgd(model), model.named_parameters()), 6)
+        assert_close(weights(model), averaged(1, 6, hvd.size()))
+        assert_same_everywhere(weights(model))
+
+
+@session
+def test_hosts_train_apart_in_between():
+    model = mlp()
+    optimizer = hvd.LocalSGD(sgd(model), every=4)
+    run(model, optimizer, 6)
+    assert_close(weights(model), averaged(4, 6, hvd.size()))
+    assert len({str(w) for w in hvd.allgather_object(weights(model)[0].tolist())}) == hvd.size()
+    optimizer.exchange()
+    assert_same_everywhere(weights(model))
+
+
+def outer_by_hand(steps: int, every: int, size: int) -> list[torch.Tensor]:
+    """DiLoCo in one fragment without overlap, in plain torch."""
+    models = [mlp() for _ in range(size)]
+    optimizers = [sgd(model) for model in models]
+    anchors = [p.detach().clone() for p in models[0].parameters()]
+    outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            inputs, targets = batch(rank, step)
+            functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        if (step + 1) % every == 0:
+            for anchor, *values in zip(anchors, *(model.parameters() for model in models), strict=True):
+                anchor.grad = anchor - torch.stack([v.detach() for v in values]).mean(0)
+            outer.step()
+            with torch.no_grad():
+                for anchor, *values in zip(anchors, *(model.parameters() for model in models), strict=True):
+                    for value in values:
+                        value.copy_(anchor)
+    return weights(models[0])
+
+
+@session
+def test_the_outer_optimizer_steps_on_pseudo_gradients():
+    model = mlp()
+    plain = {"fragments": 1, "overlap": 0, "compression": hvd.Compression.none}
+    run(model, hvd.DiLoCo(sgd(model), every=3, **plain), 9)
+    assert_close(weights(model), outer_by_hand(9, 3, hvd.size()))
+
+
+@session
+def test_fragments_travel_beside_the_next_steps_and_every_code_works():
+    for compression, tolerance in (("none", 1e-5), ("bf16", 0.02), ("int8", 0.02)):
+        model = mlp()
+        optimizer = hvd.DiLoCo(
+            sgd(model), outer=SGD1, every=8, fragments=2, overlap=3, compression=getattr(hvd.Compression, compression)
+        )
+        run(model, optimizer, 25)
+        optimizer.exchange()
+        assert_same_everywhere(weights(model))
+        if compression == "none":
+            wanted = weights(model)
+        assert_close(weights(model), wanted, tolerance)
+    # What was learnt while a fragment was under way stays: an average is not moved by being late.
+    alone = mlp()
+    same = lambda step: batch(0, step)  # noqa: E731
+    train(
+        alone,
+        hvd.DiLoCo(sgd(alone), outer=SGD1, every=8, fragments=2, overlap=3, compression=hvd.Compression.none),
+        25,
+        same,
+    )
+    plain = mlp()
+    train(plain, sgd(plain), 25, same)
+    assert_close(weights(alone), weights(plain), 1e-4)
+
+
+@session
+def test_moments_have_their_own_periods():
+    model = mlp()
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = hvd.DESLOC(adam, every=2, moments={"exp_avg": 4, "exp_avg_sq": 8})
+    for steps, same in ((2, ()), (2, ("exp_avg",)), (4, ("exp_avg", "exp_avg_sq"))):
+        run(model, optimizer, steps, first=optimizer._num_steps)
+        assert_same_everywhere(weights(model))
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = hvd.allgather_object([optimizer.state[p][name].tolist() for p in model.parameters()])
+            assert all(other == found[0] for other in found) == (name in same), (optimizer._num_steps, name)
+    with raises(ValueError, "exp_avg", "SGD", "momentum_buffer"):
+        wrong = mlp()
+        run(wrong, hvd.DESLOC(sgd(wrong), every=1, moments={"exp_avg": 1}), 1)
+
+
+@session
+def test_a_state_is_whole_and_portable():
+    options = {"every": 4, "overlap": 1, "compression": hvd.Compression.none}
+    model = mlp()
+    optimizer = hvd.DiLoCo(sgd(model), fragments=2, **options)
+    run(model, optimizer, 8)
+    saved, values = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    again = mlp()
+    again.load_state_dict(values)
+    fresh = hvd.DiLoCo(sgd(again), fragments=4, **options)
+    fresh.load_state_dict(saved)
+    assert_states_close(fresh.state_dict(), saved)
+    run(again, fresh, 5, first=8)
+    assert fresh.state_dict()["outer"]["num_steps"] == 13
+    assert_same_everywhere(fresh.state_dict()["outer"]["anchors"])
+    plain = sgd(mlp())
+    plain.load_state_dict(saved)
+    # The root's, as an elastic job gives it to those who come.
+    hvd.broadcast_optimizer_state(fresh, 0)
+    hvd.broadcast_parameters(again.state_dict(), 0)
+    run(again, fresh, 4, first=13)
+    fresh.exchange()
+    assert_same_everywhere(weights(again))
+
+
+@session
+def test_a_state_is_loaded_while_fragments_are_under_way():
+    model = mlp()
+    optimizer = hvd.DiLoCo(sgd(model), every=4, fragments=1, overlap=2, compression=hvd.Compression.none)
+    run(model, optimizer, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    run(model, optimizer, 2, first=3)
+    optimizer.load_state_dict(saved)
+    run(model, optimizer, 6, first=3)
+    optimizer.exchange()
+    assert_same_everywhere(weights(model))
+
+
+@session
+def test_different_settings_are_an_error_that_names_the_rank():
+    model = mlp()
+    with raises(hvd.HorovodInternalError, "rank 0 has LocalSGD every=4", "rank 1 has LocalSGD every=5"):
+        run(model, hvd.LocalSGD(sgd(model), every=4 + hvd.rank()), 1)
+    model = mlp()
+    with raises(hvd.HorovodInternalError, "rank 0 has DiLoCo", "rank 1 has LocalSGD"):
+        run(model, hvd.LocalSGD(sgd(model), every=4) if hvd.rank() else hvd.DiLoCo(sgd(model)), 1)
+
+
+@session
+def test_arguments_are_checked():
+    model = mlp()
+    for wrong in (
+        {"every": 0},
+        {"every": 2.5},
+        {"every": 3, "fragments": 4},
+        {"fragments": 0},
+        {"every": 10, "overlap": 10},
+        {"overlap": -1},
+        {"compression": hvd.Compression.powersgd(rank=2)},
+        {"outer": torch.optim.SGD(model.parameters(), lr=1.0)},
+    ):
+        with raises(ValueError, list(wrong)[-1]):
+            hvd.DiLoCo(sgd(model), **wrong)
+    with raises(ValueError, "plain optimizer", "sharded"):
+        hvd.LocalSGD(hvd.DistributedOptimizer(sgd(model), sharded=True), every=2)
+    with raises(ValueError, "LBFGS"):
+        hvd.LocalSGD(torch.optim.LBFGS(model.parameters()), every=2)
+    with raises(ValueError, "DESLOC's moments['exp_avg']"):
+        hvd.DESLOC(sgd(model), every=2, moments={"exp_avg": 0})
+
+
+@session
+def test_a_join_is_refused():
+    model = mlp()
+    optimizer = hvd.LocalSGD(sgd(model), every=4)
+    run(model, optimizer, 1)
+    hvd.join()
+    with raises(ValueError, "hvd.join()"):
+        run(model, optimizer, 1)
+
+
+@pytest.mark.ranks(1, 2)
+@session
+def test_on_one_host_gradients_are_reduced_as_always():
+    model, plain = mlp(), mlp()
+    run(model, hvd.LocalSGD(sgd(model), model.named_parameters(), every=2), 5)
+    run(plain, hvd.DistributedOptimizer(sgd(plain), plain.named_parameters()), 5)
+    assert_close(weights(model), weights(plain))
+    assert_same_everywhere(weights(model))
