@@ -21,7 +21,7 @@ from hora.net.wire import REFUSAL, ClientHandshake, Credentials, new_secret
 
 # The ranks meet again and again while the attack goes on, and return what they got once the file is there.
 JOB = """
-import horovod, os, pathlib, sys
+import horovod, os, pathlib, sys, time
 
 def work(flag):
     from hora.net.client import ControlClient
@@ -35,6 +35,7 @@ def work(flag):
         assert len(got) == world.size
         over = b"1" in got
         rounds += 1
+        time.sleep(0.01)  # the processors are for those who attack, too
         if rounds == 1:
             print("meeting", world.rank, flush=True)
     late = ControlClient.connect(world.meeting, name=f"late {world.rank}", timeout_s=60)
@@ -48,7 +49,7 @@ if __name__ == "__main__":
 
 # The same with the engine: the ranks add tensors up.
 ENGINE_JOB = """
-import horovod, pathlib, sys
+import horovod, pathlib, sys, time
 
 def work(flag):
     import torch
@@ -60,6 +61,7 @@ def work(flag):
         over, total = hvd.allreduce(finish, op=hvd.Sum, name=f"round {rounds}").tolist()
         assert total == 1.0
         rounds += 1
+        time.sleep(0.01)  # the processors are for those who attack, too
         if rounds == 1:
             print("meeting", hvd.rank(), flush=True)
     value = 10 * hvd.rank()
