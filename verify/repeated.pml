@@ -7,10 +7,22 @@
  *     publish: the record of the ticket, then the ticket
  *     agree:   all tickets are published and all records are equal -> reduced; they differ, or there is news -> announced
  *
- * Checked by `make verify`: no request is reduced on the fast path by one member and in a round by another, no record is read after it
- * was overwritten, and nobody is left waiting. The member 0 cuts rounds. Here a sleeper looks up by itself, as it does after its slice: a
- * nudge that comes between its look at the news and its sleep is made good by that alone. Waking is checked by lane.pml.
+ *     sleep:   the own sleep word names the member that is waited for; look once more for its ticket and for news; then the
+ *              kernel compares the word and sleeps as one (sleep_unless_news)
+ *     rouse:   clear the sleep word of whoever waits for this member's ticket, or after an announcement of whoever sleeps, and
+ *              wake it (rouse, hora_nudge)
+ *
+ * Checked by `make verify`: no request is reduced on the fast path by one member and in a round by another, no record is read
+ * after it was overwritten, and nobody sleeps for ever unless a member has died, which it may at any of the marked steps. The
+ * slice after which a sleeper looks up by itself is left out: the protocol must do without it. The member 0 cuts rounds; how
+ * members wait for rounds is agreement.pml's.
+ *
+ * MUTANT, each of which must fail: 1 the last look comes before the word is written; 2 nobody is roused by announcements; 3 by a
+ * member's first news since its last round alone; 4 the kernel does not compare; 5 no second look after news.
  */
+#ifndef MUTANT
+#define MUTANT 0
+#endif
 #ifndef N
 #define N 2
 #endif
@@ -27,6 +39,29 @@ byte announced[N];         /* requests, as bits */
 byte round;                /* cut so far */
 byte cut[N * (OPS + 1)];   /* what was announced by then, by member and round */
 byte way[OPS];             /* 1: fast, 2: in a round */
+byte asleep[N];            /* the sleep word: 1 + the member that is waited for */
+bool in_futex[N];          /* does sleep: the kernel has it */
+bool faults = true;        /* one member may die */
+bool died;
+
+inline may_die() {
+    if
+    :: faults -> atomic { faults = false; died = true; goto gone }
+    :: true
+    fi
+}
+
+inline rouse(me, what) {
+    for (w : 0 .. N - 1) {
+        if
+        :: w != me && asleep[w] != 0 && (what == 0 || asleep[w] == what) ->
+            asleep[w] = 0;
+            may_die();
+            in_futex[w] = false
+        :: else
+        fi
+    }
+}
 
 inline is_idle(me) { /* private to the member: one step */
     atomic {
@@ -55,8 +90,16 @@ inline is_quiet(me) {
 }
 
 inline announce(me, op) {
-    announced[me] = announced[me] | (1 << op);
-    in_flight = in_flight | (1 << op)
+    atomic {
+        first_news = (announced[me] == fed[me]);
+        announced[me] = announced[me] | (1 << op);
+        in_flight = in_flight | (1 << op)
+    }
+    may_die();
+    if
+    :: MUTANT == 2 || (MUTANT == 3 && !first_news)
+    :: else -> rouse(me, 0)
+    fi
 }
 
 /* Take part in rounds until none of these requests is in flight. */
@@ -97,14 +140,59 @@ inline drive(me, ops) {
             if
             :: (announced[0] & announced[N - 1] & announced[N / 2] & in_flight) != 0 /* sleeps until the bell */
             :: rounds < round
+            :: died -> goto gone
             fi
         fi
+    :: (in_flight & (ops)) != 0 && died && rounds == round -> goto gone /* the world's status says so */
     od
 }
 
+/* Whether all members have published the ticket, and if not whether it is worth while to go on waiting (agree). */
+inline wait_for_records(me) {
+    late = (me + 1) % N;
+    calm = true;
+    do
+    :: late == me -> break
+    :: late != me && published[late] >= ticket -> late = (late + 1) % N
+    :: late != me && published[late] < ticket -> /* sleep_unless_news */
+        if
+        :: MUTANT == 1 -> is_quiet(me); asleep[me] = 1 + late
+        :: else -> asleep[me] = 1 + late; is_quiet(me)
+        fi;
+        if
+        :: calm && (MUTANT == 1 || published[late] < ticket) ->
+            atomic { /* FUTEX_WAIT: the kernel compares and sleeps as one */
+                if
+                :: asleep[me] == 1 + late || MUTANT == 4 -> in_futex[me] = true
+                :: else
+                fi
+            }
+            if
+            :: !in_futex[me]
+            :: died -> in_futex[me] = false; goto gone
+            fi
+        :: else
+        fi;
+        asleep[me] = 0;
+        if
+        :: !calm -> break
+        :: else
+        fi
+    od;
+    atomic { /* the news may have come after all have published */
+        all = (MUTANT != 5 || calm);
+        for (m : 0 .. N - 1) {
+            if
+            :: published[m] < ticket -> all = false
+            :: else
+            fi
+        }
+    }
+}
+
 proctype member(byte me) {
-    byte i = 0, in_flight = 0, rounds = 0, ticket = 1, voided = 0, m, o, ready, fed[N];
-    bool calm, all, same;
+    byte i = 0, in_flight = 0, rounds = 0, ticket = 1, voided = 0, m, o, w, late, ready, fed[N];
+    bool calm, all, same, first_news;
     do
     :: i == OPS -> break
     :: i < OPS && in_flight == 0 && ticket != voided -> /* the fast path */
@@ -118,41 +206,11 @@ proctype member(byte me) {
         :: else ->
             of_ticket[me * KEPT + ticket % KEPT] = ticket;
             record[me * KEPT + ticket % KEPT] = 1 + i;
+            may_die();
             published[me] = ticket;
-            do
-            :: atomic {
-                    all = true;
-                    for (m : 0 .. N - 1) {
-                        if
-                        :: published[m] < ticket -> all = false
-                        :: else
-                        fi
-                    }
-                }
-                if
-                :: all -> break
-                :: else
-                fi;
-                is_quiet(me);
-                if
-                :: calm -> /* sleeps; something has to change before it is worth to look again */
-                    if
-                    :: (N < 1 || published[0] >= ticket) && published[N - 1] >= ticket && published[N / 2] >= ticket
-                    :: round != rounds || announced[0] != fed[0] || announced[N - 1] != fed[N - 1] || announced[N / 2] != fed[N / 2]
-                    fi
-                :: else -> /* the news may have come after all have published */
-                    atomic {
-                        all = true;
-                        for (m : 0 .. N - 1) {
-                            if
-                            :: published[m] < ticket -> all = false
-                            :: else
-                            fi
-                        }
-                    }
-                    break
-                fi
-            od;
+            may_die();
+            rouse(me, 1 + me);
+            wait_for_records(me);
             same = all;
             if
             :: all ->
@@ -179,7 +237,9 @@ proctype member(byte me) {
     :: i < OPS -> announce(me, i); drive(me, 1 << i); i++ /* announced, and waited for */
     :: i < OPS -> announce(me, i); i++                    /* announced, and waited for at the end */
     od;
-    drive(me, 255)
+    drive(me, 255);
+gone:
+    skip
 }
 
 init {

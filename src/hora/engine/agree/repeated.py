@@ -12,18 +12,20 @@ since the last.
 Why no two members come to different ends: the records of a ticket do not change before all members have read them. And
 news that comes instead is about a request that cannot be settled without the member that reads it, so the member that
 announced it does not get as far as this ticket; by then a round has passed, and tickets are others. Who sees news looks
-once more whether all have published: news may also come after the ticket was settled.
+once more whether all have published: news may also come after the ticket was settled. `verify/repeated.pml` has all of it.
 
-Records are published and compared by the native part (`repeated.h`).
+Records are published, waited for and compared by the native part (`repeated.h`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import struct
 
 from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.futex import LINE_BYTES
+from hora.engine.shm.native import library
 
 __all__ = ["TICKETS_PER_ROUND", "Record", "RepeatedRecords"]
 
@@ -43,12 +45,18 @@ class RepeatedRecords:
     def __init__(self, memory: mmap.mmap, offset: int, member: int, num_members: int) -> None:
         self._memory = memoryview(memory)
         self.tickets = Counters(memory, offset, member, num_members, stride=_MEMBER_BYTES)
+        self._native, self._group_at = library(), ctypes.addressof(self.tickets.group)
         self._records = [offset + peer * _MEMBER_BYTES + MEMBER_BYTES for peer in range(num_members)]
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
         """What they need of shared memory."""
         return num_members * _MEMBER_BYTES
+
+    def nudge(self) -> None:
+        """Tell members that wait for a record that this one has announced something instead: all look up."""
+        if self._native is not None:  # else nobody waits here
+            self._native.nudge(self._group_at)
 
     def has_published(self, ticket: int) -> bool:
         """Return whether this member has got as far as that."""
@@ -65,5 +73,6 @@ class RepeatedRecords:
 
     def close(self) -> None:
         """Let go of the memory."""
+        self._native = None
         self._memory.release()
         self.tickets.close()

@@ -300,11 +300,11 @@ class SharedMemoryAgreement:
 
     def _announced(self, num_bytes: int) -> None:
         """So many bytes more are in the own ring: tell the others."""
-        first_news = self._head == self._fed[self._member]
         self._head += num_bytes
         self._heads[self._member].store(self._head)
-        if first_news:
-            self.repeated.tickets.nudge()  # what they hope for will not come
+        # What they hope for will not come. Each time: those that have seen a round that this member has not seen yet may
+        # have fallen asleep since it announced something before.
+        self.repeated.nudge()
         if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
             self._ring()
 

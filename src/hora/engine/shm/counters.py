@@ -51,10 +51,6 @@ class Counters:
     def publish(self, value: int) -> None:
         """Advance the own counter, and wake members that sleep."""
         self.own.store(value)
-        self.nudge()
-
-    def nudge(self) -> None:
-        """Wake members that sleep until this one does something."""
         self.own.wake_any(self._asleep)
 
     def missing(self, value: int) -> list[int]:

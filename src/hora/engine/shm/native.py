@@ -40,7 +40,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 9  # VERSION of native.c
+_VERSION = 10  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -241,6 +241,9 @@ class Library:
         self.repeated, self.short_repeated = long.hora_repeated, short.hora_repeated
         for repeated in (self.repeated, self.short_repeated):
             repeated.argtypes = (ctypes.c_void_p, ctypes.c_long)
+        self.nudge = short.hora_nudge
+        self.nudge.argtypes = (ctypes.c_void_p,)
+        self.nudge.restype = None
 
     def sums(self, dtype: torch.dtype) -> bool:
         """Return whether it can sum this dtype, on this processor."""

@@ -1,6 +1,10 @@
 /* A repeated allreduce (agree/repeated.py has the rules): publish a record, wait for the others' equal ones, reduce. What fits a
  * slot is staged there before the record is published; anything else goes through the ring when all records are there.
- * Each member has four lines: its ticket and whether it sleeps (`struct group`), and four records. Included by native.c alone.
+ * Each member has four lines: its ticket and its sleep word (`struct group`), and four records. Included by native.c alone.
+ *
+ * A member waits here for two things at once: a record, and news of any member. So it sleeps on its own sleep word, which says
+ * for whose record (1 + that member), and whoever has something for it clears the word and wakes it (`rouse`): that it does
+ * between the sleeper's last look and its sleep is not lost, because the kernel finds another word than the sleeper wrote.
  */
 enum { LINE = 64, KEPT = 4 };
 enum state { DIFFERENT = -1, WAITING, DONE, MOVING }; /* MOVING: all members have agreed, and are in the ring */
@@ -49,6 +53,24 @@ static int quiet(const struct repeated *it) {
     return 1;
 }
 
+/* Wake the members that wait for `what`, or for whatever it is (0). It may hit one that has looked up meanwhile and sleeps
+ * again, for something else: that one looks once more than it had to.
+ */
+static void rouse(const struct group *group, int64_t what) {
+    for (int m = 0; m < group->num_members; m++) {
+        int64_t *word = sleeps(group, m), found = value_of(word);
+        if (m == group->member || !found || (what && found != what)) continue;
+        __atomic_store_n(word, 0, __ATOMIC_SEQ_CST);
+        wake(word);
+    }
+}
+
+/* Tell members that wait for a record that this one has announced something instead. */
+void hora_nudge(const struct group *group) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* after the announcement, which Python wrote */
+    rouse(group, 0);
+}
+
 static void publish_record(struct repeated *it) {
     const struct spec *spec = it->spec;
     const struct ring *ring = spec->ring;
@@ -58,7 +80,8 @@ static void publish_record(struct repeated *it) {
     memcpy(it->record.digest, spec->digest, sizeof spec->digest);
     *record_of(it, it->group.member) = it->record;
     it->published = 1;
-    publish(&it->group, it->record.ticket);
+    __atomic_store_n(counter_of(&it->group, it->group.member), it->record.ticket, __ATOMIC_SEQ_CST);
+    rouse(&it->group, 1 + it->group.member);
 }
 
 static int all_published(const struct repeated *it) {
@@ -69,12 +92,11 @@ static int all_published(const struct repeated *it) {
 
 /* Sleep until the late member may have come, or for a slice. Whether it is worth while to go on waiting. */
 static int sleep_unless_news(struct repeated *it, const int64_t *word, long slice_ns) {
-    int64_t *own = sleeps(&it->group, it->group.member), begin = now_ns();
-    __atomic_store_n(own, 1, __ATOMIC_SEQ_CST); /* either this member sees what others do, or they see that it sleeps */
-    int64_t seen = value_of(word);
+    int64_t *own = sleeps(&it->group, it->group.member), begin = now_ns(), what = 1 + it->late;
+    __atomic_store_n(own, what, __ATOMIC_SEQ_CST); /* either this member sees what others do, or they see that it sleeps */
     int hopeful = quiet(it);
-    if (hopeful && seen < it->record.ticket) {
-        sleep_on(word, seen, slice_ns);
+    if (hopeful && value_of(word) < it->record.ticket) {
+        sleep_on(own, what, slice_ns);
         learn(&it->group.patience, now_ns() - begin);
     }
     __atomic_store_n(own, 0, __ATOMIC_SEQ_CST);
