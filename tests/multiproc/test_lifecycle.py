@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+from operator import le
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from hvd_session import assert_equal, assert_runtime_works, raises, session
 
 import horovod.torch as hvd
 from hora.engine import current_runtime
+from waiting import wait_until
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 LIMIT_S = 180
@@ -29,20 +31,22 @@ def test_300_cycles_leave_nothing_behind():
         hvd.barrier()
         hvd.shutdown()
 
+    me = psutil.Process()
+
     def usage():
-        gc.collect()
-        me = psutil.Process()
-        return me.num_fds(), threading.active_count(), me.num_threads(), me.memory_info().rss
+        return me.num_fds(), threading.active_count(), me.num_threads()
 
     for _ in range(50):
         cycle()
-    before = usage()
+    gc.collect()
+    before, rss_before = usage(), me.memory_info().rss
     for _ in range(250):
         cycle()
-    after = usage()
-    assert after[:3] == before[:3], (before, after)
+    gc.collect()
+    # A thread that was joined is the kernel's for a moment more: longer on a busy machine.
+    wait_until(f"descriptors and threads are as before: {before}", lambda: all(map(le, usage(), before)), limit_s=20)
     # 250 leaked staging areas, or even control pages, would be far more than this.
-    assert after[3] - before[3] < 10 * 2**20, (before, after)
+    assert me.memory_info().rss - rss_before < 10 * 2**20
 
 
 @pytest.mark.parametrize("where", ["submit", "drive"])
