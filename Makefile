@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format docs bench scale chaos simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format docs bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -29,11 +29,12 @@ help:
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
+	@echo "make soak     elastic training under random faults for MINUTES=120: memory and descriptors stay flat"
 	@echo "make simulate ten thousand elastic jobs under random faults in virtual time, each from a seed that replays it"
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages,"
 	@echo "              then coverage-guided: SECONDS=3600 for each format that comes from others (atheris)"
 	@echo "make sanitize the native part under ThreadSanitizer, ASan, UBSan and valgrind, and on 64-bit ARM under qemu"
-	@echo "make verify   the wait protocol of one host, model-checked with spin"
+	@echo "make verify   the wait protocols of one host, model-checked with spin"
 	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
 	@echo "make wheels   dist/: a wheel with the native part for this kind of machine, one without for all, and the source"
 	@echo "make setup    only the virtual environment in $(VENV)"
@@ -147,6 +148,10 @@ scale: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/integration/chaos.py --faults 100
+
+MINUTES ?= 120
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/integration/soak.py --minutes $(MINUTES)
 
 simulate: $(STAMP)
 	$(BIN)/python -m pytest tests/simulation --seeds 10000 --timeout 0

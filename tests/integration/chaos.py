@@ -32,10 +32,10 @@ ENVIRONMENT = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_
 class Chaos:
     """A job under attack."""
 
-    def __init__(self, work: Path, seed: int) -> None:
+    def __init__(self, work: Path, seed: int, *, num_proc: int = 4, pause_s: float = 0.05) -> None:
         self.random = random.Random(seed)
-        plan = {"samples": 96, "epochs": 10**6, "pause_s": 0.05}
-        self.job = ElasticJob(work, plan, ENVIRONMENT, num_proc=4, min_num_proc=1, cooldown_range=(1, 1))
+        plan = {"samples": 96, "epochs": 10**6, "pause_s": pause_s}
+        self.job = ElasticJob(work, plan, ENVIRONMENT, num_proc=num_proc, min_num_proc=1, cooldown_range=(1, 1))
         self.hurt: set[int] = set()
 
     def members(self) -> list[int]:
@@ -49,13 +49,18 @@ class Chaos:
         candidates = self.members()
         count = min(self.random.choice((1, 1, 1, 2)), len(candidates) - 1)
         for pid in self.random.sample(candidates, max(count, 0)):
-            self.hurt.add(pid)
-            try:
-                os.kill(pid, self.random.choice(FAULTS))
-            except ProcessLookupError:
-                continue
-            time.sleep(self.random.uniform(0, 0.3))  # the second one: at any moment of the recovery
+            self.hurt_one(pid)
         return max(count, 0)
+
+    def hurt_one(self, pid: int) -> bool:
+        """Return whether it was still there."""
+        self.hurt.add(pid)
+        try:
+            os.kill(pid, self.random.choice(FAULTS))
+        except ProcessLookupError:
+            return False
+        time.sleep(self.random.uniform(0, 0.3))  # the second one: at any moment of the recovery
+        return True
 
     def run(self, num_faults: int) -> None:
         done = 0
@@ -66,6 +71,10 @@ class Chaos:
             time.sleep(self.random.uniform(0, 1.0))
             done += self.strike()
         print(f"{done} faults in {self.job.step()} steps", flush=True)
+        self.finish()
+
+    def finish(self) -> None:
+        """Let the training end: it must be right, and nothing may be left."""
         (self.job.folder / "last_epoch").touch()
         results = self.job.results(limit_s=120)
         self.job.plan["epochs"] = results[0]["epoch"]
