@@ -1,18 +1,18 @@
 """HorovodRunner, `horovod.spark.run`, the estimator and the converter through real Spark Connect: a server's, and one inside
 the client's own process, as `remote("local[2]")` starts it.
 
-One client process of each kind for all tests; `connect_client.py` has what it does.
+One client process of each kind for all tests; `connect_client.py` has what it does. `make test` has the client of a server go
+through everything and the other through the beginning; `make test-slow` both.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,11 +61,11 @@ class Seen(NamedTuple):
 class Client:
     """A process that goes through the scenarios on a cluster."""
 
-    def __init__(self, cluster: Connect) -> None:
+    def __init__(self, cluster: Connect, scenarios: Sequence[str] = SCENARIOS) -> None:
         self._directory = tempfile.TemporaryDirectory()
         self._folder = Path(self._directory.name)
         program = str(Path(__file__).parent / "connect_client.py")
-        argv = [sys.executable, program, cluster.url, str(self._folder), *SCENARIOS]
+        argv = [sys.executable, program, cluster.url, str(self._folder), *scenarios]
         with open(self._folder / "output", "w") as output:
             self._process = subprocess.Popen(
                 argv, env=cluster.environment, cwd=self._folder, stdout=output, stderr=subprocess.STDOUT
@@ -98,23 +98,18 @@ class Client:
         return Seen(found, text)
 
 
-@pytest.fixture(scope="module")
-def everything() -> Iterator[dict[str, tuple[Connect, Client]]]:
-    """Both kinds of server, and their clients, which run side by side."""
-    with contextlib.ExitStack() as stack:
-        clusters: dict[str, Connect] = {"server": ConnectServer(python=connect_python() or sys.executable)}
-        if connect_python() == sys.executable:
-            clusters["local"] = LocalConnect()
-        for cluster in clusters.values():
-            stack.enter_context(cluster)
-        yield {name: (cluster, stack.enter_context(Client(cluster))) for name, cluster in clusters.items()}
-
-
-@pytest.fixture(scope="module", params=["server", "local"])
-def both(request: pytest.FixtureRequest, everything: dict[str, tuple[Connect, Client]]) -> tuple[Connect, Client]:
-    if request.param not in everything:
+def local_connect() -> LocalConnect:
+    if connect_python() != sys.executable:
         pytest.skip("this Spark comes without a Connect server")
-    return everything[request.param]
+    return LocalConnect()
+
+
+@pytest.fixture(scope="module", params=["server", pytest.param("local", marks=pytest.mark.slow)])
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[Connect, Client]]:
+    is_server = request.param == "server"
+    with ConnectServer(python=connect_python() or sys.executable) if is_server else local_connect() as cluster:
+        with Client(cluster) as client:
+            yield cluster, client
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +209,16 @@ def test_a_notebook_over_connect(cluster, tmp_path, monkeypatch):
     shown = "".join(output.get("text", "") for output in notebook.cells[1].outputs)
     assert all(f"rank {rank} of 2" in shown for rank in range(2))
     assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "(1.0, 5)"
+
+
+def test_a_server_inside_the_clients_own_process():
+    with local_connect() as cluster, Client(cluster, ("runner", "run", "elastic", "wait_for_interrupt")) as client:
+        found = client.finish().found
+        assert found["runner"] == [11.0, 2]
+        assert found["run"][0] == [["0", "1"], ["1", "1"]]
+        assert "classic mode" in found["elastic"]
+        assert found["wait_for_interrupt"] == [1, 1]
+        assert cluster.leftovers() == []
 
 
 def test_an_interrupt_ends_the_job_and_frees_its_slots(seen, cluster):

@@ -175,7 +175,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
 
 
 def _residual(part: Part, request: Request | None) -> torch.Tensor:
-    """What was lost of a tensor. A rank that has joined carries others' numbers, but keeps nothing for them."""
+    """Return the rounding error kept for a tensor. A rank that has joined carries others' numbers, but keeps none."""
     if request is not None:
         return request.residuals[part.index]
     announced = next(item for item in part.signatures if item is not None)
@@ -189,7 +189,7 @@ def _prescaled(tensor: torch.Tensor, reduce: Reduce) -> torch.Tensor:
 
 
 def _placeholder(part: Part, signature: Signature) -> torch.Tensor:
-    """What a rank that has joined contributes: the value that leaves the others' result as it is."""
+    """Return a joined rank's contribution: the value that leaves the others' result as it is."""
     announced = next(item for item in part.signatures if item is not None)
     dtype = DTYPES[announced.dtypes[part.index]]
     count = prod(announced.shapes[part.index])

@@ -67,7 +67,7 @@ Rounds = Mapping[int, int]  # by process set (its serial number): how many round
 
 @dataclass(frozen=True, kw_only=True)
 class HubEvents:
-    """What the hub tells the runtime. All are called on the hub's thread and must not block.
+    """Callbacks of the hub into the runtime. All are called on the hub's thread and must not block.
 
     `agreeing(serial, rank, header, payload)`: a neighbour in the tree of a process set says `up` or `round`.
     `in_flight(serial)` answers with the keys of what this rank waits for in a set.
@@ -502,8 +502,8 @@ class Hub:
             self._events.lost(rank)
 
     def _believes(self, peer: Peer, kind: str, rank: int, around: Sequence[int]) -> bool:
-        """Whether it may say this: a rank speaks for those behind it, and who goes around a stopped one for those
-        behind that. That something is wrong, everybody may say."""
+        """Return whether a connection may say this: a rank speaks for those behind it, and who goes around a stopped one
+        for those behind that. That something is wrong, everybody may say."""
         if kind not in ("leaving", "lost"):
             return kind == "fault"
         if peer.speaker == rank or self._tree is None:
@@ -569,12 +569,12 @@ class Hub:
 
 
 def join_parts(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """What ranks say, behind who they are: a header has no room for thousands of them."""
+    """Join payloads behind the ranks that sent them: a header has no room for thousands of them."""
     return b"".join([*(_PART.pack(rank, len(data)) for rank, data in parts), *(data for _, data in parts)])
 
 
 def cut_parts(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
-    """What `join_parts` was given."""
+    """Split what `join_parts` joined."""
     at = num_parts * _PART.size
     pieces = []
     for rank, length in _PART.iter_unpack(payload[:at]):

@@ -57,7 +57,7 @@ _CLOSE_LIMIT_S = 5.0
 
 
 class LaneReduction(Protocol):
-    """What a lane executes; see `PersistentReduction`."""
+    """A reduction that a lane executes; see `PersistentReduction`."""
 
     signature: Signature
     num_bytes: int
@@ -132,7 +132,7 @@ class Lane:
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
-        """What a lane needs of shared memory."""
+        """Return the size of a lane in shared memory."""
         return num_members * MEMBER_BYTES
 
     def add(self, reduction: LaneReduction) -> int:
@@ -147,7 +147,7 @@ class Lane:
     # What the training thread does.
 
     def turn(self, index: int, num_turns: int) -> int:
-        """Which of `num_turns` places takes the data of the next item of this reduction: another one in every step."""
+        """Return which of `num_turns` places takes the data of the next item of this reduction: another one in every step."""
         return self.turn_of(self._num_items + index - self._next + 1, num_turns)
 
     def turn_of(self, number: int, num_turns: int) -> int:

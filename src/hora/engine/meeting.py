@@ -43,7 +43,7 @@ _PAUSE_S = 0.1
 
 
 class Meeting(Protocol):
-    """What the ranks of a world can do while they meet."""
+    """Collective operations available while the ranks of a world meet."""
 
     def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
         """The values of the ranks of this group, when all ranks have come; groups stand in a tree (`hora.engine.tree`).
@@ -249,7 +249,7 @@ def _published_port(point: MeetingPoint, table: Table | None, limit_s: float) ->
 
 @contextlib.contextmanager
 def _listening(world: World) -> Iterator[tuple[str, int]]:
-    """Where rank 0 is to listen, inside the block."""
+    """Give the address at which rank 0 listens, inside the block."""
     point = world.meeting
     address = listening_address(point.address, one_host=world.local_size >= world.size)
     where = address, point.port if point.host_store else 0

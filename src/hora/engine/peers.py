@@ -47,7 +47,7 @@ _PROBE_LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class _CommonSettings:
-    """What all ranks must have set to the same value: rank 0's is used by all. Names are those of `EngineConfig`."""
+    """Settings that must be equal on all ranks: rank 0's are used by all. Names are those of `EngineConfig`."""
 
     fusion_threshold_bytes: int
     disable_group_fusion: bool
@@ -62,7 +62,7 @@ class _CommonSettings:
 
 @dataclass(frozen=True)
 class _Introduction:
-    """What a rank tells the others when they meet."""
+    """A rank's introduction to the others when they meet."""
 
     rank: int
     speaker: int  # the first rank of its host
@@ -163,7 +163,7 @@ class Peers:
         return self.hub.gather(what, value, limit_s=self.config.init_timeout_s)
 
     def where(self, rank: int) -> Where:
-        """Where this rank's hub listens."""
+        """Return the address of this rank's hub."""
         place = self._near.get(rank) or self._introductions[rank].place
         assert place is not None, rank
         return place
@@ -178,14 +178,14 @@ class Peers:
 
     @contextlib.contextmanager
     def peers_may_go(self) -> Iterator[None]:
-        """What a peer's sudden end does to its connections is a lost rank, not a problem of this one."""
+        """Treat a connection that a peer's sudden end breaks as a lost rank, not as an error of this one."""
         try:
             yield
         except OSError as error:
             raise HorovodInternalError(f"rank {self._world.rank} could not meet the others: {error}") from error
 
     def lost(self, rank: int) -> str:
-        """What users read when a rank is gone."""
+        """Return the message for users that a rank is gone."""
         peer = self._introductions[rank] if self._introductions else None
         who = f" (process {peer.pid} on {peer.hostname})" if peer else ""  # it may go before it has introduced itself
         return (
@@ -347,7 +347,7 @@ class Peers:
         return stream if wish == "always" or (wish == "auto" and not near) else Stream(stream.sock)
 
     def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
-        """What a transport of these ranks needs to know. `label` names their set for good."""
+        """Return the topology of these ranks for a transport. `label` names their set for good."""
         prefix, limit_s = f"{self._epoch}/{label}/{device}", self.config.init_timeout_s
         return Topology(
             ranks=ranks,

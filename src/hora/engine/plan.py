@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def devices(self) -> str:
-        """Where the members' tensors lie, if not all on the same: each such choice has a transport of its own."""
+        """The devices of the members' tensors, if not all on the same: each such choice has a transport of its own."""
         labels = _devices(self.parts[0].signatures) if self.signature.device != "cpu" else ("cpu",)
         return labels[0] if len(set(labels)) == 1 else ",".join(labels)
 
@@ -98,7 +98,7 @@ class Planner:
         return frozenset(self._joined)
 
     def pending(self) -> list[Pending]:
-        """What some members still have to announce."""
+        """Return the requests that some members still have to announce."""
         return [entry for entry in self._pending.values() if not entry.ready]
 
     def feed(self, member: int, signature: Signature, instance: int) -> None:
@@ -145,11 +145,11 @@ class Planner:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is pending, no member has joined and no timeline is written: `plan_alike` may plan a round."""
+        """Return whether nothing is pending, no member has joined and no timeline is written: `plan_alike` may plan a round."""
         return not self._pending and not self._joined and self.on_arrival is None
 
     def plan_alike(self, signatures: Sequence[Signature], instances: Sequence[int]) -> list[Batch]:
-        """What `feed` for every member and `close_round` would give for requests that all members have announced in the
+        """Return what `feed` for every member and `close_round` would give for requests that all members have announced in the
         same order, on an idle planner: one of any kind that needs no comparison, or several allreduces of single
         tensors.
 
@@ -300,7 +300,7 @@ def _names(entry: Pending) -> str:
 
 
 def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
-    """What two members' signatures disagree on, with both values, or None."""
+    """Return the difference between two members' signatures, with both values, or None."""
     kind = Kind(a.kind)
     if a.kind != b.kind or (a.op == ReduceOp.ADASUM) != (b.op == ReduceOp.ADASUM):
         return "Mismatched operations", a.kind_name, b.kind_name

@@ -240,7 +240,7 @@ class ProcessSets:
         return any(agreement.num_delivered < rounds.get(serial, 0) for serial, agreement in self._trees().items())
 
     def in_flight(self, serial: int) -> list[Key]:
-        """What this rank waits for in a set."""
+        """Return the requests of this rank in flight in a set."""
         numbers = [number for number, known in list(self._serials.items()) if known == serial]
         return [key for number in numbers if number in self._queues for key in self._queues[number].keys_in_flight()]
 

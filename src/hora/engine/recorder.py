@@ -1,4 +1,4 @@
-"""What the engine writes to the timeline (`hora.events`): when requests came, and when their batches ran."""
+"""The engine's timeline events (`hora.events`): when requests came, and when their batches ran."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Kind(IntEnum):
-    """What a request does."""
+    """The kind of collective."""
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -53,7 +53,7 @@ KINDS = tuple(Kind)  # by number: indexing is several times faster than calling 
 
 
 class ReduceOp(IntEnum):
-    """How values are combined. The numbers are Horovod's."""
+    """The reduction operator. The numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -80,7 +80,7 @@ Key = tuple[str, "str | int"]
 
 
 class Signature(NamedTuple):
-    """What members must agree on. Dimension 0 may differ for gathers.
+    """The properties of a request that members must agree on. Dimension 0 may differ for gathers.
 
     `device`: see `Validator.device_label`. `extra`: an alltoall's splits; what a request for the process sets is about
     (`process_sets.py`). `bound`: a persistent reduction, executed by what the members have bound to the name
@@ -116,7 +116,7 @@ class Signature(NamedTuple):
 
     @property
     def kind_name(self) -> str:
-        """What errors and the timeline call the operation."""
+        """Return the operation's name in errors and the timeline."""
         return "ADASUM" if self.op == ReduceOp.ADASUM else KINDS[self.kind].name
 
     def encode(self) -> bytes:

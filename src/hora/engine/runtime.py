@@ -97,7 +97,7 @@ class Runtime:
         return [[0]] if self._peers is None else self._peers.hosts
 
     def compresses(self, process_set_id: int) -> bool:
-        """Whether what the members of a set reduce on the CPU travels over a network, and `submit` takes a code for it."""
+        """Return whether CPU reductions of a set travel over a network, so that `submit` takes a code for them."""
         ranks = self.process_sets.ranks(process_set_id)
         return self._peers is not None and len(ranks) > 1 and not self._peers.can_share(ranks)
 

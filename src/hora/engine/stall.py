@@ -35,7 +35,7 @@ class StallLimits:
 
     @classmethod
     def of(cls, config: EngineConfig) -> StallLimits:
-        """What the user has set. A shutdown before the first warning is refused."""
+        """Return the user's settings. A shutdown before the first warning is refused."""
         shutdown_s = config.stall_shutdown_s if config.stall_shutdown_s >= config.stall_warning_s else 0.0
         return cls(0.0 if config.stall_check_disable else config.stall_warning_s, shutdown_s)
 
@@ -58,7 +58,7 @@ class StallInspector:
         self._next = 0.0
 
     def due(self, now: float) -> bool:
-        """Whether it is time to look; at most twice per warning interval, and not more than four times a second."""
+        """Return whether it is time to look; at most twice per warning interval, and not more than four times a second."""
         if now < self._next:
             return False
         self._next = now + max(min(self.warning_s, self.shutdown_s or self.warning_s) / 2, 0.25)
@@ -131,7 +131,7 @@ class StallWatch:
             self._status.stalled(report.ranks, f"stalled for more than {inspector.shutdown_s:g} s")
 
     def _repeated_calls(self, agreement: Agreement, now: float) -> list[Pending]:
-        """What members wait for without having announced it."""
+        """Return the repeated calls that members wait in without having announced them."""
         found = []
         seen, self._waiting_since = self._waiting_since, {}
         for (signature, instance), signatures in agreement.lone_requests().items():

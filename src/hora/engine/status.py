@@ -1,4 +1,4 @@
-"""What has become of the world: going on, shutting down, or broken. Shared by everything that waits in a runtime.
+"""The state of the world: running, shutting down, or broken. Shared by everything that waits in a runtime.
 
     open --a rank shuts down--> closing --a second passes, or nothing agreed is left--> closed
     open --a rank is lost, stalls or cannot do its part--> broken

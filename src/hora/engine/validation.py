@@ -49,7 +49,8 @@ class Validator:
             self._gpus.append(gpu)
 
     def device_label(self, device: torch.device) -> str:
-        """What the other members are told: "cpu", "cuda", or "cuda/2" for a rank's second GPU, whatever their numbers are."""
+        """Return the device as other members see it: "cpu", "cuda", or "cuda/2" for a rank's second GPU, whatever
+        their numbers are."""
         if device.type == "cpu":
             return "cpu"
         if device not in self._gpus:

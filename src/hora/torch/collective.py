@@ -41,7 +41,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Collective(NamedTuple):
-    """What is to be done with tensors, in the user's words. (A named tuple: a frozen dataclass takes thrice the time.)"""
+    """A collective as the user asked for it. (A named tuple: a frozen dataclass takes thrice the time.)"""
 
     kind: Kind
     name: str | None = None

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Compressor:
-    """What `compression=` accepts: subclasses (or instances) with these two functions."""
+    """Base of what `compression=` accepts: subclasses (or instances) with these two functions."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

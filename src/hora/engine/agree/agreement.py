@@ -47,7 +47,7 @@ class Agreement(Protocol):
         """Send what could not be sent before. Under the same lock as `announce`."""
 
     def lone_requests(self) -> LoneRequests:
-        """What members wait for without having announced it, and which members do."""
+        """Return the requests that members wait for without having announced them, by signature, with those members."""
 
     def close(self) -> None:
         """Let go of what it holds."""

@@ -50,7 +50,7 @@ class RepeatedRecords:
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
-        """What they need of shared memory."""
+        """Return the size in shared memory."""
         return num_members * _MEMBER_BYTES
 
     def nudge(self) -> None:

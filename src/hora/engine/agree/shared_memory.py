@@ -94,7 +94,7 @@ class SharedMemoryAgreement:
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
-        """How large a segment must be."""
+        """Return the size of the segment."""
         cuts = aligned(_NUM_CUTS * 8 * num_members, LINE_BYTES)
         records = RepeatedRecords.num_bytes(num_members)
         return (3 * num_members + 1) * LINE_BYTES + records + cuts + num_members * _RING_BYTES
@@ -201,7 +201,7 @@ class SharedMemoryAgreement:
         return (same, instances) if simple else None
 
     def _hopes(self, heads: Sequence[int]) -> bool:
-        """Whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs
+        """Return whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs
         may be the same."""
         num_missing = sum(map(eq, heads, self._fed))
         if num_missing in (0, self._num_members) or sum(heads) - sum(self._fed) > _RING_BYTES // 4:

@@ -73,7 +73,7 @@ class _Held:
 
 
 class Collector:
-    """What a member knows of the announcements at and below it. Pure: `add` and `pass_on` give what to tell the parent,
+    """Announcements known at and below a member. Pure: `add` and `pass_on` give what to tell the parent,
     or as the root everybody, in this order."""
 
     def __init__(self, tree: Tree, rank: int) -> None:
@@ -134,7 +134,7 @@ class Collector:
         return passed
 
     def held(self) -> list[tuple[Key, int, float, dict[int, Signature]]]:
-        """What is held, with its running number, since when, and the signatures by rank. Any thread."""
+        """Return the announcements held: running number, since when, signatures by rank. Any thread."""
         return [
             (key, held.instance, held.since, {rank: signature for rank, signature, _ in self._taken_apart(held)})
             for key, held in list(self._held.items())
@@ -208,7 +208,7 @@ class TreeAgreement:
         """Nothing is kept back."""
 
     def lone_requests(self) -> LoneRequests:
-        """What the root knows of requests that some members have not announced. Of ranks that speak through a missing
+        """Return what the root knows of requests that some members have not announced. Of ranks that speak through a missing
         one it knows from themselves; a request about which they have not been asked yet is left out."""
         if self._rank != self._tree.root:
             return {}

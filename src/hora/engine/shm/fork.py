@@ -1,4 +1,4 @@
-"""What a forked child has of shared memory: its own copy, as it was when it was forked.
+"""Shared memory in a forked child: its own copy, as it was when it was forked.
 
 A mapping that is shared stays so in a child: a child that writes a checkpoint or evaluates a model would see the next steps'
 parameters, and one that writes to them or to gradients would spoil the training. So every such mapping is replaced in the

@@ -87,7 +87,7 @@ class Counter:
 
     @property
     def address(self) -> int:
-        """Where the number is, for native code, as long as this counter lives."""
+        """Return the number's address for native code, valid while this counter lives."""
         return ctypes.addressof(self._word)
 
     def store(self, value: int) -> None:
@@ -214,7 +214,7 @@ class _FencedCounter(Counter):
 
 
 def fence() -> None:
-    """What this thread reads and writes before is done, for every processor, before what it reads and writes after.
+    """Full memory barrier: earlier reads and writes of this thread are visible to every processor before later ones.
 
     Python has no such instruction, but its locks are made of them. Nothing before may move past a release, nothing after
     may move ahead of an acquisition, and on ARM no acquisition moves ahead of a release before it. The lock is a new one,

@@ -60,7 +60,7 @@ DTYPE_NUMBERS = {
 
 
 class Patience(ctypes.Structure):
-    """How long to look before sleeping: `struct patience`."""
+    """Time to spin before sleeping: `struct patience`."""
 
     _fields_ = (
         ("looks", ctypes.c_int32),
@@ -189,7 +189,7 @@ _LAYOUTS: tuple[type[ctypes.Structure], ...] = (
 
 
 class Sum(NamedTuple):
-    """What is done to numbers: times `prescale` (half precision only), summed, finished.
+    """Arithmetic of a sum: times `prescale` (half precision only), summed, finished.
 
     `how` they are finished: 0 not at all, 1 times the factor, 2 divided by it.
     """

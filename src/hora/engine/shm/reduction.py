@@ -116,7 +116,7 @@ class SharedMemoryReduction(PersistentReduction):
 
     @property
     def turn(self) -> int:
-        """Which place takes the data of the next step."""
+        """Return the index of the place that takes the data of the next step."""
         return self._lane.turn(self._index, len(self.places))
 
     def execute_direct(self, number: int, absent: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""What a reduction does to numbers: scale, combine in member order, finish. Adasum's pair rule too, and `single_threaded`.
+"""Arithmetic of reductions: scale, combine in member order, finish. Adasum's pair rule too, and `single_threaded`.
 
 Every transport that computes for itself uses this, so that results don't depend on the road the bytes took.
 Nothing here communicates and nothing allocates for the plain cases; all tensors are flat and on one device.
@@ -252,8 +252,8 @@ def _scaling(factor: float, dtype: torch.dtype) -> _Step | None:
 
 
 def _ending(divisor: int, postscale: float) -> tuple[int, float]:
-    """How floats are finished. They are divided exactly when there is nothing else to do; with a postscale the two become
-    one factor."""
+    """Return how floats are finished. They are divided exactly when there is nothing else to do; with a postscale the
+    two become one factor."""
     if divisor == 1:
         return (NOTHING, 1.0) if postscale == 1.0 else (MULTIPLY, postscale)
     if postscale != 1.0:

@@ -1,4 +1,4 @@
-"""What every transport can do: carry out one agreed batch among the members of one process set.
+"""The transport interface: carry out one agreed batch among the members of one process set.
 
 The engine has already made sure that every member calls the same method with matching arguments. A transport moves and
 reduces bytes, nothing else: names, readiness, errors between ranks and handles are the engine's business.

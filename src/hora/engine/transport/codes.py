@@ -1,4 +1,4 @@
-"""How numbers travel between hosts in fewer bytes: half precision, or a byte each with a scale for every block.
+"""Compression between hosts: half precision, or a byte each with a scale for every block.
 
 Inside a host everything is float32. A carrier encodes its host's part on the way out and decodes what comes in, and all
 hosts, the sender's too, go on with what was decoded: results have the same bits everywhere. What encoding loses is kept
@@ -26,7 +26,7 @@ class Code(ABC):
 
     @abstractmethod
     def num_bytes(self, count: int) -> int:
-        """What `count` numbers take."""
+        """Return the size of `count` encoded numbers."""
 
     @abstractmethod
     def encode(self, numbers: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, buffers: Buffers) -> None:
@@ -104,7 +104,8 @@ class _Blocks(Code):
 
 
 def _keep_loss(residual: torch.Tensor, sent: torch.Tensor) -> None:
-    """What was to be sent less what was sent. What is not finite has been told, and must not come back in later steps."""
+    """Keep the error: what was to be sent less what was sent. What is not finite has been told,
+    and must not come back in later steps."""
     residual.sub_(sent).nan_to_num_(0.0, 0.0, 0.0)
 
 

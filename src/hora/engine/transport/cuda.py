@@ -174,7 +174,7 @@ class CudaTransport:
             return staged
 
     def _exchange(self, mine: str) -> list[str]:
-        """What every member gave. Collective."""
+        """Return every member's value. Collective."""
         self._num_exchanges += 1
         name = f"exchange/{self._num_exchanges}"
 

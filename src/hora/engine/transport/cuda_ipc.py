@@ -67,7 +67,7 @@ class Shared(_Memory):
 
 
 class Mapped(_Memory):
-    """What another process shares, mapped here."""
+    """Device memory of another process, mapped here."""
 
     def __init__(self, handle: str, num_bytes: int) -> None:
         super().__init__(num_bytes)
@@ -130,7 +130,7 @@ def copy_to_host(tensor: torch.Tensor, host: torch.Tensor, stream: torch.cuda.St
 
 
 class _Array:
-    """What torch needs to look at memory that is not its own."""
+    """The array interface through which torch views memory that is not its own."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         data = (address, False)  # may be written to

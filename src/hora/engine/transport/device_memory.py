@@ -70,7 +70,7 @@ class DeviceMemoryTransport:
 
     @staticmethod
     def num_bytes(num_members: int) -> int:
-        """What the counters need."""
+        """Return the size of the counters."""
         return LINE_BYTES * num_members
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:

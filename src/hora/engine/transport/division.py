@@ -1,4 +1,4 @@
-"""How the data of a collective over several hosts is divided: into portions, and among members, hosts and carriers.
+"""The division of a collective's data over several hosts: into portions, and among members, hosts and carriers.
 
 No communication. `HierarchicalTransport` calls.
 """
@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Division:
-    """How one tensor is divided among members, hosts and the carriers of this host.
+    """The division of one tensor among members, hosts and the carriers of this host.
 
     `counts[m]` elements belong to member m. A host's block is what belongs to its members, one after another, and
     `shares[h][c]` elements of host h's block are carried by carrier c of every host.
@@ -97,6 +97,6 @@ def consecutive(members: Iterable[int]) -> list[range]:
 
 
 def where(parts: Sequence[torch.Tensor], members: range, whole: torch.Tensor) -> torch.Tensor:
-    """Where the parts of these members lie in the tensor that was split into all members' parts."""
+    """Return the slices of these members' parts in the tensor that was split into all members' parts."""
     start = sum(part.numel() for part in parts[: members.start])
     return whole[start : start + sum(parts[member].numel() for member in members)]

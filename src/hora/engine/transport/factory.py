@@ -1,4 +1,4 @@
-"""Which transport a process set gets: decided by where its members are, not by the user unless they ask."""
+"""The choice of a process set's transport: decided by where its members are, not by the user unless they ask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLLECTIVE_LIMIT_S = 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where the members of a set are, and how they can be reached.
+    """The hosts of a set's members, and how to reach them.
 
     `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
     (collective); `streams` makes connections, under a name of their own, between ranks that call it together (None: the

@@ -36,7 +36,7 @@ Pending = tuple[Any, str]
 
 
 class Group(ABC):
-    """What all kinds share. Members start the same exchanges in the same order."""
+    """Base of all groups. Members start the same exchanges in the same order."""
 
     backend = "none"
 

@@ -53,7 +53,7 @@ _PORTION_BYTES = 4 * 2**20
 
 
 class _Steps(NamedTuple):
-    """What an allreduce does to numbers: to those of a host's members, to those of the hosts, and in the end (`finish_`)."""
+    """Arithmetic of an allreduce: on the numbers of a host's members, to those of the hosts, and in the end (`finish_`)."""
 
     inside: Reduce
     between: Reduce
@@ -289,7 +289,7 @@ class HierarchicalTransport:
 
     @property
     def _apart(self) -> DistributedTransport | None:
-        """What connects all members, where each is on a host of its own."""
+        """Return the group of all members, where each is on a host of its own."""
         return self._between if len(self._hosts) == self._num_members else None
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
@@ -423,7 +423,7 @@ class HierarchicalTransport:
             self._native.close()
 
     def _stages(self, reduce: Reduce, dtype: torch.dtype) -> tuple[Reduce, Reduce]:
-        """What is done to the members of a host, and what to the hosts."""
+        """Return the reduction within a host and the one between hosts."""
         op, prescale, postscale, _ = reduce
         if dtype not in HALVES:  # an average is a sum that is divided at the very end, by `_end`
             op = int(ReduceOp.SUM) if op == ReduceOp.AVERAGE else op
@@ -431,7 +431,7 @@ class HierarchicalTransport:
         return Reduce(op, prescale), Reduce(op, 1.0, postscale)
 
     def _end(self, reduce: Reduce, dtype: torch.dtype) -> Arithmetic:
-        """What is left to do with what has been combined over all members."""
+        """Return the last step on what has been combined over all members."""
         return (
             _nothing(dtype)
             if dtype in HALVES
@@ -457,7 +457,7 @@ class HierarchicalTransport:
         return Division(self._hosts, counts, [self._carried(size) for size in blocks])
 
     def _own_shares(self, divisions: Sequence[Division]) -> list[list[int]]:
-        """What this carrier carries of each host's block."""
+        """Return this carrier's share of each host's block."""
         return [[shares[self._index] for shares in division.shares] for division in divisions]
 
     def _take(self, purpose: str, sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -473,5 +473,5 @@ def _nothing(dtype: torch.dtype) -> Arithmetic:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What was split."""
+    """Join what was split."""
     return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))

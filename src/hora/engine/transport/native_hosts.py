@@ -46,7 +46,7 @@ _CODE_NUMBERS = {"": 0, "fp16": 1, "bf16": 2, "int8": 3}
 
 
 class Cut(NamedTuple):
-    """How the data of one allreduce is cut: `most` elements make a slice, which travels in one step or two."""
+    """The slicing of one allreduce's data: `most` elements make a slice, which travels in one step or two."""
 
     most: int
     two_steps: bool
@@ -62,8 +62,9 @@ def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
 
 
 class Numbers(NamedTuple):
-    """What is done to numbers: times `stage`, then what is done to those of a host's members, to those of the hosts, and
-    `last`. `weights`: of the hosts, in an average of half precision; `code`: in which they travel."""
+    """Arithmetic of an allreduce between hosts: times `stage`, then what is done to those of a host's members, to
+    those of the hosts, and `last`. `weights`: of the hosts, in an average of half precision; `code`: in which they
+    travel."""
 
     stage: float
     inside: Sum

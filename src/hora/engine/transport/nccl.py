@@ -97,7 +97,7 @@ class NcclGroup(ProcessGroup):
 
 
 def gpus_of(store: Store, member: int, num_members: int, device: torch.device) -> list[str]:
-    """Which GPU every member uses. Collective: every member tells the others through the store."""
+    """Return every member's GPU. Collective: every member tells the others through the store."""
     store.set(f"gpu/{member}", _gpu_identity(device))
     return [bytes(store.get(f"gpu/{peer}")).decode() for peer in range(num_members)]
 

@@ -78,12 +78,12 @@ class Ring:
         return aligned(num_members * MEMBER_BYTES) + (num_members + 1) * DEPTH * slot_bytes
 
     def slot(self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Where `member` puts its data for `step`."""
+        """Return the slot into which `member` writes its data for `step`."""
         turn = member * DEPTH + step % DEPTH
         return self._view(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
 
     def result(self, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Where all members together put the result of `step`."""
+        """Return the slot into which all members together write the result of `step`."""
         return self._view(self._results_at + step % DEPTH * self.slot_bytes + offset_bytes, count, dtype)
 
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -112,7 +112,7 @@ class ShmTransport:
         return self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
 
     def moves_natively(self, num_bytes: int) -> bool:
-        """Whether the native part can move so much data now; before that, a ring with larger slots has to be made."""
+        """Return whether the native part can move so much data now; before that, a ring with larger slots has to be made."""
         return self._library is not None and (num_bytes <= self._ring.slot_bytes or self.num_rings > 1)
 
     def _allreduce_in_python(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:
@@ -231,7 +231,7 @@ class ShmTransport:
             self._exchange(ring, sent, received, num_steps)
 
     def _share_bytes(self, ring: Ring) -> int:
-        """What each member gets of a slot that is divided among them."""
+        """Return each member's share of a slot that is divided among them."""
         return ring.slot_bytes // self._num_members // LINE_BYTES * LINE_BYTES
 
     def _exchange(self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int, *, note: int = 0) -> list[int]:

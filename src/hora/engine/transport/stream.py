@@ -57,7 +57,7 @@ class Streams:
 
 @dataclass
 class _Exchange:
-    """How many bytes each stream must have moved, since it was opened, until it is over."""
+    """An exchange in flight: the bytes each stream must have moved, since it was opened, until it is over."""
 
     tensors: Sequence[torch.Tensor]  # whose memory it is about
     receives: list[tuple[_Incoming, int]] = field(default_factory=list)

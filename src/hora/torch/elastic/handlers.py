@@ -1,4 +1,4 @@
-"""How models, optimizers and samplers are saved, restored and synchronised: a handler for each kind of value in a state.
+"""State handlers: save, restore and synchronise models, optimizers and samplers; a handler for each kind of value in a state.
 
 Snapshots of tensors are written into buffers that are kept from commit to commit, so a commit allocates nothing and
 costs one copy of the state. Used by `torch_state`; users may register handlers of their own.
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class StateHandler:
-    """How one kind of value is saved, restored and synchronised."""
+    """Saves, restores and synchronises one kind of value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -47,12 +47,12 @@ class StateHandler:
         self.save()
 
     def lent(self) -> bool:
-        """Whether a durable commit still reads what was saved last, so that the next `save` must not write over it."""
+        """Return whether a durable commit still reads what was saved last, so that the next `save` must not write over it."""
         return False
 
     @property
     def committed(self) -> Any:
-        """What was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of them."""
+        """Return what was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of them."""
         raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
 
     @committed.setter
@@ -75,7 +75,7 @@ class _SnapshotHandler(StateHandler):
 
     @property
     def _buffers(self) -> Any:
-        """Where the next snapshot may go."""
+        """Return the buffers for the next snapshot."""
         return None if self.lent() else self._saved
 
 

@@ -16,7 +16,7 @@ __all__ = ["HostUpdateResult", "NotificationManager", "notification_manager"]
 
 
 class HostUpdateResult:
-    """What changed: flags that can be combined."""
+    """Kinds of change of the hosts: flags that can be combined."""
 
     no_update = 0
     removed = 1

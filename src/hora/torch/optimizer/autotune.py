@@ -145,7 +145,7 @@ def _different_settings(num_bytes: int) -> list[Setting]:
 
 
 class _Race:
-    """Who runs next, and who wins. A challenger is compared with the default in the rounds in which it took part."""
+    """The order of trials and the winner. A challenger is compared with the default in the rounds in which it took part."""
 
     def __init__(self, settings: Sequence[Setting], num_trials: int) -> None:
         self.default, *self._challengers = settings
@@ -156,7 +156,7 @@ class _Race:
         self._begin()
 
     def next(self) -> Setting | None:
-        """Who runs now; None: it is over."""
+        """Return the contender to run now; None: it is over."""
         return self._round[0] if self._round else None
 
     def take(self, setting: Setting, step_us: float) -> None:

@@ -1,4 +1,4 @@
-"""Which gradient goes into which bucket: a pure function of what the ranks have agreed on.
+"""The assignment of gradients to buckets: a pure function of what the ranks have agreed on.
 
 `BucketOrder` collects the facts (in which order gradients really arrive, on all ranks) and calls `plan_buckets`; every
 rank computes the same plan.
@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 
 
 class _Format(NamedTuple):
-    """What the gradients of one bucket have in common."""
+    """The common properties of one bucket's gradients."""
 
     wire_dtype: torch.dtype
     dtype: torch.dtype

@@ -88,7 +88,7 @@ class Bucket:
 
     @property
     def turn(self) -> int:
-        """Which of the places takes the gradients of this step."""
+        """Return the index of the place that takes the gradients of this step."""
         reduction = self.reduction
         return reduction.turn if isinstance(reduction, SharedMemoryReduction) and len(self.places) > 1 else 0
 

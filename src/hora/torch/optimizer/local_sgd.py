@@ -105,7 +105,7 @@ def _is_count(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What the user has asked for, checked."""
+    """The user's settings, checked."""
 
     method: str
     _: dataclasses.KW_ONLY
@@ -478,7 +478,7 @@ class LocalOptimizer(_DistributedOptimizer):
 
 
 def _near_even(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Where each of so many consecutive parts ends, so that their sums are near one another."""
+    """Return the ends of consecutive parts whose sums are near one another."""
     total, passed = sum(sizes), 0
     ends: list[int] = []
     for index, size in enumerate(sizes):

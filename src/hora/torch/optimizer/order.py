@@ -37,7 +37,7 @@ _numbers = itertools.count()
 
 
 class AgreedOrder(NamedTuple):
-    """What the members agreed on: parameters in order of arrival, how many of them every member had, the sparse ones."""
+    """The order agreed by the members: parameters in order of arrival, how many of them every member had, the sparse ones."""
 
     label: str  # another one for every agreement of the set
     parameters: list[torch.Tensor]

@@ -1,4 +1,4 @@
-"""What a user tells `DistributedOptimizer` about parameters: their names and their groups, checked.
+"""The user's description of parameters to `DistributedOptimizer`: their names and their groups, checked.
 
 Pure: nothing here communicates, and the checks work before `hvd.init()`.
 """

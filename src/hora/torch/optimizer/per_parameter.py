@@ -35,7 +35,7 @@ class _Unit:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What is needed to turn one reduced tensor back into a gradient."""
+    """A reduction in flight, with what turns its result back into a gradient."""
 
     parameter: Parameter
     tensor: torch.Tensor

@@ -30,7 +30,7 @@ def orthonormalise_(matrix: torch.Tensor) -> None:
 
 
 class PowerSGDMemory:
-    """What an optimizer keeps of each parameter: the factor Q of the last step, equal on all ranks, and this rank's error."""
+    """State per parameter: the factor Q of the last step, equal on all ranks, and this rank's error."""
 
     def __init__(self, settings: PowerSGD) -> None:
         self.settings = settings
@@ -67,7 +67,7 @@ class PowerSGDMemory:
         return [self._factors[parameter] for parameter in parameters]
 
     def error(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What has not been sent of this rank's gradients of a parameter so far."""
+        """Return the part of this rank's gradients of a parameter that has not been sent so far."""
         if parameter not in self._errors:
             self._errors[parameter] = torch.zeros(
                 parameter.shape, dtype=working_dtype(parameter), device=parameter.device

@@ -1,4 +1,4 @@
-"""What every way of reducing gradients shares: the user's options, what the optimizer asks of a reducer, and a reduction
+"""Base of all gradient reducers: the user's options, what the optimizer asks of a reducer, and a reduction
 that is requested anew in each step.
 
 `PerParameterReducer`, `Buckets` and `Shards` are the reducers. Where the members of the set share memory, a bucket holds
@@ -25,7 +25,7 @@ __all__ = ["ReduceOptions", "Reducer", "RequestedReduction", "summed"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceOptions:
-    """How the gradients of one optimizer are reduced."""
+    """Reduction settings of one optimizer's gradients."""
 
     process_set: ProcessSet
     op: int = ReduceOp.AVERAGE
@@ -51,7 +51,7 @@ class ReduceOptions:
 
     @property
     def reduce(self) -> Reduce:
-        """What is done to every gradient."""
+        """Return the reduction of every gradient."""
         factor = float(self.gradient_predivide_factor)
         return Reduce(self.op, 1.0 / factor, factor)
 
@@ -61,7 +61,7 @@ class ReduceOptions:
         return code if code and engine.current_runtime().compresses(self.process_set_id) else ""
 
     def early_scale(self, dtype: torch.dtype) -> float:
-        """What gradients can be multiplied with when they are copied, so that a sum gives the average; 1.0: nothing.
+        """Return the factor applied to gradients when they are copied, so that a sum gives the average; 1.0: nothing.
 
         Only where it saves a pass and changes a bit of nothing but the smallest numbers (below 2^-126): Average over a
         power of two of members, without compression, and not of half precision, where gradients are that small.
@@ -76,7 +76,7 @@ class ReduceOptions:
 
 
 class Reducer(Protocol):
-    """What the optimizer needs: told which gradients are ready, it gives back the reduced ones."""
+    """The interface that the optimizer uses: told which gradients are ready, it gives back the reduced ones."""
 
     def ready(self, parameter: torch.Tensor) -> None:
         """The gradient of `parameter` is complete on this rank (None: it takes part with zeros)."""

@@ -39,7 +39,7 @@ class GradientPlaces:
 
     @staticmethod
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
-        """What the places of all members take of shared memory."""
+        """Return the size of all members' places in shared memory."""
         return num_members * sum(SharedMemory.space(num_bytes, torch.uint8) for num_bytes in _place_bytes(specs))
 
     def of(self, index: int) -> list[torch.Tensor]:

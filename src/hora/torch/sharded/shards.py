@@ -44,7 +44,7 @@ class Shard:
 
 
 class Shards:
-    """What one rank holds of a sharded optimizer; `owned` are its shards."""
+    """One rank's part of a sharded optimizer; `owned` are its shards."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Shards:
 
     @staticmethod
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
-        """What the parameters and all members' gradients need of shared memory."""
+        """Return the size of the parameters and all members' gradients in shared memory."""
         values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
         lane = SharedMemory.space(Lane.num_bytes(num_members), torch.uint8)
         return values + GradientPlaces.num_bytes(specs, num_members) + lane
@@ -158,7 +158,7 @@ class Shards:
 
     @staticmethod
     def _reduced_place(bucket: ShardBucket) -> torch.Tensor | None:
-        """Where the reduced slice will be, if it can be stepped with there."""
+        """Return the place of the reduced slice, if it can be stepped with there."""
         same_dtype = bucket.spec.dtype is bucket.parameter_dtype
         return bucket.bound.out if bucket.bound is not None and same_dtype else None
 

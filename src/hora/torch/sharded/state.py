@@ -45,7 +45,7 @@ def _scalar_values(state: dict[str, Any] | None) -> object:
 
 
 class ShardState:
-    """Where the state of each element is. `optimizer` is the user's, `inner` the one that steps the shards."""
+    """The location of each element's optimizer state. `optimizer` is the user's, `inner` the one that steps the shards."""
 
     def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: ParameterKinds) -> None:
         self._optimizer = optimizer
@@ -62,7 +62,7 @@ class ShardState:
         self._adopted = False
 
     def num_bytes(self) -> int:
-        """What all of it needs in shared memory."""
+        """Return its size in shared memory."""
         return sum(
             SharedMemory.space(spec.num_elements, dtype)
             for spec, keys in zip(self._specs, self._keys, strict=True)
@@ -217,7 +217,7 @@ class ShardState:
 
 
 def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Which entries of the state have the parameter's shape. Scalars ("step") have none, whatever the parameter."""
+    """Return the entries of the state that have the parameter's shape. Scalars ("step") have none, whatever the parameter."""
     return sorted(
         {
             key
