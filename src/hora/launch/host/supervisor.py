@@ -73,7 +73,7 @@ class _Supervisor:
         self._told_to_end = False
         self._paused = False  # the launcher is slow, workers' pipes are left unread
         self._deaf = False  # the launcher does not read any more
-        self._private_files: dict[str, str] = {}  # content, in hexadecimal -> path
+        self._private_files: dict[str, tuple[int, set[int]]] = {}  # content, in hexadecimal -> descriptor, readers
         self._forks: WorkerForks | None = None
         self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
@@ -165,13 +165,22 @@ class _Supervisor:
             elif command["op"] == "alive" and not self._output:  # what waits to be sent tells as much
                 self._send(ALIVE, NO_WORKER, b"")
 
-    def _private_file(self, data: str) -> str:
-        """The path under which workers read this, which is nowhere on a disk."""
+    def _private_file(self, data: str, worker: int) -> str:
+        """The path under which a worker reads this, as long as it lives, which is nowhere on a disk."""
         if data not in self._private_files:
             descriptor = os.memfd_create("hora-private", os.MFD_CLOEXEC)
             os.write(descriptor, bytes.fromhex(data))
-            self._private_files[data] = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return self._private_files[data]
+            self._private_files[data] = descriptor, set()
+        descriptor, readers = self._private_files[data]
+        readers.add(worker)
+        return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def _forget_private_files(self, worker: int) -> None:
+        for data, (descriptor, readers) in list(self._private_files.items()):
+            readers.discard(worker)
+            if not readers:
+                del self._private_files[data]
+                os.close(descriptor)
 
     def _start(self, command: dict[str, Any]) -> None:
         worker = command["worker"]
@@ -179,7 +188,8 @@ class _Supervisor:
             self._exited(worker, 128 + signal.SIGTERM, "the job was ending already")
             return
         env = variables() if command["inherit_env"] else {}
-        env |= command["env"] | {name: self._private_file(data) for name, data in command["private_files"].items()}
+        files = {name: self._private_file(data, worker) for name, data in command["private_files"].items()}
+        env |= command["env"] | files
         # N ranks that each start a thread per core would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", _fair_share(env))
         if command["preload"] is None or not self._ask_to_fork(command, env):
@@ -330,6 +340,7 @@ class _Supervisor:
 
     def _exited(self, worker: int, code: int, reason: str) -> None:
         self._pids.pop(worker, None)
+        self._forget_private_files(worker)
         self._send(EXITED, worker, json.dumps({"code": code, "reason": reason}).encode())
 
     def _family(self, worker: int, processes: Processes) -> list[int]:
