@@ -7,7 +7,13 @@
  * Checked by `make verify`: nobody sleeps for ever (a sleeper is in a valid end state only if the member it waits for has died), nobody
  * reduces an item before all members have published it or are absent for it, and no two members disagree about who is absent.
  * The slice after which a sleeper looks up by itself is left out: the protocol must do without it.
+ *
+ * MUTANT, each of which must fail: 1 who publishes looks for sleepers first; 2 who is about to sleep does not look once more, nor the
+ * kernel.
  */
+#ifndef MUTANT
+#define MUTANT 0
+#endif
 #ifndef N
 #define N 2
 #endif
@@ -38,7 +44,10 @@ inline wake(owner) { /* FUTEX_WAKE */
 }
 
 inline publish(me, value) {
-    counter[me] = value;
+    if
+    :: MUTANT != 1 -> counter[me] = value
+    :: else
+    fi;
     any = false;
     for (p : 0 .. N - 1) {
         if
@@ -46,6 +55,10 @@ inline publish(me, value) {
         :: else
         fi
     }
+    if
+    :: MUTANT == 1 -> counter[me] = value
+    :: else
+    fi;
     if
     :: any -> wake(me)
     :: else
@@ -63,7 +76,7 @@ inline wait_for_all(me, value) {
             :: seen < value ->
                 atomic { /* FUTEX_WAIT: the kernel compares and sleeps as one */
                     if
-                    :: counter[p] == seen -> in_futex[me] = true; watched[me] = p
+                    :: counter[p] == seen || MUTANT == 2 -> in_futex[me] = true; watched[me] = p
                     :: else
                     fi
                 }
