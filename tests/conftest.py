@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import signal
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import pytest
 
 _SPARK = {"spark", "spark_cluster"}
 _UNIT = Path(__file__).parent / "unit"
+# Tests of a make target of their own: in a run only where -m or the file's path names them.
+_OWN_TARGETS = {"containers", "hosts", "protected_spark"}
 
 # Under nohup, or in the background of a script, they are ignored, and launchers rightly keep it that way. Tests send them.
 for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -37,6 +41,15 @@ def cases(request: pytest.FixtureRequest) -> Iterator[tuple[str, random.Random]]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = config.getoption("-m") or ""
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    wanted, left = [], []
+    for item in items:
+        own = {mark.name for mark in item.iter_markers()} & _OWN_TARGETS
+        (wanted if item.path in named or not any(name not in asked for name in own) else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = wanted
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             file = f"{item.path.parent.name}/{item.path.stem}"
@@ -46,3 +59,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if _UNIT in item.path.parents:
                 item.add_marker(pytest.mark.flaky(reruns=0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """End with a table of what was skipped and why; write reruns, which are flaky tests, to out/reruns.txt."""
+    reasons = Counter(
+        str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if reasons:
+        terminalreporter.section("skipped, and why")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:5}  {reason}")
+    reruns = terminalreporter.stats.get("rerun", [])
+    if reruns:
+        path = terminalreporter.config.rootpath / "out" / "reruns.txt"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            for report in reruns:
+                lines = report.longreprtext.splitlines() or [""]
+                cause = next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1])
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\t{report.nodeid}\t{cause}\n")
+        terminalreporter.section("reruns")
+        terminalreporter.write_line(f"{len(reruns)} written to {path}: each is a flaky test to fix")

@@ -20,6 +20,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from horovod._modules import _MODULES as OLD_MODULES
+
 ROOT = Path(__file__).parents[2]
 ARGUMENTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "arguments.yml").read_text())
 
@@ -57,6 +59,7 @@ MADE = {"LogCallback": ("log_callback_class", "ProgressLog")}
 ROOT_FILES = ("ARCHITECTURE.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
 COMMANDS: dict[str, tuple[str, list[str]]] = {
     "hora run, horovodrun": ("hora.cli.run:main", []),
+    "hora init": ("hora.cli.init:main", []),
     "hora doctor": ("hora.cli.doctor:main", []),
     "hora top": ("hora.cli.watch:top", []),
     "hora view": ("hora.cli.watch:view", []),
@@ -78,6 +81,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = "\n".join([f"# {title}\n", *(part for name in modules for part in _module(loader, name, seen))])
         files.append(File.generated(config, f"reference/{stem}.md", content=text))
     files.append(File.generated(config, "reference/commands.md", content="\n".join(_commands())))
+    files.append(File.generated(config, "reference/old_names.md", content="\n".join(_old_names())))
     for name in ROOT_FILES:
         if (ROOT / name).exists():
             files.append(File.generated(config, name, content=(ROOT / name).read_text().replace("](docs/", "](")))
@@ -111,7 +115,9 @@ def _module(loader: griffe.GriffeLoader, name: str, seen: dict[str, str]) -> Ite
             maker, made = MADE[export]
             member = module.members[maker].final_target.parent.members[made]
         else:
-            member = module.members[export]
+            member = module.members.get(export)
+        if member is None and f"{name}.{export}" in OLD_MODULES:
+            continue
         target = member.final_target if member.is_alias else member
         if target.is_module:
             continue
@@ -148,6 +154,16 @@ def _entry(loader: griffe.GriffeLoader, module: str, name: str, target: Any) -> 
         raise SystemExit(f"docs: nobody explains {', '.join(unknown)} of {module}.{name}: see {__file__}")
     yield from (f"- `{item}`: {ARGUMENTS[item]}" for item in left if item in ARGUMENTS)
     yield ""
+
+
+def _old_names() -> Iterator[str]:
+    yield "# Other module names of Horovod\n"
+    yield "Modules that programs import although Horovod's documentation does not name them, and where their names live.\n"
+    yield "| module | names |\n|---|---|"
+    for name, row in OLD_MODULES.items():
+        if row:
+            parts = [row] if isinstance(row, str) else row
+            yield f"| `{name}` | {'<br>'.join(f'`{part}`' for part in parts)} |"
 
 
 def _commands() -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hora.legacy.foreign import warn_if_foreign_horovod as _warn_if_foreign_horovod
 from hora.version import HOROVOD_BASELINE
 from horovod._modules import install as _serve_old_modules
 
@@ -12,6 +13,7 @@ __all__ = ["run"]
 __version__ = HOROVOD_BASELINE  # exactly: packages compare it
 
 _serve_old_modules()
+_warn_if_foreign_horovod()
 
 
 def __getattr__(name: str) -> Any:

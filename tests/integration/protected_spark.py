@@ -17,7 +17,7 @@ from spark_cluster import StandaloneCluster, spark_session
 import horovod.spark
 from sparkdl import HorovodRunner
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.protected_spark]
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from test_elastic_netns import Machines
 from waiting import wait_until
 
 pytestmark = [
+    pytest.mark.hosts,
     pytest.mark.netns,
     pytest.mark.skipif(
         os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter", "tc"))),

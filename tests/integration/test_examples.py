@@ -99,3 +99,19 @@ def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     if name == "penguins":
         assert "Gentoo (" in text
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+def test_the_tour_runs_from_top_to_bottom(tmp_path):
+    notebook = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "epoch 4: loss" in text, "the script"
+    assert "epoch 1: loss" in text, "the elastic training before the death"
+    assert re.search(r"epoch 4: .* on 2 ranks", text), "and after it"
+    assert re.search(r"http://127\.0\.0\.1:\d+.* is the page", text)
+    assert "label__output" in text
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the penguins"

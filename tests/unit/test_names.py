@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import warnings
@@ -197,13 +198,24 @@ def test_a_foreign_horovod_is_named(tmp_path, monkeypatch):
     assert foreign_horovod() is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_foreign_horovod("here")
-    info = tmp_path / "horovod-0.28.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+        warn_if_foreign_horovod()
+    (tmp_path / "horovod-0.28.1.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.warns(UserWarning, match=r"horovod 0\.28\.1.*/site/horovod/torch.*pip uninstall horovod"):
-        warn_if_foreign_horovod("/site/horovod/torch")
+    assert foreign_horovod() == "horovod 0.28.1"
+    with pytest.warns(UserWarning, match=r"horovod 0\.28\.1.*In use now: Hora's .*pip uninstall horovod"):
+        warn_if_foreign_horovod()
+
+
+def test_a_foreign_horovod_that_has_overwritten_ours_is_named(tmp_path, monkeypatch):
+    from hora.legacy import foreign
+
+    (tmp_path / "horovod-0.28.1.dist-info").mkdir()
+    (tmp_path / "horovod").mkdir()
+    (tmp_path / "horovod" / "__init__.py").write_text("__version__ = '0.28.1'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    theirs = importlib.machinery.ModuleSpec("horovod", None, origin=str(tmp_path / "horovod" / "__init__.py"))
+    monkeypatch.setattr(foreign.importlib.util, "find_spec", lambda name: theirs)
+    assert f"In use now: horovod 0.28.1's {tmp_path}" in foreign.foreign_message()
 
 
 def test_version_mismatch_error():

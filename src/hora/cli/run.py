@@ -7,6 +7,7 @@ status 1; `hora run` exits with the first failing rank's own status, as `hora mp
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hora.errors import JobFailedError
 from hora.launch import environment, flags
 from hora.launch.options import Options, all_options
+from hora.legacy.foreign import foreign_message
 
 if TYPE_CHECKING:
     from hora.launch.job import Job
@@ -78,6 +80,9 @@ def _run(options: Options) -> None:
     from hora.launch.start import start
 
     set_up_log(options)
+    message = foreign_message()
+    if message is not None:
+        logging.getLogger("hora").warning(message)
     if options.joins:
         from hora.launch.agent.nodes import serve_node
 
@@ -136,8 +141,6 @@ def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = No
 
 def set_up_log(options: Options) -> None:
     """Show the launcher's own messages, and whose they are, from the asked level on (warnings, unless asked)."""
-    import logging
-
     when = "%(asctime)s " if options.log_level is not None and options.log_with_timestamp is not False else ""
     logging.basicConfig(format=f"{when}hora %(levelname)s: %(message)s")
     if options.log_level is not None:

@@ -1,28 +1,46 @@
-"""Another distribution that also owns the import name `horovod`: sought when `horovod.torch` is imported."""
+"""Another distribution that also owns the import name `horovod`: looked for when `horovod` is imported or a job is launched."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
+import os
+import sys
 import warnings
+from pathlib import Path
 
-__all__ = ["foreign_horovod", "warn_if_foreign_horovod"]
+__all__ = ["foreign_horovod", "foreign_message", "warn_if_foreign_horovod"]
 
 
 def foreign_horovod() -> str | None:
-    """`horovod <version>` if that distribution is installed beside Hora, else None."""
-    try:
-        return f"horovod {importlib.metadata.version('horovod')}"
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Return `horovod <version>` if that distribution is installed beside Hora, else None."""
+    for (
+        folder
+    ) in sys.path:  # importlib.metadata would do it too, and takes longer to import than a job's launch may wait
+        if not os.path.isdir(folder or "."):
+            continue
+        for name in os.listdir(folder or "."):
+            if name.startswith("horovod-") and name.endswith((".dist-info", ".egg-info")):
+                return f"horovod {name.removesuffix('-info').rpartition('.')[0].split('-')[1]}"
+    return None
 
 
-def warn_if_foreign_horovod(package_path: str) -> None:
-    """Warn that two distributions claim `horovod`, and say which files are in use (`package_path`)."""
+def foreign_message() -> str | None:
+    """Say that two distributions claim `horovod`, whose files are in use, and what to do; None if Hora is the only one."""
     found = foreign_horovod()
-    if found is not None:
-        warnings.warn(
-            f"{found} is installed beside Hora, and both own the import name `horovod`. In use now: Hora's "
-            f"{package_path}. Their files overwrite one another: run `pip uninstall horovod`, then "
-            "`pip install --force-reinstall --no-deps hora`.",
-            stacklevel=3,
-        )
+    if found is None:
+        return None
+    spec = importlib.util.find_spec("horovod")
+    path = Path(spec.origin) if spec is not None and spec.origin else None
+    ours = path is not None and (path.parent / "_modules.py").exists() and "hora" in path.read_text()
+    return (
+        f"{found} is installed beside Hora, and both own the import name `horovod`. In use now: "
+        f"{'Hora' if ours else found}'s {path}. Their files overwrite one another: run `pip uninstall horovod`, then "
+        "`pip install --force-reinstall --no-deps hora`."
+    )
+
+
+def warn_if_foreign_horovod() -> None:
+    """Warn with `foreign_message`, if there is one."""
+    message = foreign_message()
+    if message is not None:
+        warnings.warn(message, stacklevel=3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributedOptimizer
-from hora.legacy.foreign import warn_if_foreign_horovod
 from hora.tensorflow import *
 from hora.tensorflow import __all__ as _names
 from hora.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -23,8 +22,6 @@ __all__ = [
     "mpi_ops",
     "util",
 ]
-
-warn_if_foreign_horovod(__file__)
 
 
 def __getattr__(name: str) -> Any:

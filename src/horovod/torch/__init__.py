@@ -1,6 +1,5 @@
 """The old import name: `import horovod.torch as hvd`. Everything lives in `hora.torch`."""
 
-from hora.legacy.foreign import warn_if_foreign_horovod
 from hora.legacy.util import check_extension
 from hora.torch import *
 from hora.torch import __all__ as _names
@@ -10,5 +9,3 @@ from horovod.torch import compression, elastic, functions, mpi_ops, optimizer, s
 __all__ = [*_names, "compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
 
 _MPI_LIB_AVAILABLE = True  # Horovod's way to say that its library could be loaded
-
-warn_if_foreign_horovod(__file__)

@@ -1,0 +1,167 @@
+"""The command `hora init`: a commented training script to begin with, which runs as it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["main", "training_script"]
+
+_START = '''"""A distributed training. Run it:
+
+    {command}
+
+Replace the data and the model; the comments say what the other lines are for. Guides: `make docs`, or docs/ of Hora.
+"""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+{sampler_import}
+import horovod.torch as hvd
+
+EPOCHS = 5
+BATCH_SIZE = 32
+LEARNING_RATE = 0.05
+
+
+def load_data():
+    """Return a dataset with the same rows in the same order on every rank. Yours goes here."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1024, 8, generator=generator)
+    return TensorDataset(inputs, (inputs.sum(dim=1) > 0).long())
+
+
+def main():
+    hvd.init()  # learns this process's place in the job; alone it is rank 0 of 1
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # one GPU for each process of a machine
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+        device = torch.device("cuda")
+
+    dataset = load_data()
+{sampler}
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)).to(device)
+{optimizer}
+'''
+
+_SAMPLER = """\
+    # Each rank trains on its own share of the rows.
+    sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())"""
+
+_ELASTIC_SAMPLER = """\
+    # Each rank trains on its own share of the rows. When ranks come or go, the rows left in the epoch are shared anew.
+    sampler = hvd.elastic.ElasticSampler(dataset)"""
+
+_OPTIMIZER = """\
+    # All ranks together take a larger batch, so the learning rate grows with their number.
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * hvd.size(), momentum=0.9)
+    # Averages the gradients of all ranks while backward runs.
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"""
+
+_SHARDED_OPTIMIZER = """\
+    # All ranks together take a larger batch, so the learning rate grows with their number.
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE * hvd.size(), momentum=0.9)
+    # Averages the gradients of all ranks. Each rank keeps the optimizer's state of its share of the parameters alone;
+    # on one host the parameters too exist once, in shared memory.
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), sharded=True)"""
+
+_PLAIN = """\
+    # All ranks begin with the weights and the optimizer's state of rank 0.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # another order of rows in every epoch
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+        mean = hvd.allreduce(loss.detach(), name="loss")  # over the ranks
+        if hvd.rank() == 0:
+            print(f"epoch {epoch}: loss {mean.item():.3f} on {hvd.size()} ranks", flush=True)
+
+"""
+
+_ELASTIC = """\
+    # What survivors go back to and newcomers receive: the state of the last commit.
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0)
+
+    def on_reset():  # the number of ranks has changed
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * hvd.size()
+
+    state.register_reset_callbacks([on_reset])
+
+    @hvd.elastic.run
+    def train(state):
+        while state.epoch < EPOCHS:
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
+                loss.backward()
+                optimizer.step()
+                sampler.record_batch(state.batch, BATCH_SIZE)  # these rows are done, whoever is lost
+                state.batch += 1
+                if state.batch % 10 == 0:
+                    state.commit()  # a rank that is lost costs the work since the last one
+            mean = hvd.allreduce(loss.detach(), name="loss")  # over the ranks
+            if hvd.rank() == 0:
+                print(f"epoch {state.epoch}: loss {mean.item():.3f} on {hvd.size()} ranks", flush=True)
+            state.epoch, state.batch = state.epoch + 1, 0
+            sampler.set_epoch(state.epoch)  # another order of rows
+            state.commit()
+
+    train(state)
+
+"""
+
+_SAVE = """\
+    weights = model.state_dict()
+    if hvd.rank() == 0:  # one rank writes
+        torch.save(weights, "model.pt")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def training_script(name: str, *, elastic: bool = False, sharded: bool = False) -> str:
+    """Return the text of a training script that is to be called `name`."""
+    command = f"hora run -np 2 {'--min-np 1 ' if elastic else ''}python {name}"
+    start = _START.format(
+        command=command,
+        sampler_import="" if elastic else "from torch.utils.data.distributed import DistributedSampler\n",
+        sampler=_ELASTIC_SAMPLER if elastic else _SAMPLER,
+        optimizer=_SHARDED_OPTIMIZER if sharded else _OPTIMIZER,
+    )
+    return start + (_ELASTIC if elastic else _PLAIN) + _SAVE
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write a script to a file that is not there yet."""
+    parser = argparse.ArgumentParser(
+        prog="hora init", description="Write a commented training script that runs as it is."
+    )
+    parser.add_argument("file", type=Path, help="the script, for example train.py")
+    parser.add_argument("--elastic", action="store_true", help="that goes on when ranks die or join")
+    parser.add_argument("--sharded", action="store_true", help="whose optimizer state is divided over the ranks")
+    arguments = parser.parse_args(argv)
+    text = training_script(arguments.file.name, elastic=arguments.elastic, sharded=arguments.sharded)
+    try:
+        with arguments.file.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        there = isinstance(error, FileExistsError)
+        reason = "it exists and is not overwritten" if there else error.strerror
+        print(f"hora init: {arguments.file}: {reason}", file=sys.stderr)
+        return 1
+    command = f"hora run -np 2 {'--min-np 1 ' if arguments.elastic else ''}python {arguments.file}"
+    print(f"wrote {arguments.file}; run it: {command}")
+    return 0
