@@ -30,8 +30,8 @@ class Command:
 
 
 COMMANDS = {
-    "init": Command("hora.cli.init:main", "write a training script to begin with: hora init train.py"),
     "run": Command("hora.cli.run:main", "run a command as several processes: hora run -np 4 python train.py"),
+    "init": Command("hora.cli.init:main", "write a training script to begin with: hora init train.py"),
     "mpirun": Command(
         "hora.cli.mpirun:main", "run a command line of mpirun without MPI: hora mpirun -np 2 -H a:1,b:1 …"
     ),
