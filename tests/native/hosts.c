@@ -54,6 +54,7 @@ struct member {
     struct records sealing[MAX_HOSTS], opening[MAX_HOSTS];
     struct test_cipher ciphers[2 * MAX_HOSTS];
     int out_sockets[MAX_HOSTS], in_sockets[MAX_HOSTS];
+    char headers[MAX_HOSTS * HEADER_BYTES];
 };
 
 static struct member members[MAX_HOSTS][NUM_LOCAL];
@@ -180,6 +181,8 @@ static void test_resident(struct member *member, const struct operation *it, int
         job.residuals = it->residual ? &residual : NULL;
         job.begin = member->number * half, job.end = member->number + 1 < NUM_CARRIERS ? job.begin + half : count;
         job.num_pieces = (job.end - job.begin + it->most - 1) / it->most;
+        job.check = number % 3 == 0 ? NONE : it->residual || it->stage != 1.0 ? AT_ONCE : ON_THE_WAY;
+        memcpy(job.header, &number, sizeof number);
         if (job.num_pieces) test_run(member, &job, number);
         free(residual);
     }
@@ -227,7 +230,8 @@ int main(int argc, char **argv) {
             member->hosts = (struct hosts){.memory = memories[h], .counter_bytes = PAIR, .inputs_at = inputs_at,
                                            .results_at = results_at, .slice_room = slice_room, .piece_room = piece_room,
                                            .member = m, .num_local = NUM_LOCAL, .num_carriers = NUM_CARRIERS, .host = h,
-                                           .num_hosts = num_hosts, .num_results = NUM_RESULTS, .patience = {.many = 600}};
+                                           .num_hosts = num_hosts, .num_results = NUM_RESULTS, .num_rooms = NUM_RESULTS,
+                                           .headers = member->headers, .patience = {.many = 600}};
             places[h][m] = test_room(MOST * 8);
             if (m >= NUM_CARRIERS) continue;
             rooms[h][m] = test_room((size_t)((NUM_RINGS * NUM_RESULTS + 2 * num_hosts + 1) * slice_room));

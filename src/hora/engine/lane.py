@@ -23,8 +23,9 @@ because the member that is waited for may first need something of this one's que
 
 The items are `PersistentReduction`s; `execute_direct` of one is called when the members that share this memory have
 come. It says whether the item is done. False means that it is void: nothing was changed, every member says the same,
-and the lane has it announced (`execute_announced`). On one host that does not happen. A reduction over several hosts
-compares item numbers in what the hosts send one another, and finds there that another host has something else to do.
+and the lane has it announced (`execute_announced`). On one host that does not happen. Over several hosts a lane has the
+members of one in common, and a link to the other hosts (`transport.host_reduction`): what hosts send one another says
+which item it is, and there they find that another host has something else to do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Protocol
@@ -40,7 +41,7 @@ from typing import Protocol
 from hora.engine.plan import Batch, Part
 from hora.engine.progress import Progress
 from hora.engine.queue import OperationQueue
-from hora.engine.request import KINDS, Signature, full_names
+from hora.engine.request import KINDS, Key, Signature, full_names
 from hora.engine.shm.counters import MEMBER_BYTES, OPEN, Counters
 from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
@@ -66,8 +67,18 @@ class LaneReduction(Protocol):
         """Reduce item `number`, for which all members of the lane but `absent` have put their data into place. True
         when it is done; False when it is void, on all members alike."""
 
-    def execute_announced(self) -> None:
+    def execute_announced(self, number: int) -> None:
         """Have all members agree on it, and wait until it is done."""
+
+
+class Link(Protocol):
+    """What connects a lane with other hosts; see `HostLink`."""
+
+    def leave(self, *, tell: bool) -> None:
+        """From here on items are announced. `tell`: the other hosts do not know it."""
+
+    def close(self) -> None:
+        """Close the connections."""
 
 
 class Item:
@@ -113,6 +124,8 @@ class Lane:
             Counter.at(segment.memory, place) for place in places
         ]  # to how many items, of a member that has joined
         self._left = [Counter.at(segment.memory, place + 8) for place in places]  # how often it has joined
+        self._void = [Counter.at(segment.memory, place + 16) for place in places]  # the last item that it found void
+        self.link: Link | None = None
         self._reductions: list[LaneReduction] = []
         self._next = 0  # the index of the reduction whose turn it is to be started
         self._started: dict[int, Item] = {}  # by index, before their turn
@@ -144,6 +157,10 @@ class Lane:
     def num_in_flight(self) -> int:
         return len(self._items)
 
+    def keys_in_flight(self) -> list[Key]:
+        """Of the reductions that this rank has started. Any thread."""
+        return [item.reduction.signature.key(0) for item in [*self._items] if item.reduction is not None]
+
     # What the training thread does.
 
     def turn(self, index: int, num_turns: int) -> int:
@@ -172,7 +189,7 @@ class Lane:
         if not item.done:
             assert item.number, f"{item.name} is waited for before those that come before it were started"
             since, moving_s = time.perf_counter(), meter.transport_s
-            meter.blocked = item, since, self.ranks
+            meter.blocked = item, since, self.queue.ranks
             try:
                 while not item.done:
                     self._progress.drive_or_wait(item)
@@ -194,8 +211,15 @@ class Lane:
         """This rank joins: after what it has started the others need not wait for it."""
         self._started.clear()
         self._next = 0
-        self._items.append(Item(None, "join", leaves=True))
-        self._progress.wake_background()
+        item = Item(None, "join", leaves=True)
+        self._items.append(item)
+        if self.link is None:
+            self._progress.wake_background()
+            return
+        while not item.done:  # what is void has to be announced before this rank announces that it joins
+            self._progress.drive_or_wait(item)
+        if item.error is not None:
+            raise HorovodInternalError(*item.error.args)
 
     def come_back(self) -> None:
         """All members have left: go on together. No member may start anything before all have come back."""
@@ -253,18 +277,27 @@ class Lane:
         else:
             part = Part(signature.key(0), 0, (signature,))
             recorder.arrived(self.queue.member, part.key, signature)
-            with recorder.batch(Batch(KINDS[signature.kind], signature, [part]), "shm"):
+            way = "shm" if self.link is None else "shm+tcp"
+            with recorder.batch(Batch(KINDS[signature.kind], signature, [part]), way):
                 done = reduction.execute_direct(item.number, item.absent)
         if not done:
-            reduction.execute_announced()
+            try:
+                reduction.execute_announced(item.number)
+            except HorovodInternalError as error:
+                if not self.queue.status.is_open:
+                    raise
+                item.error = error  # of all members, and of this item alone
         meter.transport_s += time.perf_counter() - began
         meter.num_bytes += reduction.num_bytes
         return done
 
-    def end_together(self, number: int) -> None:
-        """Return when every member has done its part of an item, which this one has."""
+    def end_together(self, number: int, *, void: bool = False) -> bool:
+        """Return when every member has done its part of an item, which this one has: whether none has found it void."""
+        if void:
+            self._void[self.member].store(number)
         self._counters.publish(2 * number + 1)
         self._counters.wait(2 * number + 1, self.queue.status.guard, limit_s=_LIMIT_S, what="a reduction")
+        return self.link is None or number not in [counter.value for counter in self._void]
 
     def _meet(self, value: int) -> None:
         self._counters.publish(value)
@@ -274,16 +307,30 @@ class Lane:
 
     def _look_around(self, value: int) -> None:
         """While this member waits: raise when that has become pointless, and name those who are late."""
+        self.queue.check_open()
+        self._watch(lambda: [self.ranks[peer] for peer in self._counters.missing(value)])
+
+    def look_beyond(self, late: Callable[[Key], Sequence[int]]) -> None:
+        """While this member waits for other hosts, which may have done their part: the same. `late(key)`: the members of the
+        set that have not come to this."""
+        self.queue.status.guard()
+        reduction = self._items[0].reduction
+        assert reduction is not None, self._items[0].name
+        key = reduction.signature.key(0)
+        self._watch(lambda: [self.queue.ranks[member] for member in late(key)])
+
+    def _watch(self, find_late: Callable[[], list[int]]) -> None:
         if self._progress.stopping:
             raise HorovodInternalError(self.queue.status.reason)
-        self.queue.check_open()
         now, (warning_s, shutdown_s) = time.monotonic(), (self._limits.warning_s, self._limits.shutdown_s)
         if not self._waiting_since:
             self._waiting_since = self._warned = now
         if not warning_s or now - self._warned < warning_s:
             return
         self._warned = now
-        late = [self.ranks[peer] for peer in self._counters.missing(value)]
+        late = find_late()
+        if not late:
+            return
         log.warning(
             "Some ranks have not submitted tensors for which others have waited more than %g s. Either the ranks "
             "run different code, or these ranks are slow or stuck.\nMissing ranks:\n%s",
@@ -296,6 +343,8 @@ class Lane:
 
     def _leave(self) -> None:
         member = self.member
+        if self.link is not None:
+            self.link.leave(tell=True)
         self._came[member].store(self._num_items)
         self._counters.publish(OPEN)
         self._left[member].set(self._left[member].value + 1)
@@ -324,4 +373,6 @@ class Lane:
 
     def _put_away(self) -> None:
         self._counters.close()
-        self._came, self._left = [], []
+        self._came, self._left, self._void = [], [], []
+        if self.link is not None:
+            self.link.close()

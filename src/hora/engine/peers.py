@@ -280,10 +280,13 @@ class Peers:
         (here,) = (host for host in self.hosts if self._world.rank in host)
         return [rank for rank in ranks if rank in here]
 
+    def sharing(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks that share memory with this one, and itself."""
+        return self.near(ranks) if self._may_share else [self._world.rank]
+
     def spans_hosts(self, ranks: Sequence[int]) -> bool:
-        """Return whether these ranks are on several hosts, and some of them may share one."""
-        most = max(len(set(ranks) & set(host)) for host in self.hosts)
-        return self._may_share and 1 < most < len(ranks)
+        """Return whether these ranks do not all share memory, and have connections of our own between them."""
+        return len(ranks) > 1 and not self.can_share(ranks) and self.config.transport != "gloo"
 
     @property
     def sharing(self) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """A persistent reduction: the same reduction of the same memory in every step, set up once by all members together.
 
-The optimizer's buckets `start` it when their data is in place, and `wait` for it. With a lane it is executed there,
-without being announced (`lane`): `SharedMemoryReduction` on one host. Without one all members announce it in every step
-and their queue executes it when they have agreed, also on a rank that has joined and has not started it:
-`HostReduction`, over several hosts.
+The optimizer's buckets `start` it when their data is in place, and `wait` for it. It is executed in a lane, without being
+announced (`lane`): `SharedMemoryReduction` on one host, `HostReduction` over several. Where the lane finds it void, all
+members announce it, and their queue executes it when they have agreed, also on a rank that has joined and has not
+started it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from hora.engine.lane import Item, Lane
-from hora.engine.queue import OperationQueue
 from hora.engine.request import Kind, Reduce, Request, Signature, dtype_name, full_names
 
 __all__ = ["PersistentReduction"]
@@ -27,13 +26,12 @@ class PersistentReduction:
 
     def __init__(
         self,
-        queue: OperationQueue,
+        lane: Lane,
         kind: Kind,
         mine: torch.Tensor,
         *,
         name: str,
         reduce: Reduce,
-        lane: Lane | None = None,
         out: torch.Tensor | None = None,
     ) -> None:
         self.lane = lane
@@ -51,11 +49,10 @@ class PersistentReduction:
             bound=True,
             code=reduce.code,
         )
-        self._queue = queue
         self._name = name
         self._mine = mine
-        self._index = 0 if lane is None else lane.add(self)
-        self._started: Item | Request | None = None
+        self._index = lane.add(self)
+        self._started: Item | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -74,37 +71,27 @@ class PersistentReduction:
                 "a tensor with the same name as another tensor that is still being processed was submitted: "
                 f"{full_names(*self.signature.key(0), 1)[0]}; give it another name or synchronize the first one"
             )
-        if self.lane is not None:
-            self._started = self.lane.start(self._index, background=background)
-        else:
-            self._started = self._announced(background=background)
+        self._started = self.lane.start(self._index, background=background)
 
     def wait(self) -> torch.Tensor:
         """The result, when it is there. What was not started is started here."""
         if self._started is None:
             self.start(background=False)
         started, self._started = self._started, None
-        if isinstance(started, Request):
-            self._queue.result(started)
-        elif started is not None:
-            assert self.lane is not None, self._name
-            self.lane.wait(started)
+        assert started is not None, self._name
+        self.lane.wait(started)
         return self._mine if self.out is None else self.out
 
     def release(self) -> None:
         """Let the engine forget it, and the lane with all that is in it; the memory goes with the last view of it."""
-        self._queue.bound.pop(self._name, None)
-        if self.lane is not None:
-            self.lane.close()
+        self.lane.queue.bound.pop(self._name, None)
+        self.lane.close()
 
-    def _announced(self, *, background: bool) -> Request:
-        request = Request(self.signature, (self._mine,))
-        self._queue.submit(request, background=background)
-        return request
-
-    def execute_announced(self) -> None:
+    def execute_announced(self, number: int) -> None:
         """Have all members agree on it, and wait until it is done."""
-        self._queue.result(self._announced(background=False))
+        request = Request(self.signature, (self._mine,))
+        self.lane.queue.submit(request, background=False)
+        self.lane.queue.result(request)
 
     def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
         """Execute item `number` of the lane, for which the members in `absent` have joined. True when it is done, False

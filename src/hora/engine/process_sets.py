@@ -19,6 +19,7 @@ from hora.config import EngineConfig
 from hora.engine.agree.agreement import Agreement, LocalAgreement
 from hora.engine.agree.shared_memory import SharedMemoryAgreement
 from hora.engine.agree.tree import TreeAgreement
+from hora.engine.lane import Lane
 from hora.engine.peers import Peers
 from hora.engine.plan import Batch, Planner
 from hora.engine.queue import OperationQueue, QueueWorld
@@ -29,8 +30,10 @@ from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector, StallLimits
 from hora.engine.status import WorldStatus
-from hora.engine.transport.base import Transport
-from hora.engine.transport.factory import make_transport
+from hora.engine.transport.base import Guard, Transport
+from hora.engine.transport.factory import between_hosts, make_transport
+from hora.engine.transport.hierarchical import HierarchicalTransport
+from hora.engine.transport.host_reduction import HostLink
 from hora.engine.transport.local import LocalTransport
 from hora.engine.validation import check_ranks
 from hora.net.wire import Header
@@ -58,6 +61,7 @@ class ProcessSets:
         self.known_allreduces: dict[object, tuple[OperationQueue, Signature, Any]] = {}
         self._serials: dict[int, int] = {}
         self._num_registered = 0
+        self._num_links: dict[str, int] = {}  # that were made, by label of the set
         self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for sets to come, by serial number
         self._messages_lock = threading.Lock()
 
@@ -135,13 +139,31 @@ class ProcessSets:
 
     def share_in_hosts(self, number: int, num_bytes: int) -> tuple[Segment | None, list[int]]:
         """Memory that the members of each host have in common, so many bytes for each of them, and which members those of
-        this host are (collective). None where members share no host, or all one, and on hosts with too little memory."""
+        this host are (collective). None where all share one host, and on hosts with too little memory."""
         queue, peers = self.queue(number), self.peers
-        near = [] if peers is None else [queue.ranks.index(rank) for rank in peers.near(queue.ranks)]
         if peers is None or not peers.spans_hosts(queue.ranks):
-            return None, near
+            return None, []
+        near = [queue.ranks.index(rank) for rank in peers.sharing(queue.ranks)]
         answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, True).answer
         return (None if answer is None else _segment(answer)), near
+
+    def link(self, lane: Lane) -> HostLink:
+        """What connects a lane of a set that spans hosts with the other hosts. Members make their links in one order."""
+        queue, peers = lane.queue, self.peers
+        assert peers is not None
+        number, ranks, agreement = queue.process_set_id, queue.ranks, queue.agreement
+        assert isinstance(agreement, TreeAgreement), agreement
+        label = self._label(number)
+        self._num_links[label] = self._num_links.get(label, 0) + 1
+        label = f"{label}/lane{self._num_links[label]}"
+
+        def connect(times: int, guard: Guard) -> HierarchicalTransport:
+            return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, guard), LocalTransport())
+
+        def lacking(key: Key, members: Sequence[int]) -> list[int]:
+            return [ranks.index(rank) for rank in agreement.lacking(key, [ranks[member] for member in members])]
+
+        return HostLink(lane, connect, lacking)
 
     def _check_dynamic(self, what: str) -> None:
         if not self._own_config.dynamic_process_sets:
@@ -166,7 +188,7 @@ class ProcessSets:
         if batch.kind is Kind.SHARED_MEMORY:
             assert self.peers is not None
             number, num_bytes, for_each = values
-            near = self.peers.near(self.ranks(number))
+            near = self.peers.sharing(self.ranks(number))
             return self.peers.share_or_none(
                 f"{self._label(number)}/memory", near, num_bytes * (len(near) if for_each else 1)
             )

@@ -14,7 +14,7 @@ goes on with it:
     free --begin_exclusive--> exclusive --end_exclusive--> free
                               exclusive --leave_unfinished--> unfinished --the next driver--> free
 
-Gradient buckets on one host need no agreement in a step: they go through a lane (`lane`), not through here.
+Gradient buckets need no agreement in a step: they go through a lane (`lane`), not through here.
 
 A signal may come at any line here, and its handler may call `hvd.shutdown()`: nothing on that way (`drain`, `close`)
 waits without a limit for a lock that the interrupted thread may hold.
@@ -82,6 +82,9 @@ class Lane(Protocol):
     @property
     def num_in_flight(self) -> int:
         """Return how much of it is under way."""
+
+    def keys_in_flight(self) -> list[Key]:
+        """Of what this rank waits for."""
 
     def leave(self) -> None:
         """This rank joins."""
@@ -212,8 +215,8 @@ class OperationQueue:
         self.status.check_open()
 
     def keys_in_flight(self) -> list[Key]:
-        """Of what this rank has announced and waits for. Any thread."""
-        return list(self.in_flight)
+        """Of what this rank has announced, or has in a lane, and waits for. Any thread."""
+        return [*self.in_flight, *(key for lane in list(self.lanes) for key in lane.keys_in_flight())]
 
     @property
     def num_in_flight(self) -> int:

@@ -27,6 +27,7 @@ from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
+from hora.engine.transport.host_reduction import HostLink
 from hora.engine.validation import check_ranks_at_init
 from hora.net.wire import Header, derived_secret, new_secret
 from hora.world import World
@@ -102,7 +103,7 @@ class Runtime:
         return self._peers is not None and len(ranks) > 1 and not self._peers.can_share(ranks)
 
     def spans_hosts(self, process_set_id: int) -> bool:
-        """Return whether a set's members are on several hosts, and some of them share one."""
+        """Return whether a set's members are on several hosts, between which the engine has connections of its own."""
         return self._peers is not None and self._peers.spans_hosts(self.process_sets.ranks(process_set_id))
 
     # Operations.
@@ -234,11 +235,16 @@ class Runtime:
         segment, near = self.process_sets.share_in_hosts(process_set_id, num_bytes)
         return (None if segment is None else SharedMemory(segment)), near
 
-    def lane(self, memory: SharedMemory, process_set_id: int = 0) -> Lane:
-        """A lane of the members, with its counters in the next piece of their memory (collective)."""
+    def lane(self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None) -> Lane:
+        """A lane of the members, or of those of this host (`near`), with its counters in the next piece of their memory
+        (collective)."""
         queue = self.process_sets.queue(process_set_id)
-        offset = memory.reserve(Lane.num_bytes(len(queue.ranks)))
-        return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config))
+        offset = memory.reserve(Lane.num_bytes(len(queue.ranks if near is None else near)))
+        return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)
+
+    def host_link(self, lane: Lane) -> HostLink:
+        """What connects a lane of this host's members with other hosts (collective)."""
+        return self.process_sets.link(lane)
 
     # The end.
 

@@ -320,15 +320,22 @@ class TreeAgreement:
             ask.start()
 
     def _ask(self, ranks: Sequence[int]) -> None:
+        try:
+            self._answers = self._answers_of(ranks)
+            self._asked_at = time.monotonic()
+        finally:
+            self._asking = False
+
+    def lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks that do not wait for this, or do not answer. Any thread, for seconds."""
+        return [rank for rank, waits_for in self._answers_of(ranks).items() if key not in waits_for]
+
+    def _answers_of(self, ranks: Sequence[int]) -> dict[int, set[Key]]:
         def answer(rank: int) -> set[Key]:
             try:
                 return self._hub.ask_in_flight(rank, self._serial, limit_s=_ASK_LIMIT_S)
             except (OSError, EOFError):
                 return set()  # it is stopped as well
 
-        try:
-            with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-hub-ask") as pool:
-                self._answers = dict(zip(ranks, pool.map(answer, ranks), strict=True))
-            self._asked_at = time.monotonic()
-        finally:
-            self._asking = False
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-hub-ask") as pool:
+            return dict(zip(ranks, pool.map(answer, ranks), strict=True))

@@ -6,10 +6,15 @@
  * what is larger, on more than two hosts: host h gets part h of the slice from all (A), combines it, and sends the result to
  * all (B). The hosts are combined in their order either way, so the bits do not depend on the cut. Staged data goes through
  * the host's memory; resident data lies there already, and each carrier has its slice of it to itself.
+ *
+ * A checked job, which nobody has announced, begins with a header on every stream. If those of all hosts are equal, they
+ * have the same thing to do; if not, the job is VOID on every host, before anything has been changed.
  */
-enum { NUM_INPUTS = 4, QUEUE = 64, RECORD_BYTES = 256 * 1024 };
+enum { NUM_INPUTS = 4, QUEUE = 64, RECORD_BYTES = 256 * 1024, HEADER_BYTES = 32 };
 enum stage { FILL, COMBINE, RECEIVE_A, RECEIVE_B, READ_OUT };
-enum outcome { BROKEN = -1, NOT_YET, COMPLETE };
+enum outcome { BROKEN = -1, NOT_YET, COMPLETE, VOID };
+enum check { NONE, ON_THE_WAY, AT_ONCE }; /* AT_ONCE: wait for the headers first, since to combine changes data */
+enum greeting { TO_SEND, SENT, FOUND_EQUAL };
 enum code { PLAIN, CODE_F16, CODE_BF16, CODE_INT8 }; /* the numbers are native_hosts.py's */
 
 /* One direction of a connection, with messages that are moved in order, `num_moved` of `num_queued` so far. Encrypted, each
@@ -25,9 +30,10 @@ struct stream {
 struct hosts { /* where a member is, and where everything is */
     char *memory; /* of the host: counters, inputs, results */
     char *room; /* of a carrier alone */
+    char *headers; /* of a carrier: the one of each host */
     struct stream *outgoing, *incoming; /* a carrier's, one for each host (its own ones are not used); else NULL */
     int64_t counter_bytes, inputs_at, results_at, slice_room, piece_room;
-    int32_t member, num_local, num_carriers, host, num_hosts, num_results;
+    int32_t member, num_local, num_carriers, host, num_hosts, num_results, num_rooms;
     struct patience patience;
 };
 
@@ -46,10 +52,11 @@ struct hosts_job {
     int64_t most, first, num_pieces; /* `most` elements make a slice */
     struct numbers inside, between, last; /* of members, of hosts; of the result, where a code comes in between */
     double stage; /* times this before anything else */
-    int32_t resident, code, two_steps, window;
+    int32_t resident, code, two_steps, window, check, greeting;
     /* How far it has come: a job that was interrupted goes on from here. */
     int64_t number;
     int32_t step, asked, late, error; /* `late`: who was last waited for: a member of this host, or -1 - host */
+    char header[HEADER_BYTES];
     int64_t sent_a[QUEUE], sent_b[QUEUE]; /* messages of every outgoing stream up to the one of a piece */
 };
 
@@ -160,11 +167,11 @@ static char *result_of(const struct hosts *hosts, int64_t piece, int carrier) {
 enum room { OURS, CODED, RECODED, NUM_RINGS };
 
 static char *ring_room(const struct hosts *hosts, enum room ring, int64_t piece) {
-    return hosts->room + (ring * hosts->num_results + piece % hosts->num_results) * hosts->slice_room;
+    return hosts->room + (ring * hosts->num_rooms + piece % hosts->num_rooms) * hosts->slice_room;
 }
 
 static char *room_of(const struct hosts *hosts, int number, int host) {
-    return hosts->room + ((int64_t)NUM_RINGS * hosts->num_results + number * hosts->num_hosts + host) * hosts->slice_room;
+    return hosts->room + ((int64_t)NUM_RINGS * hosts->num_rooms + number * hosts->num_hosts + host) * hosts->slice_room;
 }
 
 static char *theirs_of(const struct hosts *hosts, int host) { return room_of(hosts, 0, host); }
@@ -240,17 +247,18 @@ static char *result_place(const struct hosts_job *job, int64_t index, struct spa
     return out ? out : result_of(hosts, job->first + index, hosts->member);
 }
 
-/* Where the members' data is combined, which is sent from there. What the only member of a host has is sent from where it is. */
-static char *combined_place(const struct hosts_job *job, int64_t index, struct span span, const char *own) {
-    const struct numbers *inside = &job->inside;
-    if (job->resident) return (char *)(uintptr_t)job->inputs[job->hosts->member] + span.begin * size_of(job);
-    int as_it_is = job->hosts->num_local == 1 && inside->prescale == 1.0 && inside->finish == NOTHING && !job->code;
-    return own && as_it_is ? (char *)(uintptr_t)own : ring_room(job->hosts, OURS, job->first + index);
-}
-
 /* What this member has of its own slice, if it need not be copied for that. */
 static const char *own_data(const struct hosts_job *job, struct span span) {
+    if (job->resident) return job->inputs[job->hosts->member] + span.begin * size_of(job);
     return job->stage == 1.0 ? in_one_place(job, job->inputs, span) : NULL;
+}
+
+/* Where the members' data is combined, which is sent from there. What the only member of a host has is sent from where it is. */
+static char *combined_place(const struct hosts_job *job, int64_t index, struct span span) {
+    const struct numbers *inside = &job->inside;
+    const char *own = own_data(job, span);
+    int as_it_is = job->hosts->num_local == 1 && inside->prescale == 1.0 && inside->finish == NOTHING && !job->code;
+    return own && as_it_is ? (char *)(uintptr_t)own : ring_room(job->hosts, OURS, job->first + index);
 }
 
 /* Numbers. */
@@ -366,7 +374,7 @@ static int combine(struct hosts_job *job, int64_t index) {
     int64_t size = size_of(job), at = 0;
     if (span.count <= 0) return 0;
     const void *operands[hosts->num_local];
-    const char *own = job->resident ? NULL : own_data(job, span);
+    const char *own = own_data(job, span);
     for (int m = 0; m < hosts->num_local; m++) {
         operands[m] = job->resident ? job->inputs[m] + span.begin * size
                                     : input_of(hosts, job->first + index, m, hosts->member);
@@ -374,7 +382,7 @@ static int combine(struct hosts_job *job, int64_t index) {
             stage((enum dtype)job->inside.dtype, operands[m], (char *)(uintptr_t)operands[m], (size_t)span.count, job->stage);
     }
     if (own) operands[hosts->member] = own;
-    char *ours = combined_place(job, index, span, own), *coded = ring_room(hosts, CODED, job->first + index);
+    char *ours = combined_place(job, index, span), *coded = ring_room(hosts, CODED, job->first + index);
     if (ours != own) add_up(&job->inside, hosts->num_local, operands, ours, span.count);
     if (job->code) {
         float *lost = take_lost(job, span);
@@ -433,6 +441,29 @@ static void recode(const struct hosts_job *job, int64_t index, struct span span,
     keep_lost(job, span, lost);
 }
 
+/* Send the header, and ask for those of the others. */
+static int greet(struct hosts_job *job) {
+    const struct hosts *hosts = job->hosts;
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        if (h == hosts->host) continue;
+        enqueue(&hosts->outgoing[h], job->header, HEADER_BYTES);
+        enqueue(&hosts->incoming[h], hosts->headers + h * HEADER_BYTES, HEADER_BYTES);
+    }
+    job->greeting = SENT;
+    return push_all(job);
+}
+
+/* COMPLETE when all hosts have sent the same header. */
+static int compare(struct hosts_job *job, long slice_ns) {
+    const struct hosts *hosts = job->hosts;
+    int outcome = settle(job, 0, slice_ns);
+    if (outcome != COMPLETE) return outcome;
+    for (int h = 0; h < hosts->num_hosts; h++)
+        if (h != hosts->host && memcmp(hosts->headers + h * HEADER_BYTES, job->header, HEADER_BYTES)) return VOID;
+    job->greeting = FOUND_EQUAL;
+    return COMPLETE;
+}
+
 /* Receive what the other hosts have of the own part, combine it; that is the result, or it is sent to all. */
 static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
@@ -441,17 +472,18 @@ static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
         if (!job->two_steps) complete_slice(job, index, span);
         return COMPLETE;
     }
+    int outcome = job->greeting == SENT ? compare(job, slice_ns) : COMPLETE;
+    if (outcome != COMPLETE) return outcome;
     struct span part = part_of(job, span.count, hosts->host);
     char *result = result_place(job, index, span) + part.begin * size_of(job);
     ask(job, span, result, 0);
-    int outcome = settle(job, job->sent_a[index % QUEUE], slice_ns);
+    outcome = settle(job, job->sent_a[index % QUEUE], slice_ns);
     if (outcome != COMPLETE) return outcome;
     const void *operands[hosts->num_hosts];
     for (int h = 0; h < hosts->num_hosts; h++) {
         operands[h] = job->code ? decoded_of(hosts, h) : theirs_of(hosts, h);
         if (h == hosts->host)
-            operands[h] = combined_place(job, index, span, job->resident ? NULL : own_data(job, span)) +
-                          part.begin * size_of(job);
+            operands[h] = combined_place(job, index, span) + part.begin * size_of(job);
         else if (job->code)
             decode(job->code, theirs_of(hosts, h), (float *)(void *)decoded_of(hosts, h), part.count);
     }
@@ -504,7 +536,7 @@ static void read_out(const struct hosts_job *job, int64_t index) {
     }
 }
 
-/* COMPLETE, BROKEN (`error` says how), or NOT_YET: a slice of time has passed in vain, look around and call again.
+/* COMPLETE, VOID (see the top), BROKEN (`error` says how), or NOT_YET: a slice of time has passed in vain, look around and call again.
  *
  * Every member works on piece k in this order, always: fill k, combine k - 1, receive k - 1 - window, in two steps the rest of
  * k - 1 - 2 * window, read out the one before that. So both ends of a stream know which message comes next; one that has
@@ -516,10 +548,12 @@ int hora_between_hosts(struct hosts_job *job, long slice_ns) {
     struct hosts *hosts = job->hosts;
     int carries = hosts->outgoing != NULL, staged = !job->resident, num_local = hosts->num_local;
     int64_t lag = job->two_steps ? 2 * job->window : job->window, at;
+    int outcome;
     begin_patience(&hosts->patience);
+    if (carries && job->check && job->greeting == TO_SEND && greet(job) < 0) return BROKEN;
+    if (carries && job->check == AT_ONCE && job->greeting == SENT && (outcome = compare(job, slice_ns)) != COMPLETE) return outcome;
     for (; job->number < job->num_pieces + lag + 2; job->number++, job->step = FILL) {
         int64_t number = job->number;
-        int outcome;
         switch (job->step) {
         case FILL:
             if (staged && number < job->num_pieces) {

@@ -106,9 +106,8 @@ class SharedMemoryReduction(PersistentReduction):
         out: torch.Tensor | None = None,
         ends_together: bool = False,
     ) -> None:
-        super().__init__(lane.queue, kind, places[0][lane.member], name=name, reduce=reduce, lane=lane, out=out)
+        super().__init__(lane, kind, places[0][lane.member], name=name, reduce=reduce, out=out)
         self.places = places
-        self._lane = lane
         self._scatters = kind is Kind.REDUCESCATTER
         self._ends_together = ends_together or out is None
         self._arithmetic = arithmetic_of(reduce, places[0][0].dtype, len(places[0]))
@@ -117,21 +116,21 @@ class SharedMemoryReduction(PersistentReduction):
     @property
     def turn(self) -> int:
         """Return the index of the place that takes the data of the next step."""
-        return self._lane.turn(self._index, len(self.places))
+        return self.lane.turn(self._index, len(self.places))
 
     def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
-        turn = self._lane.turn_of(number, len(self.places))
+        turn = self.lane.turn_of(number, len(self.places))
         if absent:
             self._reduce_without(absent, number, turn)
             return True
         self._work[turn]()
         if self._ends_together:
-            self._lane.end_together(number)
+            self.lane.end_together(number)
         return True
 
     def _prepared(self, views: Tensors) -> Callable[[], None]:
         """This member's part of the work."""
-        arithmetic, out, member = self._arithmetic, self.out, self._lane.member
+        arithmetic, out, member = self._arithmetic, self.out, self.lane.member
         if not self._scatters and out is not None:
             work = arithmetic.reduction(views, out)
             return work if arithmetic.sum is not None else lambda: _single_threaded(work)
@@ -150,7 +149,7 @@ class SharedMemoryReduction(PersistentReduction):
     def _reduce_without(self, absent: Sequence[int], number: int, turn: int) -> None:
         """Some members have joined, and add nothing."""
         if self._scatters:
-            joined = ", ".join(str(self._lane.ranks[peer]) for peer in absent)
+            joined = ", ".join(str(self.lane.ranks[peer]) for peer in absent)
             raise HorovodInternalError(
                 f"REDUCESCATTER is not supported with Join: rank(s) {joined} have joined already ({self._name})"
             )
@@ -162,7 +161,7 @@ class SharedMemoryReduction(PersistentReduction):
         result = torch.empty_like(views[0]) if self.out is None else self.out
         self._arithmetic.reduce(views, result, torch.empty_like(result))
         if self.out is None:
-            self._lane.end_together(number)  # all have read the data
+            self.lane.end_together(number)  # all have read the data
             self._mine.copy_(result)
 
 

@@ -17,7 +17,7 @@ from hora.engine.transport.local import LocalTransport
 from hora.engine.transport.shm import ShmTransport
 from hora.engine.transport.stream import StreamGroup, Streams
 
-__all__ = ["Topology", "make_transport"]
+__all__ = ["Topology", "between_hosts", "make_transport"]
 
 # Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped; that is the
 # stall report's business. A dead member is noticed through the guard at once.
@@ -63,16 +63,7 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
     member, num_members, limit_s = topology.member, len(topology.ranks), _COLLECTIVE_LIMIT_S
     if device == "cpu":
         (here,) = (group for group in groups if member in group)
-        return HierarchicalTransport(
-            _shm_transport(topology, here) if len(here) > 1 else LocalTransport(),
-            groups,
-            member,
-            share=lambda num_bytes: topology.share([topology.ranks[one] for one in here], num_bytes),
-            connect=lambda name, some: _group(topology, name, some),
-            native=topology.native and topology.streams is not None,
-            guard=topology.guard,
-            limit_s=limit_s,
-        )
+        return between_hosts(topology, _shm_transport(topology, here) if len(here) > 1 else LocalTransport())
     store = _store(topology, "flat")
     share = (
         (lambda num_bytes: topology.share(topology.ranks, num_bytes))
@@ -80,6 +71,23 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
         else None
     )
     return CudaTransport(store, member, num_members, topology.guard, limit_s, lambda: transport_for("cpu"), share)
+
+
+def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport:
+    """The transport of members on several hosts. `local`: of those on this one, for who needs more than `unannounced`
+    reductions."""
+    groups = topology.members_by_host()
+    (here,) = ([topology.ranks[one] for one in group] for group in groups if topology.member in group)
+    return HierarchicalTransport(
+        local,
+        groups,
+        topology.member,
+        share=lambda num_bytes: topology.share(here, num_bytes),
+        connect=lambda name, some: _group(topology, name, some),
+        native=topology.native and topology.streams is not None,
+        guard=topology.guard,
+        limit_s=_COLLECTIVE_LIMIT_S,
+    )
 
 
 def _group(topology: Topology, name: str, members: Sequence[int]) -> Group:

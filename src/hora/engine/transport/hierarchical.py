@@ -31,7 +31,7 @@ from hora.engine.transport.codes import CODES, Code
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.division import Division, Portion, consecutive, portions, where
 from hora.engine.transport.group import Group
-from hora.engine.transport.native_hosts import NativeHosts, Numbers, cut_for
+from hora.engine.transport.native_hosts import HEADER_BYTES, NativeHosts, Numbers, cut_for
 from hora.engine.transport.packing import (
     Buffers,
     InTwoHalves,
@@ -137,18 +137,76 @@ class HierarchicalTransport:
     def allreduce_resident(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
         """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all of
         them see and have filled. `residual` is for all of it, of which this member needs its slice."""
+        self._reduce_own_slice(places, reduce, residual)
+        self._local.barrier()
+
+    def allreduce_unannounced(
+        self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None, header: bytes, most_records: int
+    ) -> bool:
+        """This member's part of `allreduce_resident`, without a wait for the other members of this host, and on nobody's
+        word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on all of them
+        alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in every call, see
+        `num_records`."""
+        return self._reduce_own_slice(places, reduce, residual, header, most_records)
+
+    def refuse(self, most_records: int) -> None:
+        """Let the other hosts find a header that is none, instead of the next `allreduce_unannounced` here."""
+        group = self._carriers
+        if group is None:
+            return
+        self._lend(most_records)
+        group.finish(group.start_broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu"), self._host))
+
+    def num_records(self, count: int, itemsize: int) -> int:
+        """Return how many records this member's part of a reduction of so many resident elements takes at most."""
+        return 0 if self._native is None else self._native.num_records(self._carried(count)[0], itemsize)
+
+    @property
+    def late_members(self) -> list[int]:
+        """Those of the host that this one waits for while the guard is called, or of all others; none where another member of
+        this host can tell."""
+        if self._index:
+            return []
+        late = None if self._native is None else self._native.late_host
+        hosts = self._hosts if late is None else [self._hosts[late]]
+        return [member for host in hosts if host is not self._here for member in host]
+
+    def _reduce_own_slice(
+        self,
+        places: Tensors,
+        reduce: Reduce,
+        residual: torch.Tensor | None,
+        header: bytes = b"",
+        most_records: int = 0,
+    ) -> bool:
         dtype, counts = places[0].dtype, self._carried(places[0].numel())
         steps, begin, count = self._steps(reduce, dtype), sum(counts[: self._index]), counts[self._index]
         if not count:
-            pass
-        elif self._native is not None and steps.native is not None:
-            self._native.allreduce_resident(places, begin, begin + count, steps.native, residual)
-        else:
-            with single_threaded():
-                slices = [place[begin : begin + count] for place in places]
-                lost = None if residual is None else residual[begin : begin + count]
-                self._reduce_resident(slices, reduce, lost)
-        self._local.barrier()
+            return True
+        if self._native is not None and steps.native is not None:
+            end = begin + count
+            return self._native.allreduce_resident(places, begin, end, steps.native, residual, header, most_records)
+        if header and not self._have_all(header, most_records):
+            return False
+        with single_threaded():
+            slices = [place[begin : begin + count] for place in places]
+            lost = None if residual is None else residual[begin : begin + count]
+            self._reduce_resident(slices, reduce, lost)
+        return True
+
+    def _lend(self, most_records: int) -> None:
+        """Do as if the native part had made records, so that both ends go on with the same key whatever makes them."""
+        if self._native is not None and isinstance(self._carriers, StreamGroup):
+            with self._carriers.lent(most_records):
+                pass
+
+    def _have_all(self, header: bytes, most_records: int) -> bool:
+        assert self._carriers is not None
+        self._lend(most_records)
+        mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        (found,) = self._take("headers", [HEADER_BYTES * len(self._hosts)], torch.uint8)
+        self._carriers.finish(self._carriers.start_allgather(found, mine))
+        return all(torch.equal(mine, each) for each in found.split(HEADER_BYTES))
 
     def _make_steps(self, reduce: Reduce, dtype: torch.dtype) -> _Steps:
         op, prescale, postscale, code = reduce

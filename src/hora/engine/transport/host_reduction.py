@@ -1,45 +1,150 @@
-"""A persistent reduction over several hosts: the data of each host's members lies in that host's shared memory."""
+"""Gradient buckets over several hosts: the data of each host's members lies in that host's memory, and connections of
+its own carry what a lane executes between the hosts.
+
+    apart --an item that was announced, and that all members took part in--> connected
+    connected --an item that is void--> apart
+
+Apart, every item is announced. Connected, none is: the members of a host meet in its memory (`lane`), and what a host
+sends of an item begins with a header: which item it is since they were connected, which bucket, and a digest of all
+buckets. A host that has something else to do (a member has joined) sends a header that no host expects. Every host
+hears every other one before it writes a result, so all find the item void, or none does. The item is announced then, and
+the connections, in which bytes are left that nobody will read, are closed when they are made anew.
+
+All members are in the same state before the same item: what makes it another one is known to all who execute an item.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
 
 import torch
 
+from hora.engine.lane import Lane
 from hora.engine.persistent import PersistentReduction
 from hora.engine.plan import Part
-from hora.engine.queue import OperationQueue
-from hora.engine.request import Kind, Reduce, Request
-from hora.engine.transport.base import CompressingTransport, Transport
+from hora.engine.request import Key, Kind, Reduce, Request
+from hora.engine.transport.base import CompressingTransport, Guard, Transport
+from hora.engine.transport.hierarchical import HierarchicalTransport
 
-__all__ = ["HostReduction"]
+__all__ = ["HostLink", "HostReduction"]
+
+_HEADER = struct.Struct("<qq16s")
 
 
-class HostReduction(PersistentReduction):
-    """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, of which
-    this rank is number `member`. `keeps_losses`: what the code of `reduce` loses in one step is added in the next."""
+class HostLink:
+    """What connects this member of a lane with other hosts. `connect(number, guard)` makes the connections for the
+    `number`-th time (collective); `lacking(key, members)`: those of these members that do not wait for this."""
 
     def __init__(
         self,
-        queue: OperationQueue,
+        lane: Lane,
+        connect: Callable[[int, Guard], HierarchicalTransport],
+        lacking: Callable[[Key, Sequence[int]], list[int]],
+    ) -> None:
+        self.all_took_part = False  # in the item that was announced last
+        self._lane = lane
+        self._connect, self._lacking = connect, lacking
+        self._transport: HierarchicalTransport | None = None
+        self._apart = True
+        self._num_connected = 0
+        self._since = 0  # the item after which they were connected
+        self._sizes: list[tuple[int, int]] = []
+        self._most_records = 0
+        self._digest = b""
+        lane.link = self
+
+    def add(self, reduction: HostReduction, count: int, itemsize: int) -> None:
+        """The next bucket, before the first step."""
+        self._digest = hashlib.blake2b(self._digest + reduction.signature.encode(), digest_size=16).digest()
+        self._sizes.append((count, itemsize))
+
+    @property
+    def connected(self) -> bool:
+        return not self._apart
+
+    def connect(self, item: int) -> None:
+        """All members have taken part in this item, and will in the next one or say that they do not."""
+        self.close()
+        self._num_connected += 1
+        self._transport = transport = self._connect(self._num_connected, self._look_around)
+        self._most_records = max(transport.num_records(*size) for size in self._sizes)
+        self._since, self._apart = item, False
+
+    def reduce(
+        self, item: int, index: int, places: Sequence[torch.Tensor], reduce: Reduce, residual: torch.Tensor | None
+    ) -> bool:
+        """This member's part of the item. False if it is void."""
+        assert self._transport is not None
+        header = _HEADER.pack(item - self._since, index, self._digest)
+        return self._transport.allreduce_unannounced(places, reduce, residual, header, self._most_records)
+
+    def leave(self, *, tell: bool) -> None:
+        """From here on items are announced. `tell`: the other hosts do not know it."""
+        if tell and not self._apart and self._transport is not None:
+            self._transport.refuse(self._most_records)
+        self._apart = True
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport, self._apart = None, True
+
+    def _look_around(self) -> None:
+        """While this member waits for another host."""
+        self._lane.look_beyond(self._late)
+
+    def _late(self, key: Key) -> list[int]:
+        """The members without which an item cannot go on."""
+        return [] if self._transport is None else self._lacking(key, self._transport.late_members)
+
+
+class HostReduction(PersistentReduction):
+    """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, in the order
+    of the lane. `keeps_losses`: what the code of `reduce` loses in one step is added in the next."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        link: HostLink,
         places: Sequence[torch.Tensor],
         *,
         name: str,
         reduce: Reduce,
-        member: int,
         keeps_losses: bool = False,
     ) -> None:
-        super().__init__(queue, Kind.ALLREDUCE, places[member], name=name, reduce=reduce)
-        self._places, self._reduce = places, reduce
+        super().__init__(lane, Kind.ALLREDUCE, places[lane.member], name=name, reduce=reduce)
+        self._link, self._places, self._reduce = link, places, reduce
         # For all of it, though a rank touches its slice alone: the system gives memory to what is touched.
         self._residual = torch.zeros_like(places[0]) if keeps_losses else None
-        queue.bound[name] = self._execute
+        link.add(self, places[0].numel(), places[0].itemsize)
+        lane.queue.bound[name] = self._execute
+
+    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
+        link = self._link
+        if absent:
+            link.leave(tell=True)
+        if not link.connected:
+            return False
+        agreed = link.reduce(number, self._index, self._places, self._reduce, self._residual)
+        if self.lane.end_together(number, void=not agreed):
+            return True
+        link.leave(tell=False)
+        return False
+
+    def execute_announced(self, number: int) -> None:
+        super().execute_announced(number)
+        if self._link.all_took_part:
+            self._link.connect(number)
 
     def _execute(self, part: Part, request: Request | None, transport: Transport) -> None:
         """All members have agreed on it; `request` is None if this rank has joined and adds nothing."""
         assert isinstance(transport, CompressingTransport), transport
         if request is None:
             self._mine.zero_()
-        if any(announced is None for announced in part.signatures):
+        self._link.all_took_part = None not in part.signatures
+        if not self._link.all_took_part:
             transport.barrier()  # a rank that has joined has cleared its data just now
         transport.allreduce_resident(self._places, self._reduce, self._residual)

@@ -26,7 +26,7 @@ from hora.engine.transport.packing import total
 from hora.engine.transport.stream import StreamGroup
 from hora.errors import AuthenticationError
 
-__all__ = ["Cut", "NativeHosts", "Numbers", "cut_for"]
+__all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Numbers", "cut_for"]
 
 # Half of what a message between two hosts carries stays in the first-level cache while it is combined, encrypted and sent.
 _MESSAGE_BYTES = 64 * 2**10
@@ -36,8 +36,10 @@ _ONE_STEP_BYTES = 64 * 2**10
 # How many pieces are between the hosts at a time.
 _WINDOW = 4
 _RESIDENT_WINDOW = 16
-_NUM_INPUTS, _QUEUE, _NUM_RINGS = 4, 64, 3  # of hosts.h
+_NUM_INPUTS, _QUEUE, _NUM_RINGS, HEADER_BYTES = 4, 64, 3, 32  # of hosts.h
 _NUM_RESULTS = 2 * _WINDOW + 3
+_NUM_ROOMS = _RESIDENT_WINDOW + 3
+_ON_THE_WAY, _AT_ONCE, _VOID = 1, 2, 2  # `enum check` and `enum outcome` of hosts.h
 # A part in code may be a little longer than its numbers.
 _SPARE_BYTES = 16
 # Processors fetch lines in pairs.
@@ -99,6 +101,7 @@ class _Hosts(ctypes.Structure):
     _fields_ = (
         ("memory", ctypes.c_void_p),
         ("room", ctypes.c_void_p),
+        ("headers", ctypes.c_void_p),
         ("outgoing", ctypes.POINTER(_Stream)),
         ("incoming", ctypes.POINTER(_Stream)),
         ("counter_bytes", ctypes.c_int64),
@@ -112,6 +115,7 @@ class _Hosts(ctypes.Structure):
         ("host", ctypes.c_int32),
         ("num_hosts", ctypes.c_int32),
         ("num_results", ctypes.c_int32),
+        ("num_rooms", ctypes.c_int32),
         ("patience", Patience),
     )
 
@@ -151,11 +155,14 @@ class _Job(ctypes.Structure):
         ("code", ctypes.c_int32),
         ("two_steps", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("check", ctypes.c_int32),
+        ("greeting", ctypes.c_int32),
         ("number", ctypes.c_int64),
         ("step", ctypes.c_int32),
         ("asked", ctypes.c_int32),
         ("late", ctypes.c_int32),
         ("error", ctypes.c_int32),
+        ("header", ctypes.c_uint8 * HEADER_BYTES),
         ("sent_a", ctypes.c_int64 * _QUEUE),
         ("sent_b", ctypes.c_int64 * _QUEUE),
     )
@@ -209,6 +216,7 @@ class NativeHosts:
             host=host,
             num_hosts=num_hosts,
             num_results=_NUM_RESULTS,
+            num_rooms=_NUM_ROOMS,
             patience=new_patience(num_local),
         )
         self._hosts.results_at = self._hosts.inputs_at + num_local * _NUM_INPUTS * self._hosts.piece_room
@@ -217,13 +225,16 @@ class NativeHosts:
         self._streams = (_Stream * num_hosts)(), (_Stream * num_hosts)()
         if group is not None:
             # Whatever is not touched takes no memory.
-            room_bytes = (_NUM_RINGS * _NUM_RESULTS + 2 * num_hosts + 1) * slice_room
-            self._room = torch.empty(room_bytes + LINE_BYTES, dtype=torch.uint8, device="cpu")
+            room_bytes = (_NUM_RINGS * _NUM_ROOMS + 2 * num_hosts + 1) * slice_room
+            num_bytes = room_bytes + num_hosts * HEADER_BYTES + LINE_BYTES
+            self._room = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self._hosts.room = aligned(self._room.data_ptr(), LINE_BYTES)
+            self._hosts.headers = self._hosts.room + room_bytes
             self._hosts.outgoing, self._hosts.incoming = (
                 ctypes.cast(each, ctypes.POINTER(_Stream)) for each in self._streams
             )
         self._next = 0
+        self.late_host: int | None = None  # while the guard is called: the host that is waited for
 
     def allreduce(self, inputs: Tensors, outputs: Tensors, numbers: Numbers, residuals: Tensors = ()) -> None:
         """Reduce several private tensors as one. `outputs[i]` may be `inputs[i]`; `residuals`: see `Code`, or none."""
@@ -237,15 +248,38 @@ class NativeHosts:
         self._next += num_pieces
 
     def allreduce_resident(
-        self, places: Tensors, begin: int, end: int, numbers: Numbers, residual: torch.Tensor | None
-    ) -> None:
+        self,
+        places: Tensors,
+        begin: int,
+        end: int,
+        numbers: Numbers,
+        residual: torch.Tensor | None,
+        header: bytes = b"",
+        most_records: int = 0,
+    ) -> bool:
         """Reduce these elements of the data of this host's members, which lies in the host's memory and which nobody else
-        touches meanwhile."""
+        touches meanwhile. False if the hosts have different headers: then nothing was changed, and the streams are of no
+        more use. `most_records`: see `lent`; as many as needed, unless it is more."""
         cut = cut_for(end - begin, places[0].itemsize, 1, self._num_hosts)
         num_pieces = -(-(end - begin) // cut.most)
-        window = _WINDOW if numbers.code else _RESIDENT_WINDOW  # what is in code has rooms for so many
         residuals = () if residual is None else (residual,)
-        self._run(places, (), residuals, numbers, cut, num_pieces, begin, end, window)
+        return self._run(
+            places,
+            (),
+            residuals,
+            numbers,
+            cut,
+            num_pieces,
+            begin,
+            end,
+            _RESIDENT_WINDOW,
+            header=header,
+            most_records=most_records,
+        )
+
+    def num_records(self, count: int, itemsize: int) -> int:
+        """Return how many records a checked reduction of so many resident elements takes at most, in each direction."""
+        return 2 * -(-count // cut_for(count, itemsize, 1, self._num_hosts).most) + 1
 
     def _run(
         self,
@@ -259,7 +293,9 @@ class NativeHosts:
         end: int,
         window: int,
         first: int | None = None,
-    ) -> None:
+        header: bytes = b"",
+        most_records: int = 0,
+    ) -> bool:
         resident = first is None
         starts = [0, inputs[0].numel()] if resident else [0, *accumulate(tensor.numel() for tensor in inputs)]
         table = (ctypes.c_int64 * len(starts))(*starts)
@@ -290,20 +326,23 @@ class NativeHosts:
             two_steps=cut.two_steps,
             window=window,
         )
+        if header:
+            job.check = _AT_ONCE if residuals or numbers.stage != 1.0 else _ON_THE_WAY
+            job.header[:] = header
         if self._group is None:
-            self._run_to_its_end(job)
-            return
-        with self._group.lent(2 * num_pieces) as ends:
+            return self._run_to_its_end(job)
+        with self._group.lent(max(2 * num_pieces, most_records)) as ends:
             for streams, lent in zip(self._streams, ends, strict=True):
                 for host, end_of_stream in lent.items():
                     sock, records = end_of_stream
                     pointer = None if records is None else ctypes.pointer(records)
                     streams[host] = _Stream(records=pointer, socket=sock)
-            self._run_to_its_end(job)
+            return self._run_to_its_end(job)
 
-    def _run_to_its_end(self, job: _Job) -> None:
+    def _run_to_its_end(self, job: _Job) -> bool:
         begin = 0.0
         while not (outcome := self._run_some(job, int(SLICE_S * 1e9))):
+            self.late_host = -1 - job.late if job.late < 0 else None
             self._guard()
             now = time.monotonic()
             begin = begin or now
@@ -314,6 +353,7 @@ class NativeHosts:
             raise AuthenticationError("what came from a peer was changed on the way")
         if outcome < 0:
             raise OSError(job.error, os.strerror(job.error))
+        return outcome != _VOID
 
     def close(self) -> None:
         """Let go of the memory."""

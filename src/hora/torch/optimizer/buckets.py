@@ -22,7 +22,7 @@ from hora.engine.persistent import PersistentReduction
 from hora.engine.request import Kind
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
-from hora.engine.transport.host_reduction import HostReduction
+from hora.engine.transport.host_reduction import HostLink, HostReduction
 from hora.torch.compression import ErrorFeedback, keeps_losses
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
@@ -175,7 +175,9 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
         memory, near = _host_memory(runtime, options, specs)
         if memory is None:
             return [_private_bucket(runtime, options, spec) for spec in specs]
-        buckets = [_host_bucket(runtime, options, spec, memory, near) for spec in specs]
+        lane = runtime.lane(memory, options.process_set_id, near)
+        link = runtime.host_link(lane)
+        buckets = [_host_bucket(lane, link, options, spec, memory) for spec in specs]
     runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
     return buckets
 
@@ -197,28 +199,27 @@ def _host_memory(
     """Room for the buckets of the members on this host, where the set spans hosts; and which members these are."""
     if any(spec.device.type != "cpu" for spec in specs) or not runtime.spans_hosts(options.process_set_id):
         return None, []
-    num_bytes = sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
+    num_bytes = SharedMemory.space(Lane.num_bytes(1), torch.uint8)
+    num_bytes += sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
     memory, near = runtime.host_memory(options.process_set_id, num_bytes)
     found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
     everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
     return (memory if everywhere else None), near
 
 
-def _host_bucket(
-    runtime: engine.Runtime, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory, near: Sequence[int]
-) -> Bucket:
-    places = [memory.take(spec.num_elements, spec.dtype, copied=member == options.member) for member in near]
-    me, code = near.index(options.member), options.code_for(spec.parameters)
+def _host_bucket(lane: Lane, link: HostLink, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory) -> Bucket:
+    places = [memory.take(spec.num_elements, spec.dtype, copied=m == lane.member) for m in range(len(lane.ranks))]
+    code = options.code_for(spec.parameters)
     loses = bool(code) and keeps_losses(options.compression)
     reduction = HostReduction(
-        runtime.process_sets.queue(options.process_set_id),
+        lane,
+        link,
         places,
         name=spec.name,
         reduce=options.reduce_after_early_scale(spec.dtype)._replace(code=f"{code}+" if loses else code),
-        member=me,
         keeps_losses=loses,
     )
-    return Bucket(spec, places[me], reduction, options, scale=options.early_scale(spec.dtype))
+    return Bucket(spec, places[lane.member], reduction, options, scale=options.early_scale(spec.dtype))
 
 
 def _num_turns(options: ReduceOptions, spec: BucketSpec) -> int:

@@ -1,0 +1,187 @@
+"""Training steps between hosts without announcements: each rank is on a host of its own here (`test_two_hosts` has more)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch
+from hvd_session import session
+
+import horovod.torch as hvd
+from hora import engine
+
+pytestmark = [pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"}), pytest.mark.both_ways]
+
+encrypted = pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HORA_ENCRYPT": "always"})
+
+
+LARGE = (1_100_000, 5, 1_100_000, 70)  # several buckets
+
+
+class Training:
+    """A model of several buckets whose gradients are known: input i of rank r is r + 1."""
+
+    def __init__(self, sizes=(3000, 5, 2000), **options):
+        self.parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+        named = [(f"p{number}", parameter) for number, parameter in enumerate(self.parameters)]
+        self.optimizer = hvd.DistributedOptimizer(torch.optim.SGD(self.parameters, lr=1.0), named, **options)
+        self.num_steps = 0
+
+    def step(self, expected_sum, *, scale=1.0):
+        """One step, in which all ranks together have gradients that add up to this."""
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        self.optimizer.zero_grad()
+        sum((parameter * (hvd.rank() + 1) * scale).sum() for parameter in self.parameters).backward()
+        self.optimizer.step()
+        self.num_steps += 1
+        for parameter, old in zip(self.parameters, before, strict=True):
+            wanted = torch.full_like(old, expected_sum * scale / hvd.size())
+            torch.testing.assert_close(old - parameter.detach(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def rounds():
+    """How many rounds this rank has agreed on."""
+    (number,) = engine.current_runtime().process_sets.rounds().values()
+    return number
+
+
+def assert_nothing_is_announced(training, num_steps=5):
+    before = rounds()
+    for _ in range(num_steps):
+        training.step(6.0)
+    assert rounds() == before
+
+
+@encrypted
+@session
+def test_steady_steps_are_not_announced():
+    for sizes in ((1,), (3000, 5, 2000), LARGE):
+        training = Training(sizes)
+        for _ in range(3):
+            training.step(6.0)
+        assert_nothing_is_announced(training, num_steps=20)
+        training.step(6.0, scale=3.0)
+
+
+@encrypted
+@session
+def test_ranks_that_join_are_left_out_and_all_go_on_without_announcements():
+    join_in_turns(Training())
+    join_in_turns(Training(LARGE))
+    join_in_turns(Training(compression=hvd.Compression.int8))
+
+
+def join_in_turns(training):
+    for epoch in range(3):
+        for _ in range(3):
+            training.step(6.0)
+        assert_nothing_is_announced(training)
+        assert hvd.size() == 3
+        order = [(rank + epoch) % 3 for rank in range(3)]  # who has how many batches more
+        for batch in range(order[hvd.rank()]):
+            training.step(sum(rank + 1 for rank in range(3) if order[rank] > batch))
+        assert hvd.join() == order.index(2)
+        for parameter in training.parameters:  # a rank that has joined has missed steps
+            hvd.broadcast_(parameter.data, root_rank=0)
+            assert (parameter == parameter[0]).all()
+
+
+@session
+def test_a_rank_joins_while_others_need_it_for_something_else_first():
+    """Rank 0 joins at once; the others add something up before they come to the step that finds out."""
+    training = Training()
+    for _ in range(3):
+        training.step(6.0)
+    if hvd.rank() > 0:
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="metric").item() == 2.0
+        training.step(5.0)
+    hvd.join()
+    for _ in range(2):
+        training.step(6.0)
+    assert_nothing_is_announced(training)
+
+
+@session
+def test_two_optimizers_take_turns_in_any_order():
+    first, second = Training(), Training((100, 200))
+    for _ in range(3):
+        first.step(6.0)
+        second.step(6.0)
+    before = rounds()
+    for step in range(6):
+        for training in (first, second) if step % 2 else (second, first):
+            training.step(6.0)
+    assert rounds() == before
+
+
+@session
+def test_missing_gradients_count_as_zeros_and_thawed_parameters_join_in():
+    training = Training()
+    frozen, *others = training.parameters
+    frozen.requires_grad_(False)
+    for step in range(12):
+        frozen.requires_grad_(step >= 6)
+        training.optimizer.zero_grad()
+        used = [p for p in training.parameters if p.requires_grad]
+        if step == 3 and hvd.rank() == 1:
+            used = used[:1]
+        before = [p.detach().clone() for p in training.parameters]
+        sum((p * (hvd.rank() + 1)).sum() for p in used).backward()
+        training.optimizer.step()
+        moved = [(old - p.detach()).mean().item() for old, p in zip(before, training.parameters, strict=True)]
+        expected = [0.0 if step < 6 else 2.0, 2.0, 4 / 3 if step == 3 else 2.0]
+        assert moved == pytest.approx(expected, abs=1e-5), step
+
+
+@session
+def test_another_order_on_every_rank_is_agreed_on_again():
+    training = Training(LARGE)
+    for step in range(30):
+        training.optimizer.zero_grad()
+        order = training.parameters if step < 10 else training.parameters[::-1]
+        x = torch.ones(())
+        for parameter in order:  # backward comes to the last one first
+            x = x + 0 * x + (parameter * (hvd.rank() + 1)).sum()
+        x.backward()
+        before = training.parameters[0].detach().clone()
+        training.optimizer.step()
+        torch.testing.assert_close(before - training.parameters[0].detach(), torch.full_like(before, 2.0))
+
+
+@pytest.mark.ranks(3, lost=(1,), env={"HORA_TRANSPORT": "tcp"})
+def test_a_rank_that_dies_in_the_middle_is_named():
+    hvd.init()
+    training = Training((300_000,))
+    for _ in range(3):
+        training.step(6.0)
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1 "):
+        for step in range(100_000):
+            if step == 10 and hvd.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            training.step(6.0)
+    hvd.shutdown()
+
+
+@pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"})
+@session
+def test_a_late_rank_is_named_and_no_other_one():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("hora").addHandler(handler)
+    try:
+        training = Training()
+        for _ in range(3):
+            training.step(6.0)
+        if hvd.rank() == 1:
+            time.sleep(2.5)
+        training.step(6.0)
+    finally:
+        logging.getLogger("hora").removeHandler(handler)
+    named = [line for line in lines if "Missing ranks" in line]
+    assert all("\n1: [" in line and "\n0: [" not in line and "\n2: [" not in line for line in named)
+    assert bool(named) == (hvd.rank() != 1)
