@@ -113,6 +113,15 @@ def test_any_number_of_hosts_trains_like_one(secret, num_hosts, ranks_per_host):
             assert found[model] == pytest.approx(expected[0][model], rel=1e-4)
 
 
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 1, 1), (2, 2, 2)], ids=str)
+def test_steady_training_steps_announce_nothing(secret, sizes, native):
+    addresses = V4[: len(sizes)]
+    with network(*addresses) as hosts:
+        seen = run_ranks(hosts, secret, "steady", address=addresses[0], sizes=sizes, HORA_NATIVE=native)
+    assert seen == [{"announced": [0, 0], "wrong": []}] * sum(sizes)
+
+
 def test_of_a_stopped_speaker_and_those_behind_it_the_stopped_one_alone_is_named(secret):
     """Rank 3 speaks through rank 2: it is asked itself, and hears of the end around rank 2."""
 

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -235,6 +235,50 @@ def losses(make_model: Callable[[], torch.nn.Module]) -> list[float]:
     return found
 
 
+def steady_steps(victim: int | None) -> dict[str, object]:
+    """Train several buckets of known gradients: how many rounds the ranks agree on meanwhile, which results are wrong, also
+    while ranks join; and what becomes of the others when one is killed in a step."""
+    rank, size = hvd.rank(), hvd.size()
+    parameters = [torch.nn.Parameter(torch.zeros(count)) for count in (1_100_000, 5, 1_100_000, 70)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=1.0), [(f"p{n}", p) for n, p in enumerate(parameters)]
+    )
+    wrong: list[object] = []
+
+    def step(what: object, ranks: Sequence[int] = range(size)) -> None:
+        before = [parameter.detach().clone() for parameter in parameters]
+        optimizer.zero_grad()
+        sum((parameter * (rank + 1)).sum() for parameter in parameters).backward()
+        optimizer.step()
+        expected = sum(one + 1 for one in ranks) / size
+        for old, parameter in zip(before, parameters, strict=True):
+            if not torch.allclose(old - parameter.detach(), torch.full_like(old, expected), rtol=1e-4):
+                wrong.append(what)
+
+    def rounds() -> int:
+        return sum(engine.current_runtime().process_sets.rounds().values())
+
+    announced = []
+    for epoch in range(2):
+        for number in range(3):
+            step((epoch, number))
+        before = rounds()
+        for number in range(10):
+            step((epoch, "steady", number))
+        announced.append(rounds() - before)
+        for number in range((rank + epoch) % size):
+            step((epoch, "joining", number), [one for one in range(size) if (one + epoch) % size > number])
+        hvd.join()
+    for number in range(10 if victim is None else 1_000_000):
+        if rank == victim and number == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            step(("in the end", number))
+        except hvd.HorovodInternalError as error:
+            return {"announced": announced, "wrong": wrong, "error": str(error)}
+    return {"announced": announced, "wrong": wrong}
+
+
 def wait_for_a_stopped_speaker(victim: int) -> dict[str, object]:
     """The victim, which speaks for its host, stops; the others wait for it in vain and are told so."""
     if hvd.rank() == victim:
@@ -333,6 +377,8 @@ def done(mode: str, answer: Any) -> dict[str, object]:
         return add_until_told(answer)
     if mode == "any number":
         return collectives_and_trainings() | {"hosts": engine.current_runtime().hosts}
+    if mode in ("steady", "steady, then killed"):
+        return steady_steps(None if mode == "steady" else 3)
     if mode == "a speaker is stopped":
         return wait_for_a_stopped_speaker(2)
     if mode == "one is stopped":
