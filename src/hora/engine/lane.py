@@ -100,7 +100,7 @@ class Lane:
     """This rank's end of it. `offset`: where the members' counters are in the segment, which were zero. `near`: those
     members of the set that share this memory, if not all of them do.
 
-    `start`, `wait`, `meet`, `leave` and `come_back` are called by one thread at a time, the one that trains.
+    `start`, `wait`, `meet`, `leave`, `finish_leaving` and `come_back` are called by one thread at a time, the one that trains.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class Lane:
         self._left = [Counter.at(segment.memory, place + 8) for place in places]  # how often it has joined
         self._void = [Counter.at(segment.memory, place + 16) for place in places]  # the last item that it found void
         self.link: Link | None = None
+        self._leaving = Item(None, "join", leaves=True)  # the last one
         self._reductions: list[LaneReduction] = []
         self._next = 0  # the index of the reduction whose turn it is to be started
         self._started: dict[int, Item] = {}  # by index, before their turn
@@ -211,12 +212,14 @@ class Lane:
         """This rank joins: after what it has started the others need not wait for it."""
         self._started.clear()
         self._next = 0
-        item = Item(None, "join", leaves=True)
-        self._items.append(item)
-        if self.link is None:
-            self._progress.wake_background()
-            return
-        while not item.done:  # what is void has to be announced before this rank announces that it joins
+        self._leaving = Item(None, "join", leaves=True)
+        self._items.append(self._leaving)
+        self._progress.wake_background()
+
+    def finish_leaving(self) -> None:
+        """Return when nothing more will be announced: this rank may announce that it joins."""
+        item = self._leaving
+        while self.link is not None and not item.done:
             self._progress.drive_or_wait(item)
         if item.error is not None:
             raise HorovodInternalError(*item.error.args)

@@ -89,6 +89,9 @@ class Lane(Protocol):
     def leave(self) -> None:
         """This rank joins."""
 
+    def finish_leaving(self) -> None:
+        """Return when nothing more will be announced."""
+
     def come_back(self) -> None:
         """All ranks have joined."""
 

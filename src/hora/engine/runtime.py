@@ -198,6 +198,8 @@ class Runtime:
         lanes = [lane for queue in queues for lane in queue.lanes]
         for lane in lanes:
             lane.leave()
+        for lane in lanes:
+            lane.finish_leaving()
         requests = [(queue, _request_without_tensors(Kind.JOIN)) for queue in queues]
         for queue, request in requests:
             # This thread waits for the world, and drives it meanwhile.
