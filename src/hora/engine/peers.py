@@ -280,7 +280,7 @@ class Peers:
         (here,) = (host for host in self.hosts if self._world.rank in host)
         return [rank for rank in ranks if rank in here]
 
-    def sharing(self, ranks: Sequence[int]) -> list[int]:
+    def beside(self, ranks: Sequence[int]) -> list[int]:
         """Those of these ranks that share memory with this one, and itself."""
         return self.near(ranks) if self._may_share else [self._world.rank]
 

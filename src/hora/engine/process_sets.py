@@ -143,7 +143,7 @@ class ProcessSets:
         queue, peers = self.queue(number), self.peers
         if peers is None or not peers.spans_hosts(queue.ranks):
             return None, []
-        near = [queue.ranks.index(rank) for rank in peers.sharing(queue.ranks)]
+        near = [queue.ranks.index(rank) for rank in peers.beside(queue.ranks)]
         answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, True).answer
         return (None if answer is None else _segment(answer)), near
 
@@ -188,7 +188,7 @@ class ProcessSets:
         if batch.kind is Kind.SHARED_MEMORY:
             assert self.peers is not None
             number, num_bytes, for_each = values
-            near = self.peers.sharing(self.ranks(number))
+            near = self.peers.beside(self.ranks(number))
             return self.peers.share_or_none(
                 f"{self._label(number)}/memory", near, num_bytes * (len(near) if for_each else 1)
             )
