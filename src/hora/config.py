@@ -91,6 +91,7 @@ class EngineConfig:
         "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", 20, _count, "a number of trials ≥ 0"
     )
     telemetry_s: float = _variable("HORA_TELEMETRY_S", 0.0, _seconds, "the seconds between two reports to the launcher")
+    elastic_per_step: bool = _variable("HORA_ELASTIC_PER_STEP", False, _boolean, "0 or 1")
     nan_check: bool = _variable("HORA_NAN_CHECK", False, _boolean, "0 or 1")
 
     @classmethod

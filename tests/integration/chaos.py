@@ -3,6 +3,9 @@
 Ranks are killed, stopped and told to end, one or two at a time and also while the others recover; their slots come back
 after a second and newcomers join. At the end the training must have done its epochs with every sample, its weights must be
 those of an undisturbed run of the same steps, no committed step may have been lost, and nothing may be left behind.
+
+With `--per-step` nothing is committed: no step at all may have been lost, and losses, weights and the optimizer's state
+must be to the last bit those of a run with the same ranks in the same steps.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, os.path.dirname(__file__))
 sys.path.insert(0, os.path.dirname(sys.path[0]))
 
-from elastic_job import ElasticJob, assert_good_ending
+from elastic_job import ElasticJob, assert_good_ending, assert_no_step_lost
 
 from waiting import wait_until
 
@@ -32,9 +35,11 @@ ENVIRONMENT = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_
 class Chaos:
     """A job under attack."""
 
-    def __init__(self, work: Path, seed: int, *, num_proc: int = 4, pause_s: float = 0.05) -> None:
+    def __init__(
+        self, work: Path, seed: int, *, num_proc: int = 4, pause_s: float = 0.05, per_step: bool = False
+    ) -> None:
         self.random = random.Random(seed)
-        plan = {"samples": 96, "epochs": 10**6, "pause_s": pause_s}
+        plan = {"samples": 96, "epochs": 10**6, "pause_s": pause_s, "per_step": per_step}
         self.job = ElasticJob(work, plan, ENVIRONMENT, num_proc=num_proc, min_num_proc=1, cooldown_range=(1, 1))
         self.hurt: set[int] = set()
 
@@ -80,6 +85,11 @@ class Chaos:
         self.job.plan["epochs"] = results[0]["epoch"]
         assert_good_ending(self.job, results)
         self.assert_no_commit_was_lost()
+        if self.job.plan["per_step"]:
+            assert_no_step_lost(self.job, results)
+            print(
+                f"{len(results[0]['losses'])} steps in {len(set(results[0]['worlds']))} worlds, made again: the same bits"
+            )
 
     def wait(self, what: str, happened) -> None:
         wait_until(what, lambda: happened() or self.job.process.poll() is not None, limit_s=90)
@@ -96,12 +106,13 @@ class Chaos:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--per-step", action="store_true")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as work:
         began = time.monotonic()
-        chaos = Chaos(Path(work), arguments.seed)
+        chaos = Chaos(Path(work), arguments.seed, per_step=arguments.per_step)
         try:
             chaos.run(arguments.faults)
         except BaseException:

@@ -5,6 +5,7 @@ As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` a
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -94,6 +95,40 @@ def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
         assert set(seen) == set(range(plan["samples"])), f"epoch {epoch} left samples out"
         # What repeats is padding, of the last batch of the epoch only: a world that broke repeats nothing committed.
         assert len(seen) - plan["samples"] < max(first["sizes"]) * plan["batch"]
+
+
+def assert_no_step_lost(job: ElasticJob, results: list[dict[str, Any]]) -> None:
+    """Losses, weights and optimizer state are to the last bit those of a training that had the same ranks in the same steps,
+    and no failures: no step was applied twice, partly, or by some ranks only."""
+    import torch
+
+    import horovod
+
+    first = results[0]
+    for result in results:
+        for name in ("weights", "momentum", "losses", "worlds"):
+            assert result[name] == first[name], f"rank {result['rank']} has another {name} than rank 0"
+    losses: list[list[float]] = []
+    steps = zip(first["worlds"], first["sizes"], (samples for _, samples in first["seen"]), strict=True)
+    for _, its in itertools.groupby(steps, key=lambda step: step[0]):
+        _, sizes, samples = zip(*its, strict=True)
+        arguments = (str(job.folder), list(samples), not losses)
+        losses += horovod.run(call_again, args=arguments, num_proc=sizes[0])[0]
+    assert losses == first["losses"]
+    saved = torch.load(job.folder / "replay.pt")
+    assert torch.cat([value.flatten() for value in saved["net"].values()]).tolist() == first["weights"]
+    state = saved["optimizer"]["state"]
+    assert [value.double().sum().item() for item in state.values() for value in item.values()] == first["momentum"]
+
+
+def call_again(folder: str, steps: list[list[int]], first: bool) -> list[list[float]]:
+    """On the workers, as `call`."""
+    import torch  # noqa: F401
+    from elastic_training import train_again
+
+    import horovod.torch  # noqa: F401
+
+    return train_again(folder, steps, first)
 
 
 def call(plan: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import horovod.torch as hvd
+from hora import engine
 
 
 def train(plan: dict[str, Any]) -> dict[str, Any]:
@@ -25,8 +26,18 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
     sharded = {"sharded": True} if plan.get("sharded") else {}
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters(), **sharded)
     sampler = hvd.elastic.ElasticSampler(list(range(plan["samples"])), shuffle=True, seed=5)
+    per_step = {"per_step": True, "losses": [], "worlds": []} if plan.get("per_step") else {}
     state = hvd.elastic.TorchState(
-        model=net, optimizer=optimizer, sampler=sampler, epoch=0, batch=0, steps=0, seen=[], sizes=[], starts=[]
+        model=net,
+        optimizer=optimizer,
+        sampler=sampler,
+        epoch=0,
+        batch=0,
+        steps=0,
+        seen=[],
+        sizes=[],
+        starts=[],
+        **per_step,
     )
     if plan.get("durable"):
         state.persist(plan["durable"], keep=3)
@@ -47,6 +58,7 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
         "seen": state.seen,
         "sizes": state.sizes,
         "starts": state.starts,
+        **({"losses": state.losses, "worlds": state.worlds} if per_step else {}),
     }
 
 
@@ -103,10 +115,42 @@ def replay(seen: list[tuple[int, list[int]]], sizes: list[int]) -> list[float]:
 
 def step(state: Any, mine: list[int]) -> None:
     gathered = hvd.allgather(torch.tensor(mine), name="samples").tolist()
-    state.optimizer.zero_grad()
-    loss(state.model, mine).backward()
-    state.optimizer.step()
+    losses = training_step(state.model, state.optimizer, mine, gather=state.per_step)
     state.seen.append((state.epoch, gathered))
+    if state.per_step:
+        state.losses.append(losses)
+        state.worlds.append(engine.current_runtime().world.generation)
+
+
+def training_step(net: torch.nn.Module, optimizer: Any, mine: list[int], *, gather: bool = True) -> list[float]:
+    """One step with these samples; gives the losses of all ranks, if they are to be gathered."""
+    optimizer.zero_grad()
+    value = loss(net, mine)
+    losses = hvd.allgather(value.detach().reshape(1), name="losses").tolist() if gather else []
+    value.backward()
+    optimizer.step()
+    return losses
+
+
+def train_again(folder: str, steps: list[list[int]], first: bool) -> list[list[float]]:
+    """A world without failures, on as many ranks as there were: the steps of one generation, from the state in the folder,
+    which is brought up to date. Gives the losses."""
+    hvd.init()
+    net = network(seed=0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters())
+    file = Path(folder) / "replay.pt"
+    if not first:
+        saved = torch.load(file)
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+    losses = []
+    for samples in steps:
+        share = len(samples) // hvd.size()
+        losses.append(training_step(net, optimizer, samples[hvd.rank() * share : (hvd.rank() + 1) * share]))
+    hvd.barrier()  # all have read it
+    if hvd.rank() == 0:
+        torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    return losses
 
 
 def misfortune(plan: dict[str, Any], state: Any, when: str) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_job import ElasticJob, assert_good_ending
+from elastic_job import ElasticJob, assert_good_ending, assert_no_step_lost
 from job_process import run_command, running
 
 SILENCE_S = 6
@@ -67,6 +67,17 @@ def test_a_launcher_that_was_stopped_itself_blames_no_rank(tmp_path: Path):
     job.wait_for_step(job.step() + 40)
     (job.folder / "stop").touch()
     assert {size for result in job.results() for size in result["sizes"]} == {2}
+
+
+def test_by_the_step_two_deaths_cost_nothing_that_was_done(tmp_path: Path):
+    """The second one is rank 0's, in a step; between them a commit was never copied anywhere."""
+    plan = {"per_step": True, "faults": [fault(1, 4, "kill"), fault(0, 9, "kill")]}
+    job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=2)
+    results = job.results()
+    assert_good_ending(job, results)
+    assert_no_step_lost(job, results)
+    assert [result["worker"] for result in results] == [2, 3]
+    assert results[0]["sizes"][3:10] == [4, 3, 3, 3, 3, 3, 2]
 
 
 def test_too_few_are_left(tmp_path: Path):

@@ -16,9 +16,11 @@ from hora.torch.functions import broadcast_object, broadcast_parameters
 from hora.torch.optimizer.state import broadcast_optimizer_state
 
 __all__ = [
+    "GeneratorStateHandler",
     "ModelStateHandler",
     "OptimizerStateHandler",
     "SamplerStateHandler",
+    "SnapshotHandler",
     "StateHandler",
     "get_handler_registry",
     "handler_for",
@@ -60,10 +62,30 @@ class StateHandler:
         raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
 
 
-class _SnapshotHandler(StateHandler):
-    """A handler that keeps a state dict in `_saved`."""
+class SnapshotHandler(StateHandler):
+    """A handler that keeps a state dict in `_saved`; None when none is kept."""
 
     _saved: Any
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = snapshot(self.value.state_dict(), self._buffers)
+
+    def restore(self) -> None:
+        # Who loads may take the tensors for its own, and would then change the snapshot.
+        self.value.load_state_dict(snapshot(self._saved, None))
+
+    def sync(self) -> None:
+        self.broadcast(0)
+        self.save()
+
+    def broadcast(self, root_rank: int) -> None:
+        """Take over the root's value (collective), without saving it."""
+        name = f"elastic.{type(self.value).__name__}"
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=root_rank, name=name))
 
     @property
     def committed(self) -> Any:
@@ -76,68 +98,50 @@ class _SnapshotHandler(StateHandler):
     @property
     def _buffers(self) -> Any:
         """Return the buffers for the next snapshot."""
-        return None if self.lent() else self._saved
+        return None if self.lent() else getattr(self, "_saved", None)
 
 
-class ModelStateHandler(_SnapshotHandler):
+class ModelStateHandler(SnapshotHandler):
     """A module: parameters and buffers."""
 
-    def __init__(self, value: torch.nn.Module) -> None:
-        super().__init__(value)
-        self._saved = snapshot(value.state_dict(), None)
-
-    def save(self) -> None:
-        self._saved = snapshot(self.value.state_dict(), self._buffers)
-
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)
 
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
-        self.save()
+    def broadcast(self, root_rank: int) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=root_rank)
 
 
-class OptimizerStateHandler(_SnapshotHandler):
+class OptimizerStateHandler(SnapshotHandler):
     """An optimizer: its state and its groups' options."""
 
-    def __init__(self, value: torch.optim.Optimizer) -> None:
-        super().__init__(value)
-        self._saved = snapshot(value.state_dict(), None)
+    def broadcast(self, root_rank: int) -> None:
+        broadcast_optimizer_state(self.value, root_rank=root_rank)
+
+
+class SamplerStateHandler(SnapshotHandler):
+    """An ElasticSampler: the epoch and how far it has come. Also a learning-rate scheduler, or a scaler of losses."""
+
+
+class GeneratorStateHandler(SnapshotHandler):
+    """A torch.Generator."""
 
     def save(self) -> None:
-        self._saved = snapshot(self.value.state_dict(), self._buffers)
+        self._saved = self.value.get_state()
 
     def restore(self) -> None:
-        # The optimizer takes the tensors it is given for its own, and would then change the snapshot.
-        self.value.load_state_dict(snapshot(self._saved, None))
+        self.value.set_state(self._saved)
 
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
-        self.save()
-
-
-class SamplerStateHandler(_SnapshotHandler):
-    """An ElasticSampler: the epoch and how far it has come."""
-
-    def __init__(self, value: ElasticSampler) -> None:
-        super().__init__(value)
-        self._saved = copy.deepcopy(value.state_dict())
-
-    def save(self) -> None:
-        self._saved = copy.deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        self.value.load_state_dict(self._saved)
-
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=0, name="elastic.sampler"))
-        self.save()
+    def broadcast(self, root_rank: int) -> None:
+        self.value.set_state(broadcast_object(self.value.get_state(), root_rank=root_rank, name="elastic.generator"))
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, SamplerStateHandler),
+    (torch.amp.GradScaler, SamplerStateHandler),
+    (torch.Generator, GeneratorStateHandler),
 ]
 
 

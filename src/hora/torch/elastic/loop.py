@@ -1,8 +1,8 @@
 """The loop around an elastic training function.
 
 synchronise -> train -> done
-                 |-- HorovodInternalError: restore the last commit -+
-                 |-- HostsUpdatedInterrupt: keep what there is -----+-> new world, and again
+                 |-- HorovodInternalError: back to the last commit, or the last step -+
+                 |-- HostsUpdatedInterrupt: keep what there is -----------------------+-> new world, and again
 """
 
 from __future__ import annotations
@@ -57,16 +57,19 @@ def _loop(
                 if not skip_sync:
                     state.sync()
                 result = func(state, *args, **kwargs)
+                state.end_together()
                 state.flush()
                 return result
             except HorovodInternalError as error:
-                log.warning("the world broke, going back to the last commit: %s", error)
+                log.warning(
+                    "the world broke, going back to the last %s: %s", "step" if state.per_step else "commit", error
+                )
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as update:
                 # Plain values are synchronised from what was saved last: save what there is now, or they fall back.
                 state.save()
-                skip_sync = update.skip_sync
+                skip_sync = update.skip_sync and not state.per_step
             reset()
             state.on_reset()
             notification_manager.init()

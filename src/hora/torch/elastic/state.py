@@ -26,6 +26,8 @@ _LEFT = 75  # EX_TEMPFAIL, by which the launcher knows that it may be started ag
 class State:
     """Base of all states; `save`, `restore` and `sync` are for subclasses to define."""
 
+    per_step = False  # a failure costs the step in which it happens, not all since the last commit
+
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
@@ -95,6 +97,9 @@ class State:
 
     def reset(self) -> None:
         """For subclasses: called first after a change of the world."""
+
+    def end_together(self) -> None:
+        """For subclasses: called when this rank's training is over, before `flush`; others may still be at it."""
 
     def flush(self) -> None:
         """For subclasses: called when the training is over."""

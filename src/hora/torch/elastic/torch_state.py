@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 import io
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hora import engine
+from hora.config import EngineConfig
 from hora.torch.basics import rank
 from hora.torch.elastic.durable import DurableCommits
-from hora.torch.elastic.handlers import StateHandler, handler_for
+from hora.torch.elastic.handlers import (
+    GeneratorStateHandler,
+    ModelStateHandler,
+    OptimizerStateHandler,
+    SnapshotHandler,
+    StateHandler,
+    handler_for,
+)
+from hora.torch.elastic.last_step import LastStep, copied
 from hora.torch.elastic.sampler import ElasticSampler
 from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import broadcast_object
-from hora.torch.ops import allreduce_
+from hora.torch.ops import allgather, allreduce_, barrier
+from hora.torch.optimizer.base import _DistributedOptimizer
+from hora.torch.process_sets import global_process_set
 from hora.torch.reduce_op import Sum
 
 __all__ = ["TorchState"]
 
+log = logging.getLogger("hora")
+
 
 class TorchState(ObjectState):
-    """Everything a training must not lose: `TorchState(model=net, optimizer=opt, sampler=s, epoch=0, batch=0)`."""
+    """Everything a training must not lose: `TorchState(model=net, optimizer=opt, sampler=s, epoch=0, batch=0)`.
+
+    `per_step=True` (or HORA_ELASTIC_PER_STEP=1): a death costs the step in which it happens. Survivors keep models and
+    optimizers as the last applied step has left them, in place; the other values are as they were when the failed step's
+    first gradient was computed. A commit copies nothing then, unless it is written to disk.
+    """
 
     def __init__(
-        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        per_step: bool | None = None,
+        **kwargs: Any,
     ) -> None:
         kwargs.update(model=model, optimizer=optimizer)
         handlers = {name: handler for name, value in kwargs.items() if (handler := handler_for(value)) is not None}
@@ -33,6 +59,43 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, handler.value)
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
+        if _wants_steps(handlers, per_step):
+            # What a failed step leaves as it is; and everything else, which is copied when a step begins, but for
+            # generators: these are used before.
+            in_place = (ModelStateHandler, OptimizerStateHandler)
+            self._in_place = [handler for handler in handlers.values() if isinstance(handler, in_place)]
+            self._small = {name: handler for name, handler in handlers.items() if not isinstance(handler, in_place)}
+            self._copied = [h for h in self._small.values() if not isinstance(h, GeneratorStateHandler)]
+            self._last = LastStep()
+            self._watch_steps()
+
+    @property
+    def per_step(self) -> bool:  # type: ignore[override]
+        """Return whether a death costs one step."""
+        return self._last is not None
+
+    def _watch_steps(self) -> None:
+        for handler in self._in_place:
+            handler.committed = None  # the copy that was made with it
+            if isinstance(handler.value, _DistributedOptimizer):
+                handler.value.watch_steps(self)
+
+    def step_begins(self) -> None:
+        """Called by the optimizer: the first gradient of a step is there."""
+        last = self._last
+        if last is not None and not last.begun:
+            last.begun = True
+            self._saved_state = {name: copied(getattr(self, name)) for name in self._saved_state}
+            for handler in self._copied:
+                handler.save()
+
+    def step_ends(self) -> None:
+        """Called by the optimizer: the step was applied, or left out on all ranks alike."""
+        last = self._last
+        if last is not None:
+            last.number += 1
+            last.begun = False
+            last.remember()
 
     def persist(self, folder: str | Path, *, keep: int = 3, every: int = 1) -> bool:
         """From now on rank 0 also writes every `every`-th commit to a folder, and keeps the last `keep` there.
@@ -65,16 +128,20 @@ class TorchState(ObjectState):
         for name, handler in self._handlers.items():
             handler.committed = handled[name]
         self._saved_state = plain
-        self.restore()
+        self._load_saved()
+        self._forget_copies()
 
     def _write_down(self) -> None:
         if self._durable is None:
             return
         self._num_unwritten += 1
-        if self._num_unwritten >= self._every and not self._durable.busy and self._rank() == 0:
+        amid = self._last is not None and self._last.begun  # a step: the values are not as it will find them again
+        if self._num_unwritten >= self._every and not amid and not self._durable.busy and self._rank() == 0:
             self._write(self._durable)
 
     def _write(self, durable: DurableCommits) -> None:
+        if self._last is not None:
+            self._save_everything()
         handled = {name: handler.committed for name, handler in self._handlers.items()}
         durable.write({"handled": handled, "plain": self._saved_state})
         self._num_unwritten = 0
@@ -88,22 +155,107 @@ class TorchState(ObjectState):
                 self._durable.finish()
 
     def save(self) -> None:
+        """Copy everything. With `per_step` only what a step changes before it is applied."""
+        if self._last is None:
+            self._save_everything()
+        elif not self._last.begun:
+            self._last.remember()
+
+    def _save_everything(self) -> None:
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
+        """Go back to the last commit; with `per_step` to the last step."""
+        last = self._last
+        if last is None:
+            self._load_saved()
+            return
+        for handler in self._in_place:
+            if isinstance(handler.value, _DistributedOptimizer):
+                handler.value.discard_step()
+        if last.begun:
+            super().restore()
+            for small in self._copied:
+                small.restore()
+        last.take_back()
+
+    def _load_saved(self) -> None:
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
+    def _forget_copies(self) -> None:
+        if self._last is not None:
+            for handler in self._in_place:
+                handler.committed = None
+
     def sync(self) -> None:
+        if self._last is not None:
+            self._sync_steps(self._last)
+            return
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
+    def _sync_steps(self, last: LastStep) -> None:
+        """Take over the state from the rank with the newest, where a rank lacks it (collective)."""
+        mine = torch.tensor([last.number], device="cpu")
+        numbers: list[int] = allgather(mine, name="elastic.last_step").tolist()
+        newest = max(numbers)
+        root = numbers.index(newest)
+        if last.number == newest:
+            last.take_generators_back()
+        is_behind = 0 <= last.number < newest
+        if is_behind:  # whoever has the newest state may die as well, while it passes it on
+            for handler in self._in_place:
+                handler.save()
+        try:
+            if newest < 0 or min(numbers) < newest:
+                for handler in self._in_place:
+                    handler.broadcast(root)
+            self._take_values(root)
+        except BaseException:
+            if is_behind:
+                for handler in self._in_place:
+                    handler.restore()
+            raise
+        finally:
+            self._forget_copies()
+        last.number, last.taken_back = max(newest, 0), False
+        values = [handler.value for handler in self._handlers.values()]
+        last.watch(
+            [value for value in values if isinstance(value, torch.nn.Module)],
+            [value for value in values if isinstance(value, torch.Generator)],
+        )
+
+    def _take_values(self, root: int) -> None:
+        small = {name: handler for name, handler in self._small.items() if isinstance(handler, SnapshotHandler)}
+        for handler in small.values():
+            handler.save()
+        content = {name: handler.committed for name, handler in small.items()}
+        plain = {name: getattr(self, name) for name in self._saved_state}
+        content, plain = broadcast_object((content, plain), root, "elastic.values")
+        if self._rank() != root:
+            for name, handler in small.items():
+                handler.committed = content[name]
+                handler.restore()
+            for name, value in plain.items():
+                setattr(self, name, value)
+        for name, own in self._small.items():
+            if name not in small:
+                own.sync()
+
+    def end_together(self) -> None:
+        """With `per_step`: return when all ranks have made the last step. Who lacks it could ask nobody for it any more."""
+        if self._last is not None:
+            barrier()
+
     def reset(self) -> None:
         """The world has changed: samplers divide what is left anew, and sharded optimizers have lost their slices."""
+        if self._last is not None and self._last.begun:
+            self.restore()  # hosts have changed in the middle of a step
         sharded = [h.value for h in self._handlers.values() if getattr(h.value, "is_sharded", False)]
         for optimizer in sharded:
             optimizer.leave_world()
@@ -126,11 +278,51 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
         if handler is not None:
             handler.set_value(value)
+            if self._last is not None:
+                self._watch_steps()
 
     _handlers: dict[str, StateHandler]
+    _last: LastStep | None = None  # with `per_step`, as the next three
+    _in_place: Sequence[SnapshotHandler] = ()
+    _small: Mapping[str, StateHandler]
+    _copied: Sequence[StateHandler]
     _durable: DurableCommits | None = None
     _every = 1
     _num_unwritten = 0
+
+
+def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bool:
+    """Return whether failures are to cost one step. ValueError if that was asked for here and is not possible; where the
+    environment asks for it, commits are used then."""
+    if asked is None:
+        config = engine.current_runtime().config if engine.is_initialized() else EngineConfig.from_env()
+        wanted = config.elastic_per_step
+    else:
+        wanted = asked
+    obstacle = _obstacle(handlers) if wanted else ""
+    if obstacle and asked:
+        raise ValueError(f"per_step=True {obstacle}")
+    if obstacle:
+        log.warning("HORA_ELASTIC_PER_STEP=1 %s: a failure goes back to the last commit", obstacle)
+    return wanted and not obstacle
+
+
+def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
+    optimizers = [h.value for h in handlers.values() if isinstance(h.value, torch.optim.Optimizer)]
+    distributed = [optimizer for optimizer in optimizers if isinstance(optimizer, _DistributedOptimizer)]
+    if not distributed:
+        return "needs a hvd.DistributedOptimizer in the state, because that is what knows of steps"
+    for optimizer in distributed:
+        if hasattr(optimizer, "is_sharded"):
+            return (
+                "does not work with a sharded optimizer, because a slice of the state dies with its rank; use "
+                "sharded=False, or per_step=False with a commit as often as you like"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return "does not work with LBFGS, which moves the parameters several times in a step; use per_step=False"
+        if optimizer.process_set is not global_process_set:
+            return "needs optimizers of all ranks, and one of them has a process set of its own; use per_step=False"
+    return ""
 
 
 def _check_storable(values: dict[str, Any]) -> None:

@@ -23,9 +23,10 @@ class DeltaOptimizer(_DistributedOptimizer):
     """Mixed in before the user's optimizer class, like the class it extends."""
 
     _deltas: dict[torch.Tensor, tuple[int, Any]]
+    _states_before: dict[torch.Tensor, dict[str, Any]]  # this step's, if it may have to be taken back
 
     def _register_hooks(self) -> None:
-        self._deltas = {}
+        self._deltas, self._states_before = {}, {}
         super()._register_hooks()
         for parameter in self._hooked:
             if parameter.grad is None:
@@ -33,7 +34,7 @@ class DeltaOptimizer(_DistributedOptimizer):
 
     def _start_over(self) -> None:
         super()._start_over()
-        self._deltas = {}
+        self._deltas, self._states_before = {}, {}
         self._reducer = self
         self._bucket_order.possible = False
 
@@ -41,6 +42,8 @@ class DeltaOptimizer(_DistributedOptimizer):
         """Step `parameter` alone and start reducing its change; the parameter itself is put back."""
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        if self._watcher is not None:
+            self._states_before[parameter] = _copied(self.state.get(parameter, {}))
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
         with torch.no_grad():
             start = parameter.clone()
@@ -59,13 +62,24 @@ class DeltaOptimizer(_DistributedOptimizer):
         self._deltas[parameter] = (handle, context)
 
     def finish(self) -> None:
-        """Wait for the reduced changes and apply them."""
+        """Wait for the reduced changes, and apply them when all are there."""
         deltas, self._deltas = self._deltas, {}
         runtime = engine.current_runtime()
+        reduced = {parameter: runtime.synchronize(handle)[0] for parameter, (handle, _) in deltas.items()}
+        if self._watcher is not None:
+            self._await_devices()
         with torch.no_grad():
-            for parameter, (handle, context) in deltas.items():
-                reduced = runtime.synchronize(handle)
-                parameter.add_(self._options.compression.decompress(reduced[0], context))
+            for parameter, (_, context) in deltas.items():
+                parameter.add_(self._options.compression.decompress(reduced[parameter], context))
+        self._states_before = {}
+        self._tell_step_ended()
+
+    def discard_step(self) -> None:
+        """The base one; and the state that was changed while backward ran is as it was before."""
+        super().discard_step()
+        before, self._states_before, self._deltas = self._states_before, {}, {}
+        for parameter, state in before.items():
+            self.state[parameter] = state
 
     def note_missing(self) -> None:
         """Nothing to arrange: changes travel one by one."""
@@ -95,3 +109,7 @@ class DeltaOptimizer(_DistributedOptimizer):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}

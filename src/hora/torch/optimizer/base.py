@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -29,7 +29,9 @@ from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.process_sets import ProcessSet
 
-__all__ = ["SliceNorm", "StepState", "bare_copy", "optimizers_of", "takes_part"]
+__all__ = ["SliceNorm", "StepState", "StepWatcher", "bare_copy", "optimizers_of", "takes_part"]
+
+_LOOK_S = 50e-6  # between two looks at a GPU
 
 
 class SliceNorm(NamedTuple):
@@ -57,6 +59,16 @@ class StepState:
     synchronized: bool = False  # reduced by the user's own synchronize(), after which step() warns
 
 
+class StepWatcher(Protocol):
+    """Told of an optimizer's steps, so that one that fails can be taken back (`elastic.last_step`)."""
+
+    def step_begins(self) -> None:
+        """The first gradient since the last step has arrived."""
+
+    def step_ends(self) -> None:
+        """The step was applied; or it was reduced and left out, which all ranks do alike."""
+
+
 # In the order in which they were made, which is the same on all ranks.
 _live: weakref.WeakValueDictionary[int, _DistributedOptimizer] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -70,6 +82,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _should_synchronize = True
     _base_class: type
     _step = StepState()  # never changed in place: an optimizer that takes part has its own
+    _watcher: weakref.ref[StepWatcher] | None = None
 
     def _distribute(
         self,
@@ -166,7 +179,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """The first gradient since the last step, or since one that was reduced and left out."""
         if engine.current_runtime() is not self._runtime:
             self._start_over()
+        if self._step.reduced:
+            self._tell_step_ended()
         self._step = StepState(backward_began=time.perf_counter())
+        watcher = self._watching()
+        if watcher is not None:
+            watcher.step_begins()
 
     def _allreduce_grad_async(self, parameter: torch.Tensor) -> None:
         """Begin to reduce the gradient of a parameter. Horovod's name: programs look for it, and some override it."""
@@ -181,6 +199,39 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._step.arrived[id(parameter)] = parameter
         self._reducer.ready(parameter)
 
+    # --- steps that can be taken back ---------------------------------------------------------------------------------
+
+    def watch_steps(self, watcher: StepWatcher) -> None:
+        """Tell `watcher`, which is not kept alive by this, when steps begin and end; forget an earlier one."""
+        self._watcher = weakref.ref(watcher)
+
+    def discard_step(self) -> None:
+        """Forget the step that is under way, with its gradients, in a world that is gone or about to be left."""
+        self._step = StepState()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _watching(self) -> StepWatcher | None:
+        return None if self._watcher is None else self._watcher()
+
+    def _tell_step_ended(self) -> None:
+        watcher = self._watching()
+        if watcher is not None:
+            watcher.step_ends()
+
+    def _await_devices(self) -> None:
+        """Return when the reduced gradients really are on the GPUs. A wait for them has only put their streams in order, and
+        when a peer is lost meanwhile what they then hold is no sum."""
+        devices = {parameter.device for parameter in self._hooked if parameter.device.type == "cuda"}
+        status = self._runtime.status
+        for event in [torch.cuda.current_stream(device).record_event() for device in devices]:
+            while not event.query():
+                status.check_open()
+                time.sleep(_LOOK_S)
+        if devices:
+            status.check_open()
+
     # --- the steps of a user's loop ----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -191,6 +242,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._finish_reduction()
             self._reducer = self._bucket_order.next_reducer(self._reducer, self._last_arrivals)
             self._take_in_thawed()
+            if self._watcher is not None:
+                self._await_devices()
         self._step = StepState(reduced="whole", synchronized=True)
 
     def _finish_reduction(self) -> None:
@@ -252,9 +305,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             elif step.synchronized or not step.reduced:
                 self.synchronize()
         try:
-            return self._base_step(closure)
+            result = self._base_step(closure)
         finally:
             self._step = StepState()
+        self._tell_step_ended()
+        return result
 
     # Optimizer.__init__ wraps `step` to run step hooks and the profiler's range; the base class's step has them already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -307,6 +362,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition. To leave a step out, call "
                 "optimizer.synchronize() on all ranks, then optimizer.zero_grad()."
             )
+        if self._step.reduced:
+            self._tell_step_ended()
         self._step = StepState()
         super().zero_grad(*args, **kwargs)
 

@@ -1,0 +1,355 @@
+"""Elastic training by the step: a step that fails is applied nowhere or everywhere, and leaves no trace.
+
+Failures are injected into ranks that live on, at chosen moments; the same training is then made once more with the world
+changing between the same steps, without a failure. Everything must come out the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hvd_session import raises, session
+
+import horovod.torch as hvd
+from hora.errors import HostsUpdatedInterrupt
+from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+STEPS = 7
+
+
+class Training:
+    """A training of which `report` tells everything. `faults`: step -> what happens in it."""
+
+    def __init__(self, faults, *, passes=1, make=torch.optim.Adam, state=None, **options):
+        torch.manual_seed(10 + hvd.rank())
+        self.faults = dict(faults)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(3, 300), hvd.SyncBatchNorm(300), torch.nn.Dropout(0.3), torch.nn.Linear(300, 2)
+        )
+        inner = make(self.net.parameters(), lr=0.05)
+        self.optimizer = hvd.DistributedOptimizer(
+            inner, self.net.named_parameters(), backward_passes_per_step=passes, **options
+        )
+        self.passes = passes
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        self.sampler = hvd.elastic.ElasticSampler(list(range(200)), seed=3)
+        self.generator = torch.Generator().manual_seed(hvd.rank())
+        self.state = hvd.elastic.TorchState(
+            model=self.net,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            sampler=self.sampler,
+            generator=self.generator,
+            per_step=True,
+            step=0,
+            batch=0,
+            losses=[],
+            **(state or {}),
+        )
+        self.entries = 0
+
+    def run(self):
+        hvd.elastic.run(self.train)(self.state)
+        return self.report()
+
+    def train(self, state):
+        self.entries += 1
+        while state.step < STEPS:
+            self.happen("between", state)
+            samples = iter(self.sampler)
+            loss = 0.0
+            for _ in range(self.passes):
+                numbers = [(next(samples) + 7 * state.batch) % 200 for _ in range(4)]
+                noise = torch.rand(1, generator=self.generator).item()
+                inputs = torch.tensor(numbers, dtype=torch.float32).outer(torch.tensor([0.01, 0.003, noise]))
+                part = self.net(inputs).square().mean()
+                mean = hvd.allreduce(part.detach())
+                self.happen("forward", state)
+                part.backward()
+                loss += mean.item()
+                state.batch += 1
+                self.happen("backward", state)
+                self.happen("amid", state)
+            with self.failing_to_apply(state):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            state.step += 1
+            state.losses.append(loss)
+            self.scheduler.step()
+            self.sampler.record_batch(0, 4 * self.passes)
+            self.happen("commit", state)
+            state.commit()
+
+    def happen(self, when, state):
+        if self.faults.get(state.step) != when:
+            return
+        del self.faults[state.step]
+        if when in ("between", "amid"):
+            raise HostsUpdatedInterrupt(False)
+        raise hvd.HorovodInternalError("injected")
+
+    @contextmanager
+    def failing_to_apply(self, state):
+        """The sum is there, but these ranks hear of a death before they apply it."""
+        where = self.faults.get(state.step)
+        if not isinstance(where, list):
+            yield
+            return
+        del self.faults[state.step]
+
+        def fail(*_):
+            raise hvd.HorovodInternalError("injected")
+
+        if hvd.rank() in where:
+            self.optimizer._base_step = fail
+        try:
+            yield
+        finally:
+            self.optimizer.__dict__.pop("_base_step", None)
+
+    def report(self):
+        state = self.state
+        return {
+            "net": copy.deepcopy(self.net.state_dict()),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "scheduler": self.scheduler.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "values": (state.step, state.batch, state.losses),
+            "next": (torch.rand(3).tolist(), torch.rand(2, generator=self.generator).tolist()),
+        }
+
+
+def assert_same(found, expected, where=""):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, item in enumerate(expected):
+            assert_same(found[index], item, f"{where}.{index}")
+    else:
+        assert found == expected, (where, found, expected)
+
+
+def assert_as_without_failures(faults, common=("net", "optimizer", "scheduler", "sampler"), **options):
+    """The failures leave no trace but a change of the world, before the step or, if some rank has applied it, after it."""
+    disturbed = Training(faults, **options)
+    found = disturbed.run()
+    applied = {step: isinstance(what, list) and len(what) < hvd.size() for step, what in faults.items()}
+    expected = Training({step + applied[step]: "between" for step in faults}, **options).run()
+    assert disturbed.entries == len(faults) + 1
+    assert found["values"][0] == STEPS
+    assert all(map(math.isfinite, found["values"][2]))
+    assert_same(found, expected)
+    whole = hvd.allgather_object({name: found[name] for name in common})
+    for other in whole:
+        assert_same(other, whole[0])
+
+
+@session
+def test_a_step_that_fails_everywhere_leaves_no_trace():
+    assert_as_without_failures({1: "forward", 3: "backward", 5: "commit"})
+
+
+@session
+def test_a_step_that_one_rank_has_applied_is_applied_by_all():
+    everybody = list(range(hvd.size()))
+    assert_as_without_failures({2: [0], 5: everybody[1:]})
+
+
+@session
+def test_a_step_whose_sum_all_ranks_have_and_none_has_applied_is_made_again():
+    assert_as_without_failures({3: list(range(hvd.size()))})
+
+
+@session
+def test_gradient_accumulation_begins_anew():
+    assert_as_without_failures({2: "backward", 4: [hvd.size() - 1], 6: "amid"}, passes=2)
+
+
+@session
+def test_compression_with_error_feedback():
+    from hora.torch.compression import ErrorFeedback
+
+    options = {"compression": ErrorFeedback(hvd.Compression.fp16)}
+    assert_as_without_failures({3: "backward", 5: [0]}, **options)
+
+
+@pytest.mark.ranks(2)
+@session
+def test_adasum_takes_back_what_it_did_to_the_optimizers_state_during_backward():
+    def momentum(parameters, lr):
+        return torch.optim.SGD(parameters, lr=lr / 100, momentum=0.9)
+
+    assert_as_without_failures({2: "backward", 5: "forward"}, common=("net",), op=hvd.Adasum, make=momentum)
+
+
+@pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_FUSION_THRESHOLD": "0"})  # blocks of int8 as they come
+@session
+def test_as_between_hosts():
+    assert_as_without_failures({2: "backward", 4: [0, 2]}, compression=hvd.Compression.int8)
+
+
+@session
+def test_a_rank_that_dies_while_it_passes_its_step_on_leaves_the_others_a_whole_state():
+    training = Training({})
+    state, before = training.state, None
+    training.run()
+    before = training.report()["net"]
+    state._last.number -= hvd.rank() != 0  # all others lack a step
+    if hvd.rank() == 0:
+        with torch.no_grad():
+            training.net[0].weight.add_(1.0)
+    failing = state._take_values
+    state._take_values = lambda root: (_ for _ in ()).throw(hvd.HorovodInternalError("injected"))
+    with raises(hvd.HorovodInternalError, "injected"):
+        state.sync()
+    if hvd.rank() != 0:
+        assert_same(dict(training.net.state_dict()), dict(before))
+    state._take_values = failing
+    state.sync()
+    (first, *others) = hvd.allgather_object(training.net[0].weight.detach())
+    assert all(torch.equal(other, first) for other in others)
+    assert not torch.equal(first, before["0.weight"])
+
+
+@session
+def test_newcomers_take_everything_from_the_lowest_rank_that_has_it():
+    training = Training({})
+    if hvd.rank() == hvd.size() - 1:  # the only one that has trained
+        training.state._last.number = 4
+        training.state.step, training.state.losses = 4, [0.5]
+    training.state.sync()
+    assert (training.state.step, training.state.losses, training.state._last.number) == (4, [0.5], 4)
+    (first, *others) = hvd.allgather_object(training.net[0].weight.detach())
+    assert all(torch.equal(other, first) for other in others)
+
+
+@session
+def test_a_scaler_that_leaves_a_step_out_counts_as_one():
+    net = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, scaler=scaler, per_step=True)
+    state.sync()
+    for number in (1, 2, 3):
+        scaler.scale(net(torch.full((1, 2), float("inf") if number == 2 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert state._last.number == number
+    assert scaler.get_scale() == 2.0
+
+
+@session
+def test_a_commit_copies_nothing_and_a_durable_one_is_whole():
+    with tempfile.TemporaryDirectory() as folder:
+        training = Training({})
+        state = training.state
+        assert state.per_step
+        assert not state.persist(f"{folder}/{hvd.rank()}")
+        training.run()
+        kept = [handler.committed for handler in state._in_place]
+        assert (kept == [None, None]) == (hvd.rank() != 0)
+        if hvd.rank() == 0:
+            again = Training({})
+            assert again.state.persist(f"{folder}/0")
+            assert_same(dict(again.net.state_dict()), dict(training.net.state_dict()))
+            assert (again.state.step, again.state.losses) == (state.step, state.losses)
+
+
+@session
+def test_without_a_distributed_optimizer_of_whole_steps_it_is_refused():
+    net = torch.nn.Linear(2, 1)
+    with raises(ValueError, "per_step=True needs a hvd.DistributedOptimizer in the state"):
+        hvd.elastic.TorchState(model=net, per_step=True)
+    plain = torch.optim.SGD(net.parameters(), lr=0.1)
+    with raises(ValueError, "per_step=True needs a hvd.DistributedOptimizer in the state"):
+        hvd.elastic.TorchState(model=net, optimizer=plain, per_step=True)
+    sharded = hvd.DistributedOptimizer(plain, net.named_parameters(), sharded=True)
+    with raises(ValueError, "a slice of the state dies with its rank; use sharded=False"):
+        hvd.elastic.TorchState(model=net, optimizer=sharded, per_step=True)
+    newton = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()), net.named_parameters())
+    with raises(ValueError, "does not work with LBFGS"):
+        hvd.elastic.TorchState(model=net, optimizer=newton, per_step=True)
+
+
+@pytest.mark.ranks(2, env={"HORA_ELASTIC_PER_STEP": "1"})
+@session
+def test_the_environment_asks_for_it_and_commits_are_used_where_it_is_not_possible():
+    net = torch.nn.Linear(2, 1)
+    assert not hvd.elastic.TorchState(model=net).per_step
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    assert hvd.elastic.TorchState(model=net, optimizer=optimizer).per_step
+    assert not hvd.elastic.TorchState(model=net, optimizer=optimizer, per_step=False).per_step
+
+
+@session
+def test_an_own_kind_of_value_is_copied_when_a_step_begins():
+    class Box:
+        content = 0
+
+    class BoxHandler(StateHandler):
+        def save(self):
+            self.saved = self.value.content
+
+        def restore(self):
+            self.value.content = self.saved
+
+        def sync(self):
+            self.value.content = hvd.broadcast_object(self.value.content)
+
+    before = get_handler_registry()
+    set_handler_registry([(Box, BoxHandler), *before])
+    try:
+        box = Box()
+        training = Training({2: "backward"}, state={"box": box})
+        happen = training.happen
+
+        def counting(when, state):
+            if when == "backward":
+                box.content += 1
+            happen(when, state)
+
+        training.happen = counting
+        training.run()
+        assert box.content == STEPS
+    finally:
+        set_handler_registry(before)
+
+
+@session
+def test_a_module_whose_buffer_is_replaced_in_forward():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+            self.register_buffer("table", torch.arange(4.0))
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs):
+            self.seen = self.seen + 1
+            return self.layer(inputs)
+
+    net = Counting()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, per_step=True)
+    state.sync()
+    for _ in range(2):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net(torch.ones(1, 2))
+    assert net.seen.item() == 3
+    state.restore()
+    assert net.seen.item() == 2
