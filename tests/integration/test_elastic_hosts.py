@@ -82,6 +82,25 @@ def test_a_host_is_replaced(tmp_path: Path):
     assert set(results[0]["sizes"]) == {2}
 
 
+@pytest.mark.parametrize("per_step", [False, True])
+def test_all_hosts_are_replaced_before_the_new_ones_have_the_state(tmp_path: Path, per_step: bool):
+    hosts = Hosts(tmp_path, f"{A}:2")
+    plan = {"samples": 2000, "epochs": 1, "pause_s": 0.05, "per_step": per_step}
+    job = ElasticJob(tmp_path, plan, num_proc=2, min_num_proc=1, host_discovery_script=hosts.script, verbose=True)
+    job.wait_for_step(3)
+    hosts.say(f"{A}:2,{B}:1,{C}:1")
+    job.wait_for_text(f"the hosts are now {A}:2,{B}:1,{C}:1")
+    hosts.say(f"{B}:1")
+    wait_for_size(job, 1)
+    stop_soon(job)
+    results = job.results()
+    assert_equal(results)
+    (start,) = results[0]["starts"]
+    assert start.startswith(f"{B}/")
+    assert results[0]["steps"] == len(results[0]["sizes"]) > 3, "no step was lost"
+    assert results[0]["sizes"][:3] == [2, 2, 2]
+
+
 def stop_soon(job: ElasticJob) -> None:
     """The training ends at its next step."""
     (job.folder / "stop").touch()

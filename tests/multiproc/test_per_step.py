@@ -227,12 +227,20 @@ def test_a_rank_that_dies_while_it_passes_its_step_on_leaves_the_others_a_whole_
 def test_newcomers_take_everything_from_the_lowest_rank_that_has_it():
     training = Training({})
     if hvd.rank() == hvd.size() - 1:  # the only one that has trained
-        training.state._last.number = 4
+        training.state._last.number, training.state._synced = 4, True
         training.state.step, training.state.losses = 4, [0.5]
     training.state.sync()
     assert (training.state.step, training.state.losses, training.state._last.number) == (4, [0.5], 4)
     (first, *others) = hvd.allgather_object(training.net[0].weight.detach())
     assert all(torch.equal(other, first) for other in others)
+
+
+@session
+def test_newcomers_alone_do_not_begin_again():
+    training = Training({})
+    training.state._origin = -2  # as for a rank that has come in a later generation
+    with raises(RuntimeError, "no rank has the state of the training any more"):
+        training.state.sync()
 
 
 @session

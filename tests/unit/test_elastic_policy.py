@@ -283,13 +283,33 @@ def test_hosts_that_leave_are_kept_as_long_as_too_few_would_remain():
     assert decide(facts(members, where="a:0"), 0) == Wait(None)
 
 
-def test_at_least_one_host_must_stay():
-    members = workers(WORKING, WORKING) + [
-        replace(w, generation=-1, first_generation=-1) for w in workers(READY, READY, host="b", first=2)
-    ]
-    decision = decide(facts(members, where="b:0-1"), 0)
-    assert isinstance(decision, Fail)
-    assert "at least one host must stay" in decision.message
+def test_hosts_that_are_all_replaced_pass_the_state_on_and_then_leave():
+    old, new = workers(WORKING, WORKING), workers(READY, host="b", first=2)
+    booting = [replace(w, state=STARTING, generation=-1, first_generation=-1) for w in new]
+    assert decide(facts([*old, *booting], where="b:0", min_num_proc=1), 0) == Wait(None), (
+        "they train on until there is somebody"
+    )
+    loaded = [replace(w, generation=-1, first_generation=-1) for w in new]
+    assert decide(facts([*old, *loaded], where="b:0", min_num_proc=1), 0) == Notify(ADDED)
+    stopped = [*workers(READY, READY), *loaded]
+    assert decide(facts(stopped, where="b:0", min_num_proc=1, notified=True), 0) == Publish((0, 1, 2))
+    together = [replace(w, generation=1, state=WORKING) for w in [*old, *new]]
+    assert decide(facts(together, where="b:0", min_num_proc=1, generation=1), 0) == Notify(REMOVED)
+    handed_over = [replace(w, state=READY) for w in together]
+    assert decide(facts(handed_over, where="b:0", min_num_proc=1, generation=1, notified=True), 0) == Publish((2,))
+
+
+def test_passing_the_state_on_takes_two_whatever_the_limit():
+    loaded = [replace(w, generation=-1, first_generation=-1) for w in workers(READY, host="b", first=2)]
+    assert decide(
+        facts([*workers(READY, READY), *loaded], where="b:0", min_num_proc=1, limits={"max_num_proc": 1}), 0
+    ) == Publish((0, 2))
+
+
+def test_hosts_that_are_no_longer_named_go_on_after_a_failure_when_nobody_else_has_the_state():
+    left = workers(READY, READY, FAILED)
+    left[2] = replace(left[2], written_off=True)
+    assert decide(facts(left, where="b:0"), 0) == Publish((0, 1))
 
 
 def test_newcomers_of_a_host_that_vanished_are_sent_away():

@@ -3,6 +3,9 @@
 Newcomers boot while the others train on. Only when they are ready are the others told, who then interrupt their
 training at the next commit and become ready too. After a failure the next generation begins as soon as no worker is
 working any more.
+
+A host that is no longer named is not dead. When none of those that are named has the state of the training, its workers
+train on, take newcomers in, and leave one generation later: at a commit, by which the newcomers have the state.
 """
 
 from __future__ import annotations
@@ -106,12 +109,6 @@ class Publish(Decision):
     workers: tuple[int, ...]
 
 
-_STATE_IS_LOST = (
-    "no worker on any of the hosts that remain has the state of the training: at least one host must stay when others "
-    "are replaced"
-)
-
-
 class ElasticPolicy:
     """The job goes on as long as enough workers are left, with newcomers where there is room for them."""
 
@@ -199,9 +196,9 @@ class ElasticPolicy:
             deadlines += [w.since + COMPANY_LIMIT_S for w in newcomers if w.state is WorkerState.READY]
         leaving = [w for w in current if w.alive and (w.host, w.slot) not in usable]
         settled = all(w.alive for w in current) and not facts.notified  # after a failure they stop by themselves
-        if settled and (joining or leaving) and len(staying) + len(joining) >= limits.min_num_proc:
-            if not staying:
-                return Fail(root_cause(facts.failures), _STATE_IS_LOST)
+        if settled and joining and not staying:
+            return Notify(ADDED)
+        if settled and (joining or leaving) and staying and len(staying) + len(joining) >= limits.min_num_proc:
             return Notify((REMOVED if leaving else 0) | (ADDED if joining else 0))
         return Wait(min(deadlines, default=None))
 
@@ -215,16 +212,20 @@ class ElasticPolicy:
             return Finish() if done else Wait(linger_until)
         usable = _slots(facts)
         ready = [w for w in current if w.state is WorkerState.READY]
-        survivors = [w for w in ready if (w.host, w.slot) in usable]
-        if not survivors:
-            return Fail(root_cause(facts.failures), _STATE_IS_LOST if ready else "")
+        if not ready:
+            return Fail(root_cause(facts.failures))
         if limits.reset_limit is not None and facts.num_resets >= limits.reset_limit:
             return Fail(
                 root_cause(facts.failures),
                 f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limits.reset_limit)} (--reset-limit)",
             )
-        newcomers = _newcomers(facts)
-        chosen = [*survivors, *(w for w in newcomers if w.state is WorkerState.READY)][: limits.max_num_proc]
+        survivors, newcomers = [w for w in ready if (w.host, w.slot) in usable], _newcomers(facts)
+        loaded = [w for w in newcomers if w.state is WorkerState.READY]
+        if survivors:
+            chosen = [*survivors, *loaded][: limits.max_num_proc]
+        else:  # those who leave pass the state on, for which it takes two
+            oldest, *others = by_age(ready)
+            chosen = [oldest, *loaded, *others][: limits.max_num_proc and max(limits.max_num_proc, 2)]
         if len(chosen) >= limits.min_num_proc:
             return Publish(tuple(w.number for w in by_age(chosen)))
         free = _free(facts, limits, len(survivors) + len(newcomers))

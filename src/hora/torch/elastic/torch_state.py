@@ -35,6 +35,10 @@ __all__ = ["TorchState"]
 
 log = logging.getLogger("hora")
 
+# Instead of the number of its last step, from a rank that has no state yet.
+_FOUNDER = -1  # it was there when the job began, perhaps before there was any state
+_NEWCOMER = -2
+
 
 class TorchState(ObjectState):
     """Everything a training must not lose: `TorchState(model=net, optimizer=opt, sampler=s, epoch=0, batch=0)`.
@@ -59,6 +63,8 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, handler.value)
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
+        if engine.is_initialized() and engine.current_runtime().world.generation > 0:
+            self._origin = _NEWCOMER
         if _wants_steps(handlers, per_step):
             # What a failed step leaves as it is; and everything else, which is copied when a step begins, but for
             # generators: these are used before.
@@ -192,17 +198,24 @@ class TorchState(ObjectState):
                 handler.committed = None
 
     def sync(self) -> None:
-        if self._last is not None:
-            self._sync_steps(self._last)
-            return
-        for handler in self._handlers.values():
-            handler.sync()
-        super().sync()
+        """Take over the state, from rank 0; with `per_step` from a rank with the newest (collective)."""
+        last = self._last
+        number = self._origin if not self._synced else 0 if last is None else last.number
+        numbers: list[int] = allgather(torch.tensor([number], device="cpu"), name="elastic.last_step").tolist()
+        if max(numbers) == _NEWCOMER:
+            raise RuntimeError(
+                "no rank has the state of the training any more: all that had it died before a newcomer could take it over. "
+                "Start the job again; with state.persist() it goes on from the last commit on disk"
+            )
+        if last is not None:
+            self._sync_steps(last, numbers)
+        else:
+            for handler in self._handlers.values():
+                handler.sync()
+            super().sync()
+        self._synced = True
 
-    def _sync_steps(self, last: LastStep) -> None:
-        """Take over the state from the rank with the newest, where a rank lacks it (collective)."""
-        mine = torch.tensor([last.number], device="cpu")
-        numbers: list[int] = allgather(mine, name="elastic.last_step").tolist()
+    def _sync_steps(self, last: LastStep, numbers: list[int]) -> None:
         newest = max(numbers)
         root = numbers.index(newest)
         if last.number == newest:
@@ -286,6 +299,8 @@ class TorchState(ObjectState):
     _in_place: Sequence[SnapshotHandler] = ()
     _small: Mapping[str, StateHandler]
     _copied: Sequence[StateHandler]
+    _origin = _FOUNDER
+    _synced = False
     _durable: DurableCommits | None = None
     _every = 1
     _num_unwritten = 0
