@@ -1,12 +1,19 @@
-"""How long does a training stand still when a rank dies, and what does a commit cost? `python benchmarks/elastic.py`.
+"""How long does a training stand still when a rank dies, what is lost, and what does it cost while nobody dies?
+
+`python -m benchmarks.elastic --peers torchrun,torchft`
 
 1. Recovery: three ranks train; one is killed (SIGKILL), ten times over. The time from the kill to the next completed
-   optimizer step, under `horovodrun --min-np 2` with a commit every step, and under `torchrun --max-restarts` with DDP
-   and a checkpoint every step, same model, same data, one after the other. And where that time goes.
-2. Commit: Adam, 25 M parameters, two ranks: one commit every 10 steps as a share of the steps' time; the same with the
+   optimizer step, the steps that were done and have to be done again, and the time from the start of a newcomer's process
+   to its first step. By the step under `horovodrun --min-np 2`; under `torchrun --max-restarts` with DDP and a checkpoint
+   every step; with torchft (`pip install torchft==0.2.0`) over gloo, each rank a replica that is started again a second
+   after its death, as ours are. Same model, same data, one after the other. And where that time goes.
+2. Overhead of a step without failures, in turns with the same training without fault tolerance: ours with `per_step`,
+   torchft's against plain DDP.
+3. Commit: Adam, 25 M parameters, two ranks: one commit every 10 steps as a share of the steps' time; the same with the
    commits also written to disk.
 
-`--worker` is what the ranks run.
+torchft's settings are the fastest that ran here without losing healthy ranks: see `LIGHTHOUSE`. `--worker` is what the
+ranks run.
 """
 
 from __future__ import annotations
@@ -28,6 +35,9 @@ from typing import Any
 
 BIN = Path(sys.executable).parent
 LIMIT_S = 180.0
+# A heartbeat every 50 ms; dead after half a second. By default it is a second each 100 ms, and five to be dead.
+LIGHTHOUSE = {"join_timeout_ms": 100, "quorum_tick_ms": 10, "heartbeat_timeout_ms": 500}
+NUM_TURNS, STEPS_A_TURN = 9, {"tiny": 100, "mlp": 10}
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
@@ -56,7 +66,7 @@ def work_hora(folder: Path) -> None:
     hvd.init()
     net = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), net.named_parameters())
-    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=0)
+    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=0, per_step=True)
     state.register_reset_callbacks([lambda: log(folder, what="met", size=hvd.size())])
 
     def steps(state: Any) -> None:
@@ -66,7 +76,7 @@ def work_hora(folder: Path) -> None:
             net(torch.randn(32, 256)).square().mean().backward()
             optimizer.step()
             state.step += 1
-            log(folder, what="step", size=hvd.size(), rank=hvd.rank())
+            log(folder, what="step", size=hvd.size(), number=state.step)
             state.commit()
             time.sleep(0.01)
 
@@ -103,13 +113,179 @@ def work_torchrun(folder: Path) -> None:
         model(torch.randn(32, 256)).square().mean().backward()
         optimizer.step()
         step += 1
-        log(folder, what="step", size=dist.get_world_size(), rank=dist.get_rank())
+        log(folder, what="step", size=dist.get_world_size(), number=step)
         if dist.get_rank() == 0:
             content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(content, folder / "partial")
             (folder / "partial").replace(checkpoint)
         time.sleep(0.01)
     os._exit(0)  # the ranks see the stop file at different steps
+
+
+def torchft_manager(net: Any, optimizer: Any, num_replicas: int) -> Any:
+    """A replica of one process; the lighthouse is in the environment."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    import torchft
+
+    def load(state: dict[str, Any]) -> None:
+        net.load_state_dict(state["net"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=lambda: {"net": net.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=num_replicas,
+        timeout=timedelta(seconds=5),
+        heartbeat_interval=timedelta(milliseconds=50),
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        hostname="127.0.0.1",
+        rank=0,
+        world_size=1,
+    )
+    manager.own_store = store  # it lives as long
+    return manager
+
+
+def work_torchft(folder: Path) -> None:
+    import torch
+    import torchft
+
+    torch.set_num_threads(1)
+    net = network()
+    inner = torch.optim.Adam(net.parameters())
+    manager = torchft_manager(net, inner, 2)
+    model = torchft.DistributedDataParallel(manager, net)
+    optimizer = torchft.Optimizer(manager, inner)
+    while not (folder / "stop").exists():
+        before = manager.current_step()
+        optimizer.zero_grad()
+        model(torch.randn(32, 256)).square().mean().backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            log(folder, what="step", size=manager.num_participants(), number=manager.current_step())
+        time.sleep(0.01)
+    os._exit(0)  # the ranks see the stop file at different steps
+
+
+def in_turns(folder: Path, name: str, plain: Callable[[], None], guarded: Callable[[], None], is_first: bool) -> None:
+    """Time both, a block of steps each, again and again."""
+    taken: dict[str, list[float]] = {"plain": [], "guarded": []}
+    for turn in range(2 * NUM_TURNS + 2):
+        kind, step = ("plain", plain) if turn % 2 else ("guarded", guarded)
+        began = time.perf_counter()
+        for _ in range(STEPS_A_TURN[name]):
+            step()
+        if turn > 1:
+            taken[kind].append((time.perf_counter() - began) / STEPS_A_TURN[name])
+    if is_first:
+        ratios = [guarded / plain for plain, guarded in zip(taken["plain"], taken["guarded"], strict=True)]
+        log(folder, what=name, plain_s=statistics.median(taken["plain"]), ratio=statistics.median(ratios))
+
+
+def trained(name: str) -> tuple[Any, Any]:
+    """A network and its input: some milliseconds, or some tens of them."""
+    import torch
+
+    torch.manual_seed(0)
+    width, depth = {"tiny": (64, 2), "mlp": (1024, 4)}[name]
+    layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
+    return torch.nn.Sequential(*layers), torch.randn(32, width)
+
+
+def work_overhead_hora(folder: Path) -> None:
+    import torch
+
+    import horovod.torch as hvd
+
+    torch.set_num_threads(1)
+    hvd.init()
+    for name in STEPS_A_TURN:
+        steps = []
+        for guarded in (False, True):
+            net, inputs = trained(name)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 1e-3), net.named_parameters())
+            state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=0, per_step=True) if guarded else None
+            if state is not None:
+                state.sync()
+
+            def step(net: Any = net, inputs: Any = inputs, optimizer: Any = optimizer, state: Any = state) -> None:
+                optimizer.zero_grad()
+                net(inputs).square().mean().backward()
+                optimizer.step()
+                if state is not None:
+                    state.step += 1
+
+            steps.append(step)
+        in_turns(folder, name, *steps, is_first=hvd.rank() == 0)
+
+
+def work_overhead_torchft(folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    import torchft
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["REPLICA"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    for name in STEPS_A_TURN:
+        steps = []
+        for guarded in (False, True):
+            net, inputs = trained(name)
+            optimizer: Any = torch.optim.SGD(net.parameters(), 1e-3)
+            if guarded:
+                manager = torchft_manager(net, optimizer, 2)
+                model: Any = torchft.DistributedDataParallel(manager, net)
+                optimizer = torchft.Optimizer(manager, optimizer)
+            else:
+                model = torch.nn.parallel.DistributedDataParallel(net)
+
+            def step(model: Any = model, inputs: Any = inputs, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+
+            steps.append(step)
+        in_turns(folder, name, *steps, is_first=rank == 0)
+        dist.barrier()
+        manager.shutdown(wait=False)
+    os._exit(0)
+
+
+def keep_replicas(folder: Path, worker: str, count: int) -> None:
+    """torchft's launcher for one machine: a lighthouse, and replicas that are started again a second after their death."""
+    import torchft
+
+    lighthouse = torchft.coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **LIGHTHOUSE)
+    address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, "REPLICA": str(number)}
+        return subprocess.Popen(
+            [sys.executable, __file__, "--folder", str(folder), "--worker", worker], env=environment
+        )
+
+    replicas, due = [start(number) for number in range(count)], [0.0] * count
+    try:
+        while not (folder / "stop").exists() and any(replica.poll() is None for replica in replicas):
+            for number, replica in enumerate(replicas):
+                if replica.poll() is None or replica.returncode == 0:
+                    continue
+                due[number] = due[number] or time.monotonic() + 1.0
+                if time.monotonic() > due[number]:
+                    replicas[number], due[number] = start(number), 0.0
+            time.sleep(0.01)
+    finally:
+        for replica in replicas:
+            try:
+                replica.wait(5)
+            except subprocess.TimeoutExpired:
+                replica.kill()
+        lighthouse.shutdown()
 
 
 def work_commit(folder: Path, durable: bool) -> None:
@@ -121,7 +297,7 @@ def work_commit(folder: Path, durable: bool) -> None:
     hvd.init()
     net = torch.nn.Sequential(*[torch.nn.Linear(2500, 2500) for _ in range(4)])
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), net.named_parameters())
-    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=0)
+    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=0, per_step=False)
     if durable:
         state.persist(folder / f"commits.{hvd.rank()}")
     inputs = torch.randn(32, 2500)
@@ -196,7 +372,7 @@ def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, 
     measured = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with running([*command, __file__, "--folder", temporary, "--worker", worker], folder) as job:
+        with running([*command, "--folder", temporary, "--worker", worker], folder) as job:
             killed = 0.0
             for _ in range(num_kills):
                 # Full strength, and some steps done: then the next blow.
@@ -217,11 +393,29 @@ def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, 
                     for event in [e for e in later if e["what"] == "noticed"] + begun:
                         reached.setdefault(event["what"], event["at"] - since)
                     first = min((e["at"] for e in begun if e["what"] == "synced"), default=float("inf"))
-                    steps = [e for e in later if e["what"] == "step" and e["at"] > first]
-                    return reached | {"step": steps[0]["at"] - since} if steps else {}
+                    steps = [
+                        e for e in later if e["what"] == "step" and (e["at"] > first or (not begun and e["size"] < 3))
+                    ]
+                    if not steps:
+                        return {}
+                    done = max(e["number"] for e in events(folder) if e["what"] == "step" and e["at"] <= since)
+                    lost = max(done - steps[0]["number"] + 1, 0)
+                    return reached | {"step": steps[0]["at"] - since, "lost": lost}
 
                 measured.append(wait_for("a step after the kill", after, job))
+            measured[-1]["newcomer"] = statistics.median(newcomers(events(folder)) or [float("nan")])
     return measured
+
+
+def newcomers(seen: list[dict[str, Any]]) -> list[float]:
+    """Seconds from the start of each process to its first step, of those that came after the first step of all."""
+    began = min(e["at"] for e in seen if e["what"] == "step")
+    started = {e["pid"]: e["at"] for e in seen if e["what"] == "start" and e["at"] > began}
+    stepped: dict[int, float] = {}
+    for event in seen:
+        if event["what"] == "step":
+            stepped.setdefault(event["pid"], event["at"])
+    return [stepped[pid] - at for pid, at in started.items() if pid in stepped]
 
 
 def commit_cost(durable: bool) -> dict[str, Any]:
@@ -236,34 +430,56 @@ def commit_cost(durable: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--only", choices=("recovery", "commit"))
-    parser.add_argument("--worker", choices=("hora", "torchrun", "commit", "durable"))
+    parser.add_argument("--peers", default="torchrun", help="torchrun, torchft, or both with a comma")
+    parser.add_argument("--only", choices=("recovery", "overhead", "commit"))
+    parser.add_argument("--worker", choices=WORKERS)
+    parser.add_argument("--replicas", type=int, help="keep so many of these workers, as torchft's launcher")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
-    if arguments.worker:
-        work: dict[str, Callable[[Path], None]] = {"hora": work_hora, "torchrun": work_torchrun}
-        work["commit"] = lambda folder: work_commit(folder, durable=False)
-        work["durable"] = lambda folder: work_commit(folder, durable=True)
-        work[arguments.worker](arguments.folder)
-        return
-    if arguments.only != "commit":
-        report_recovery(arguments.kills)
-    if arguments.only != "recovery":
-        report_commits()
+    peers = arguments.peers.split(",") if arguments.peers else []
+    for peer in peers:
+        if peer not in ("torchrun", "torchft"):
+            raise SystemExit(f"--peers takes torchrun and torchft, but got {peer}")
+    if arguments.replicas:
+        keep_replicas(arguments.folder, arguments.worker, arguments.replicas)
+    elif arguments.worker:
+        log(arguments.folder, what="start")
+        WORKERS[arguments.worker](arguments.folder)
+    else:
+        reports = {
+            "recovery": lambda: report_recovery(arguments.kills, peers),
+            "overhead": lambda: report_overhead(peers),
+            "commit": report_commits,
+        }
+        for name, report in reports.items():
+            if arguments.only in (None, name):
+                report()
 
 
-def report_recovery(num_kills: int) -> None:
+WORKERS: dict[str, Callable[[Path], None]] = {
+    "hora": work_hora,
+    "torchrun": work_torchrun,
+    "torchft": work_torchft,
+    "overhead-hora": work_overhead_hora,
+    "overhead-torchft": work_overhead_torchft,
+    "commit": lambda folder: work_commit(folder, durable=False),
+    "durable": lambda folder: work_commit(folder, durable=True),
+}
+
+
+def report_recovery(num_kills: int, peers: list[str]) -> None:
     cooldown = ["--blacklist-cooldown-range", "1", "1"]
-    ours = [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, sys.executable]
     # A fresh store for every restart: with the shared one its ranks find the addresses of dead ones. And more restarts than
     # kills: those that fail by themselves are restarted.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    theirs = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "3", "--max-restarts=100"]
-    results = {}
-    for name, command in (("hora", ours), ("torchrun", theirs)):
-        results[name] = recovery_of(name, command, num_kills)
-    ratio = results["torchrun"] / results["hora"]
-    print(f"standing still after a kill, torchrun / hora: {ratio:.1f}")
+    commands = {
+        "hora": [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, sys.executable, __file__],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "3", "--max-restarts=100", __file__],
+        "torchft": [sys.executable, __file__, "--replicas", "3"],
+    }
+    results = {name: recovery_of(name, commands[name], num_kills) for name in ("hora", *peers)}
+    for peer in peers:
+        print(f"standing still after a kill, {peer} / hora: {results[peer] / results['hora']:.1f}")
 
 
 def recovery_of(name: str, command: list[str], num_kills: int) -> float:
@@ -272,7 +488,25 @@ def recovery_of(name: str, command: list[str], num_kills: int) -> float:
         values = [m[phase] for m in measured if phase in m]
         if values:
             print(f"{name:9} {phase:8} after {statistics.median(values):6.3f} s (worst {max(values):.3f})")
+    lost = sum(m["lost"] for m in measured)
+    print(
+        f"{name:9} {len(measured)} kills, {lost:.0f} steps lost; a newcomer's first step after {measured[-1]['newcomer']:.1f} s"
+    )
     return statistics.median(m["step"] for m in measured)
+
+
+def report_overhead(peers: list[str]) -> None:
+    commands = {"hora": [str(BIN / "horovodrun"), "-np", "2", sys.executable, __file__]}
+    if "torchft" in peers:
+        commands["torchft"] = [sys.executable, __file__, "--replicas", "2"]
+    for peer, command in commands.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            arguments = ["--folder", temporary, "--worker", f"overhead-{peer}"]
+            subprocess.run([*command, *arguments], check=True, stdin=subprocess.DEVNULL, timeout=600)
+            for event in events(Path(temporary)):
+                if event["what"] in STEPS_A_TURN:
+                    step_ms, more = 1e3 * event["plain_s"], event["ratio"] - 1
+                    print(f"{peer:9} {event['what']}: a step takes {step_ms:.2f} ms, fault tolerance {more:+.1%}")
 
 
 def report_commits() -> None:

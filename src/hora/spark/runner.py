@@ -98,7 +98,7 @@ def _run_on_spark(
         function=function,
         num_proc=num_proc or num_slots,
         group="HorovodRunner",
-        env=forwarded_variables(),
+        env=({"HORA_ELASTIC_PER_STEP": "1"} if elastic else {}) | forwarded_variables(),
         output=OutputOptions(console=stream_output),
         stream_output=stream_output,
         start_timeout_s=start_timeout_s(),
