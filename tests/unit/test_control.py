@@ -292,6 +292,47 @@ def test_a_server_that_says_nothing_is_a_timeout(place: Place):
             ControlClient.connect(meeting, name="rank 0", timeout_s=0.2)
 
 
+def test_a_worker_that_was_cut_off_comes_back_and_its_questions_with_it(place: Place):
+    client = place.connect(0, worker=7)
+    assert place.events.next() == ("joined", 7)
+    heard: queue.SimpleQueue[dict] = queue.SimpleQueue()
+    client.on_notice(heard.put)
+    with ThreadPoolExecutor(3) as pool:
+        value = pool.submit(client.get, "late", timeout_s=LIMIT_S)
+        world = pool.submit(client.next_world, World(elastic=True, worker=7, generation=0), timeout_s=LIMIT_S)
+        assert place.events.next() == ("waiting", 7, 0)
+        meeting = pool.submit(gather, client, 0, 2)
+        wait_until("the gather is under way", lambda: place.server._gathers)
+        client._connection.shutdown()
+        assert {place.events.next() for _ in range(3)} == {("lost", 7), ("joined", 7), ("waiting", 7, 0)}
+        with pytest.raises(HorovodInternalError, match="the connection to the launcher broke, and is back"):
+            meeting.result(LIMIT_S)
+        place.server.set("late", b"but whole")
+        place.server.publish(1, {7: World(rank=3, size=4, worker=7, generation=1, meeting=place.meeting)})
+        assert value.result(LIMIT_S) == b"but whole"
+        found = world.result(LIMIT_S)
+        assert found is not None
+        assert found.rank == 3
+    assert not client.closed
+    place.server.notify({"notice": "hosts_updated", "timestamp": 1, "change": 2, "generation": 1})
+    assert heard.get(timeout=LIMIT_S)["notice"] == "hosts_updated"
+    client._connection.shutdown()
+    assert heard.get(timeout=LIMIT_S)["notice"] == "hosts_updated", "what it may have missed"
+
+
+def test_a_worker_that_comes_back_before_it_was_missed_is_no_loss(place: Place):
+    place.connect(0, worker=7)
+    assert place.events.next() == ("joined", 7)
+    again = place.connect(0, worker=7)  # the same name: the launcher has not heard yet that the first one is broken
+    assert place.events.next() == ("joined", 7)
+    place.clients[0]._reopen = None
+    place.clients[0]._connection.shutdown()
+    wait_until("the first one is closed", lambda: place.clients[0].closed)
+    again.set("still", b"here")
+    again.close()
+    assert place.events.seen.empty()
+
+
 def test_the_end_of_the_server_is_noticed_by_whoever_waits(place: Place):
     client = place.connect(0)
     with ThreadPoolExecutor(1) as pool:

@@ -3,11 +3,15 @@
 The engine meets its peers through it (`gather`, `set`, `get`, …), the worker entry point fetches its
 function and sends home results and errors, elastic training asks for its next world. One reader thread per
 client takes answers and notices off the wire; any number of threads may call.
+
+    connected --broken, while it speaks for a worker--> coming back --within a limit--> connected
+              --`close`, or broken--> closed                        --refused, or too late--> closed
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import struct
@@ -35,6 +39,12 @@ _QUICK_S = 60.0
 # An error's words travel in a message's header, which has room for these and little else.
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
+# How long a worker tries to come back; the launcher has as much patience with it (`elastic_policy.LOST_LIMIT_S`).
+_RETURN_S = 10.0
+_PAUSE_S = 0.1
+# What cannot be asked twice: the other ranks of an all-gather were told that it failed, and an amount may be added already.
+_ONCE = ("gather", "add")
+
 Notice = dict[str, Any]
 
 
@@ -61,7 +71,8 @@ def _fitted(text: str, limit_bytes: int) -> str:
 class _Request:
     """A question under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, question: Header, attachment: bytes) -> None:
+        self.question, self.attachment = question, attachment
         self.done = threading.Event()
         self.header: Header = {}
         self.payload = b""
@@ -79,6 +90,8 @@ class ControlClient:
         self._listeners: list[Callable[[Notice], None]] = []
         self._notices: list[Notice] = []
         self._why_closed: str | None = None
+        self._reopen: Callable[[float], Connection] | None = None  # once it speaks for a worker
+        self._hello: Header = {}
         self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
         self._reader.start()
 
@@ -102,7 +115,10 @@ class ControlClient:
         while True:
             client = cls(cls._open(meeting, proof, left_s), meeting, name)
             try:
-                client._ask({"op": "hello", "name": name, "worker": worker}, limit_s=left_s)
+                client._hello = {"op": "hello", "name": name, "worker": worker}
+                client._ask(client._hello, limit_s=left_s)
+                if worker >= 0:
+                    client._reopen = functools.partial(cls._open, meeting, proof)
                 return client
             except ConnectionError:
                 # A crowd of strangers can push a peer out whose proof has not been read yet: come again.
@@ -238,6 +254,7 @@ class ControlClient:
 
     def close(self) -> None:
         """Say good-bye and disconnect. Idempotent."""
+        self._reopen = None
         if self._why_closed is None:
             # The launcher may have gone first; then no good-bye is needed.
             with contextlib.suppress(ConnectionError, TimeoutError):
@@ -256,11 +273,12 @@ class ControlClient:
         waiting_for: str = "the launcher",
         limit_s: float = _QUICK_S,
     ) -> tuple[Header, bytes]:
-        number, request = next(self._ids), _Request()
+        number = next(self._ids)
+        request = _Request(header | {"id": number}, payload)
         with self._state_lock:
             self._requests[number] = request
         try:
-            self._send(header | {"id": number}, payload)
+            self._send(request.question, payload)
             if not request.done.wait(limit_s + _SLACK_S):
                 raise TimeoutError(
                     f"{self._name}: no answer from the launcher at {self._meeting.endpoint} while waiting "
@@ -297,9 +315,9 @@ class ControlClient:
                 if self._why_closed is None:
                     self._connection.send(header, payload)
         except OSError as error:
-            # The reader learns of it too, and answers all threads that wait.
+            # The reader learns of it too, and answers all threads that wait, or asks their questions again.
             self._connection.shutdown()
-            if self._why_closed is None:
+            if self._why_closed is None and self._reopen is None:
                 self._why_closed = str(error)
         if self._why_closed is not None:
             self._raise_for({"error": "closed", "message": self._why_closed}, "", 0.0)
@@ -308,19 +326,61 @@ class ControlClient:
         why = "closed by this process"
         try:
             while True:
-                header, payload = self._connection.receive()
-                if header.get("notice") == "ping":
-                    self._send({"op": "pong"})
-                elif "notice" in header:
-                    self._tell(header)
-                else:
-                    self._settle(header, payload)
-        except EOFError as error:
-            why = str(error)
-        except (OSError, AuthenticationError) as error:
+                try:
+                    self._receive()
+                except (EOFError, OSError) as error:
+                    why = str(error) if isinstance(error, EOFError) else f"{type(error).__name__}: {error}"
+                    if not self._come_back():
+                        break
+        except AuthenticationError as error:
             why = f"{type(error).__name__}: {error}"
         finally:
             self._end(why)
+
+    def _receive(self) -> None:
+        while True:
+            header, payload = self._connection.receive()
+            if header.get("notice") == "ping":
+                self._send({"op": "pong"})
+            elif "notice" in header:
+                self._tell(header)
+            else:
+                self._settle(header, payload)
+
+    def _come_back(self) -> bool:
+        """Connect again and ask again what has not been answered; no thread sends anything meanwhile."""
+        deadline = time.monotonic() + _RETURN_S
+        with self._send_lock:
+            self._connection.close()
+            while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:
+                try:
+                    connection = reopen(left_s)
+                    connection.send(self._hello | {"id": 0})
+                    answer, _ = connection.receive(limit_s=left_s)
+                    connection.sock.settimeout(None)
+                    if "error" in answer:
+                        connection.close()
+                        return False
+                    self._connection = connection
+                    return self._ask_again()
+                except AuthenticationError:
+                    return False
+                except (OSError, EOFError) as error:
+                    if isinstance(error.__cause__, ConnectionRefusedError):
+                        return False  # the launcher has gone
+                    time.sleep(_PAUSE_S)
+        return False
+
+    def _ask_again(self) -> bool:
+        with self._state_lock:
+            waiting = list(self._requests.values())
+        for request in waiting:
+            if request.question["op"] in _ONCE:
+                request.header = {"error": "lost", "message": "the connection to the launcher broke, and is back"}
+                request.done.set()
+            else:
+                self._connection.send(request.question, request.attachment)
+        return True
 
     def _settle(self, header: Header, payload: bytes) -> None:
         with self._state_lock:

@@ -44,7 +44,8 @@ RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets du
 
 REMOVED, ADDED = 1, 2  # what a notice tells, as flags
 # A process whose connection ended normally ends too, at once: longer than that means that it was cut off.
-LOST_LIMIT_S = 5.0
+# One that was cut off may come back before this.
+LOST_LIMIT_S = 10.0
 # A newcomer that is ready waits so long for others that are still loading.
 COMPANY_LIMIT_S = 10.0
 

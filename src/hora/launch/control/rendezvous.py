@@ -96,6 +96,7 @@ class Rendezvous(Table):
         self._next_worlds: dict[int, tuple[Parked, int]] = {}
         self._worlds: dict[int, World] = {}  # of this generation, by worker
         self._heard: dict[int, float] = {}  # worker -> when
+        self._notices: list[Header] = []  # of this generation
         self._given_up: set[int] = set()  # workers that have no place ever again, should they turn up
         self._reporting: dict[int, Peer] = {}  # worker -> the connection over which it tells how it does
         super().__init__((bind_address, 0), self._credentials_of, name="hora-rendezvous")
@@ -194,10 +195,17 @@ class Rendezvous(Table):
             why = f"worker {number} was given up by the launcher and its place is somebody else's"
             self._refuse(peer, header, why)
             return
-        peer.name, peer.number = str(header["name"])[:NAME_CHARACTERS], worker
+        name = str(header["name"])[:NAME_CHARACTERS]
+        if worker >= 0:
+            for other in self._server.peers:
+                if other is not peer and (other.number, other.name) == (worker, name):
+                    other.number = -1  # it has come back before we noticed that it was cut off: no loss
+        peer.name, peer.number = name, worker
         self._answer(peer, header["id"])
         if peer.number >= 0:
             self._events.joined(peer.number)
+            for notice in self._notices:  # which it may have missed
+                peer.send(notice)
 
     def _keys(self, peer: Peer, header: Header, payload: bytes) -> None:
         """Give a rank its keys in its world, which its own connection hides from all others."""
@@ -258,6 +266,7 @@ class Rendezvous(Table):
     def _publish(self, generation: int, worlds: dict[int, World]) -> None:
         self.generation, self._worlds = generation, worlds
         self._gone.clear()
+        self._notices.clear()
         self._failed = False
         for worker, (parked, after) in list(self._next_worlds.items()):
             if generation > after and (after >= 0 or worker in worlds):
@@ -279,6 +288,8 @@ class Rendezvous(Table):
             parked.answer({"world": world.to_env()})
 
     def _broadcast(self, notice: Header) -> None:
+        if "generation" in notice:
+            self._notices.append(notice)
         for peer in self._server.peers:
             peer.send(notice)
 
