@@ -75,7 +75,12 @@ class Referee:
         assert worker in self.published[world.generation]
 
     def obeyed(self, worker: int, operation: str, asked_at: float) -> None:
-        """The launcher does what a worker asked it for: nothing of the kind after it has given it up."""
+        """The launcher does what a worker asked it for: nothing of what it asks after it was given up.
+
+        What it asked for before takes effect when it was asked for, though the answer may come later: a value that a rank has
+        brought to a meeting counts there as if the rank had died right after, which nobody can tell apart. No generation has a
+        place for it after that (`publish`), and what it writes then is refused.
+        """
         if operation in ("gather", "keys", "next_world", "set", "get", "add", "delete"):
             since = self.given_up.get(worker)
             assert since is None or asked_at <= since, f"{operation} of worker {worker}, given up at {since:.3f}"

@@ -43,7 +43,7 @@ class Run:
         self.elastic = self.rng.random() < 0.8
         self.num_steps = self.rng.randint(3, 30)
         self.launcher = VirtualLauncher(self.simulation, self._process)
-        # How long a rank may be silent; without such a limit a rank that never runs again is waited for.
+        # How long a rank may be silent, whatever the others do.
         self.stall_shutdown_s = self.rng.choice([None, 30.0]) if self.elastic else None
         self.outcome = ""
 
@@ -98,9 +98,8 @@ class Run:
             case "cut":
                 victim.cut()
             case "stop":
-                victim.stopped_until = now + rng.choice(
-                    [1.0, 8.0, 60.0, 600.0 if self.stall_shutdown_s is None else 1e9]
-                )
+                # A job of a fixed size has no limit for a rank that never runs again.
+                victim.stopped_until = now + rng.choice([1.0, 8.0, 60.0, 1e9 if self.elastic else 600.0])
             case "silence":
                 self.network.silence(host, now + rng.choice([0.5, 5.0, 40.0]))
             case "hosts":

@@ -213,6 +213,22 @@ def test_silence_alone_is_tolerated_unless_a_limit_was_asked_for():
     assert (decision.workers, decision.failed) == ((0,), True)
 
 
+@pytest.mark.parametrize("other", [SUCCEEDED, READY])
+def test_a_worker_that_is_silent_for_ever_is_not_waited_for_by_those_that_finished_or_are_new(other):
+    """One that answers is: it may have a model to write, or commit once an epoch."""
+    limits = {"stuck_s": 50.0, "silent_s": 5.0}
+    members = workers(WORKING, other)
+    if other is READY:
+        members[1] = replace(members[1], generation=-1, first_generation=-1)
+    at_work = decide(facts(members, where="a:0-1", notified=True, limits=limits), 10**6)
+    assert at_work == Wait(None)
+    members[0] = replace(members[0], silent_since=100.0)
+    assert decide(facts(members, where="a:0-1", notified=True, limits=limits), 149) == Wait(150)
+    decision = decide(facts(members, where="a:0-1", notified=True, limits=limits), 150)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((0,), True)
+
+
 def test_nobody_is_stuck_as_long_as_nobody_waits():
     members = [replace(w, silent_since=0.0) for w in workers(WORKING, WORKING)]
     assert decide(facts(members, where="a:0-1"), 10**6) == Wait(None)

@@ -52,8 +52,9 @@ COMPANY_LIMIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`stuck_s`: how long a worker may go on alone while another one waits for it in vain; `silent_s`: the same for one
-    that does not even answer. `stall_shutdown_s`: how long a worker may be silent in any case (None: for ever)."""
+    """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer is
+    ready or another one has finished; `silent_s`: how long it may be silent while another one waits for it.
+    `stall_shutdown_s`: how long it may be silent in any case (None: for ever)."""
 
     num_proc: int
     min_num_proc: int
@@ -172,11 +173,18 @@ class ElasticPolicy:
         deadlines = []
         if silent is not None and limits.stall_shutdown_s is not None:
             deadlines.append(silent + limits.stall_shutdown_s)
+        if worker.generation != facts.generation or worker.state is not WorkerState.WORKING:
+            return min(deadlines, default=None)
         waiting = [w.since for w in facts.workers if w.generation == facts.generation and w.state is WorkerState.READY]
-        if waiting and worker.generation == facts.generation and worker.state is WorkerState.WORKING:
+        if waiting:
             deadlines.append(min(waiting) + limits.stuck_s)
             if silent is not None:
                 deadlines.append(max(min(waiting), silent) + limits.silent_s)
+        # Newcomers that are ready, and ranks that have finished, wait as long as it answers: it may not commit before the
+        # epoch's end, or have a model to write.
+        others = [w.since for w in facts.workers if w.state in (WorkerState.READY, WorkerState.SUCCEEDED)]
+        if others and silent is not None:
+            deadlines.append(max(min(others), silent) + limits.stuck_s)
         return min(deadlines, default=None)
 
     def _meanwhile(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:

@@ -1,0 +1,182 @@
+"""Processes of a simulation that may block: threads of which one runs at a time, when the simulation says so.
+
+What waits in the real classes (a `Condition`, a connection) hands over to the simulation and gets its turn back when its time
+has come. So everything still follows from the seed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from simulator import Simulation
+
+
+class KilledError(BaseException):
+    """The process is no more."""
+
+
+class Process:
+    """What its fibers have in common: `dead`, or stopped for a while."""
+
+    current: Process | None = None  # of which something happens now
+
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.simulation, self.name = simulation, name
+        self.dead = False
+        self.stopped_until = 0.0
+        self.fibers: list[Fiber] = []
+
+    def later(self, delay_s: float, function: Callable[[], None]) -> None:
+        """Call it then, or when the process runs again, unless it has ended."""
+
+        def run() -> None:
+            if self.dead:
+                return
+            if self.simulation.now < self.stopped_until:
+                self.later(self.stopped_until - self.simulation.now, function)
+            else:
+                before, Process.current = Process.current, self
+                try:
+                    function()
+                finally:
+                    Process.current = before
+
+        self.simulation.after(delay_s, run)
+
+    def end(self) -> None:
+        """Whatever it was doing, it does not go on."""
+        self.dead = True
+        for fiber in self.fibers:
+            fiber.end()
+
+
+class Fiber:
+    """One thread of a process; it begins soon."""
+
+    current: Fiber | None = None  # none: the simulation itself, and what happens in servers' threads
+
+    def __init__(self, process: Process, function: Callable[[], None]) -> None:
+        self.process, self._function = process, function
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._num_parked = 0
+        self.over = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        process.fibers.append(self)
+        process.later(process.simulation.rng.expovariate(1000.0), self._go_on)
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self.process.dead:
+                self._function()
+        except KilledError:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.over = True
+        self._back.release()
+
+    def _go_on(self) -> None:
+        if self.over:
+            return
+        before, Fiber.current = Fiber.current, self
+        self._turn.release()
+        self._back.acquire()
+        Fiber.current = before
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def end(self) -> None:
+        """Have it leave whatever it waits for. Not from within itself."""
+        if Fiber.current is not self:
+            self._go_on()
+
+    def park(self, delay_s: float | None) -> Callable[[], None]:
+        """Prepare to wait: what it gives ends the wait, as does the time. `pause` waits."""
+        self._num_parked += 1
+        mine = self._num_parked
+
+        def wake() -> None:
+            if self._num_parked == mine and not self.over:
+                self._num_parked += 1
+                self._go_on()
+
+        if delay_s is not None:
+            self.process.later(delay_s, wake)
+        return wake
+
+    def pause(self) -> None:
+        """Let the others run until woken."""
+        self._back.release()
+        self._turn.acquire()
+        if self.process.dead:
+            raise KilledError
+
+
+def pause(delay_s: float) -> None:
+    """Sleep, in a fiber."""
+    fiber = Fiber.current
+    assert fiber is not None
+    fiber.park(delay_s)
+    fiber.pause()
+
+
+class Condition:
+    """Stands for `threading.Condition`. Nobody is interrupted between two waits, so there is nothing to lock."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Process, Callable[[], None]]] = []
+
+    def __enter__(self) -> Condition:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def notify_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for process, wake in waiting:
+            process.later(process.simulation.rng.expovariate(5000.0), wake)
+
+    def wait(self, limit_s: float) -> None:
+        fiber = Fiber.current
+        assert fiber is not None, "a server's thread must not wait"
+        self._waiting.append((fiber.process, fiber.park(limit_s)))
+        fiber.pause()
+
+    def wait_for(self, holds: Callable[[], Any], limit_s: float) -> Any:
+        fiber = Fiber.current
+        assert fiber is not None, "a server's thread must not wait"
+        clock = fiber.process.simulation
+        deadline = clock.now + limit_s
+        while not (found := holds()) and clock.now < deadline:
+            self.wait(deadline - clock.now)
+        return found
+
+
+class Thread:
+    """Stands for `threading.Thread`."""
+
+    def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...] = (), **_: object) -> None:
+        self._run = lambda: target(*args)
+
+    def start(self) -> None:
+        assert Process.current is not None
+        Fiber(Process.current, self._run)
+
+
+class Pool:
+    """Stands for `ThreadPoolExecutor`: one after the other."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    map = staticmethod(map)

@@ -1,0 +1,402 @@
+"""The ranks of one world, in virtual time: the real hub, tree, agreement, planner and status, between virtual processes.
+
+What is played: sockets (`HubServer` stands for `hora.net.server.Server`, `connect` for `hora.net.connection.connect`), threads
+(`fibers`), the driver of a queue, and the transport, in which an operation is executed when all members have come to it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from fibers import Condition, Fiber, Process, pause
+from simulator import Network, Simulation
+
+from hora.engine.agree.tree import TreeAgreement
+from hora.engine.hub import Hub, HubEvents
+from hora.engine.plan import Planner
+from hora.engine.request import Kind, Signature
+from hora.engine.runtime import Runtime
+from hora.engine.status import WorldStatus
+from hora.engine.tree import Tree
+from hora.errors import HorovodInternalError
+from hora.net.server import Timer
+
+Message = tuple[dict[str, Any], bytes]
+GOODBYE_LIMIT_S = 2.0  # of `Runtime`
+SILENCE_LIMIT_S = 8.0  # of the hub's connections
+
+
+class End:
+    """One end of a connection, as `Peer` and as `Connection`: messages come in order, late, until it is cut."""
+
+    def __init__(self, process: Process, host: str, speaker: int, take: Callable[[End, Message | None], None]) -> None:
+        self.process, self.host, self.speaker, self._take = process, host, speaker, take
+        self.other: End
+        self.name, self.number, self.where = f"rank {speaker}", -1, host
+        self.open, self.drained = True, True
+        self._arrival = 0.0
+        self.network: Network
+
+    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        if self.open:
+            message = json.loads(json.dumps(header)), bytes(payload)
+            self.other.arrive(lambda: self.other.take(message))
+
+    def arrive(self, function: Callable[[], None]) -> None:
+        """After all that was sent before; later where the network is silent or the process is stopped."""
+        simulation = self.process.simulation
+        free = max(self.network.silent_until(self.host), self.network.silent_until(self.other.host), simulation.now)
+        self._arrival = max(self._arrival, free + simulation.rng.expovariate(500.0))
+        self.process.later(self._arrival - simulation.now, function)
+
+    def take(self, message: Message) -> None:
+        if self.open:
+            self._take(self, message)
+
+    def close(self) -> None:
+        """This end closes, and the other one sees it."""
+        if self.open:
+            self.open = False
+            self.other.arrive(self.other.ended)
+
+    def ended(self) -> None:
+        if self.open:
+            self.open = False
+            self._take(self, None)
+
+    # Of a `Connection`.
+
+    inbox: list[Message | None]
+    changed: Condition
+
+    def receive(self, *, limit_s: float) -> Message:
+        if not self.changed.wait_for(lambda: self.inbox, limit_s):
+            raise TimeoutError("no answer")
+        message = self.inbox.pop(0)
+        if message is None:
+            raise EOFError
+        return message
+
+    def __enter__(self) -> End:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class HubServer:
+    """Stands for `hora.net.server.Server` in one process."""
+
+    listening: dict[str, HubServer]  # of this run
+    network: Network
+
+    def __init__(self, hub: Hub, *, name: str, silence_limit_s: int, failed: Callable[[Exception], None]) -> None:
+        assert Fiber.current is not None
+        self._hub, self._rank = hub, Fiber.current.process
+        assert isinstance(self._rank, Rank)
+        self._next_call = 0.0
+        self._closed = False
+        self.ends: list[End] = []
+
+    def listen(self, where: str) -> None:
+        self.listening[where] = self
+
+    def start(self, credentials: object) -> None: ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        simulation = self._rank.simulation
+        self._next_call = max(self._next_call, simulation.now + simulation.rng.expovariate(5000.0))
+        self._rank.later(self._next_call - simulation.now, lambda: None if self._closed else function())
+
+    def call_at(self, deadline: float, function: Callable[[], None]) -> Timer:
+        timer = Timer(function)
+        late = max(deadline - self._rank.simulation.now, 0.0)
+        self._rank.later(late, lambda: None if self._closed else timer.run())
+        return timer
+
+    def accept(self, speaker: int) -> End:
+        end = End(self._rank, self._rank.host, speaker, self._take)
+        self.ends.append(end)
+        return end
+
+    def peer_at(self, end: End) -> End:
+        end._take = self._take
+        self.ends.append(end)
+        for message in end.inbox:
+            self._take(end, message)
+        return end
+
+    def serve(self, peer: End) -> None: ...
+
+    def _take(self, end: End, message: Message | None) -> None:
+        if self._closed:
+            return
+        if message is None:
+            self._hub.closed(end)  # type: ignore[arg-type]
+        else:
+            self._hub.message(end, *message)  # type: ignore[arg-type]
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        self._closed = True
+        for end in self.ends:
+            end.close()
+
+
+def connect(where: str, credentials: Rank, *, timeout_s: float, silence_limit_s: int) -> End:
+    """Stands for `hora.net.connection.connect`: a round trip, or an error."""
+    rank = credentials
+    server = HubServer.listening[where]
+    other, clock = server._rank, rank.simulation
+    silent = max(HubServer.network.silent_until(host) for host in (rank.host, other.host))
+    late = max(silent, other.stopped_until, clock.now) - clock.now + clock.rng.expovariate(300.0)
+    pause(min(late, timeout_s))
+    if other.dead or server.closed:
+        raise ConnectionRefusedError(where)
+    if late > timeout_s:
+        raise TimeoutError(where)
+    here = End(rank, rank.host, other.rank, lambda end, message: (end.inbox.append(message), end.changed.notify_all()))
+    here.inbox, here.changed = [], Condition()
+    there = server.accept(rank.rank)
+    here.other, there.other = there, here
+    here.network = there.network = HubServer.network
+    return here
+
+
+class Rank(Process):
+    """A process of the world, from its start to its end."""
+
+    def __init__(self, world: SimulatedWorld, rank: int, host: str) -> None:
+        super().__init__(world.simulation, f"rank {rank}")
+        self.world, self.rank, self.host = world, rank, host
+        self.executed: list[str] = []
+        self.announced: set[str] = set()
+        self.outcome = ""
+        self.agreement: TreeAgreement | None = None
+        self._early: list[tuple[int, dict[str, Any], bytes]] = []
+        self._farewells: list[Any] = []
+        self.num_in_flight = 0
+        self.process_sets = self
+        Fiber(self, self._live)
+
+    # The runtime's part.
+
+    _on_leaving = Runtime._on_leaving
+    _close_if_caught_up = Runtime._close_if_caught_up
+
+    def _on_agreeing(self, serial: int, rank: int, header: dict[str, Any], payload: bytes) -> None:
+        if self.agreement is None:
+            self._early.append((rank, header, payload))
+        else:
+            self.agreement.receive(rank, header, payload)
+        self._close_if_caught_up()  # type: ignore[misc]
+
+    def _on_lost(self, rank: int) -> None:
+        self.world.called_lost(self.rank, rank)
+        self._on_fault(f"rank {rank} was lost")
+
+    def _on_fault(self, text: str) -> None:
+        self.status.fault(text)
+        self.hub.stop_waiting(self.status.reason)
+
+    def _on_tick(self) -> None:
+        self._close_if_caught_up()  # type: ignore[misc]
+        if self.agreement is not None:
+            self.agreement.tick()
+
+    def lacks(self, rounds: dict[int, int]) -> bool:
+        return self.agreement is not None and self.agreement.num_delivered < rounds.get(1, 0)
+
+    def say_goodbye_if_idle(self) -> None:
+        if self.rank not in self.hub.goodbyes and not self.num_in_flight:
+            self.hub.leave(self.status.reason, self._rounds())
+
+    def _rounds(self) -> dict[int, int]:
+        return {} if self.agreement is None else {1: self.agreement.rounds}
+
+    # Its life.
+
+    def _live(self) -> None:
+        pause(self.simulation.rng.expovariate(2.0))
+        events = HubEvents(
+            lost=self._on_lost,
+            leaving=self._on_leaving,  # type: ignore[misc]
+            fault=self._on_fault,
+            agreeing=self._on_agreeing,
+            in_flight=lambda serial: [],
+            tick=self._on_tick,
+        )
+        self.hub = Hub(self.rank, self.world.size, events)
+        self.status = WorldStatus(self.rank, tell=self._tell, wake=lambda: None)
+        self.world.names[self.rank] = self.hub.name
+        try:
+            self._train()
+            self.outcome = "done"
+        except HorovodInternalError as error:
+            self.outcome = str(error)
+        except OSError as error:  # a neighbour that died before it was met
+            self.outcome = f"could not begin: {error!r}"
+            self._on_fault(self.outcome)
+            self._tell(self.outcome)
+        self._shut_down()
+
+    def _tell(self, text: str) -> None:
+        self.hub.report_fault(self.rank, text)
+
+    def _train(self) -> None:
+        world, tree = self.world, self.world.tree
+        self.hub.start(SimpleNamespace(of=None, towards=lambda rank: self))  # type: ignore[arg-type]
+        world.await_all_names()
+        parent = tree.parent(self.rank)
+        where = None if parent is None else (parent, world.names[parent])
+        self.hub.join(where, len(tree.children(self.rank)), limit_s=30.0)
+        found = self.hub.gather("numbers", b"%d" % self.rank, limit_s=120.0)
+        assert found == [b"%d" % rank for rank in range(world.size)]
+        self.hub.know(tree, world.names.__getitem__)
+        self.agreement = TreeAgreement(self.hub, 1, tree, range(world.size), cache_capacity=8)
+        early, self._early = self._early, []
+        for message in early:
+            self.agreement.receive(*message)
+        self.planner = Planner(range(world.size), fusion_threshold_bytes=2**20)
+        self.hub.gather("ready", b"1", limit_s=120.0)
+        for number, names in enumerate(world.program):
+            if (self.rank, number) == world.leaves:
+                return
+            pause(self.simulation.rng.expovariate(3.0))
+            self._step(self.simulation.rng.sample(names, len(names)))
+
+    def _step(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.status.check_open()
+            self.announced.add(name)
+            self.num_in_flight += 1
+            assert self.agreement is not None
+            self.agreement.announce(_signature(name), 0)
+            pause(self.simulation.rng.expovariate(200.0))
+        while not self.announced <= set(self.executed):
+            self._drive()
+
+    def _drive(self) -> None:
+        """One turn of an `OperationQueue`'s driver."""
+        assert self.agreement is not None
+        closing = self.status.closing
+        batches = self.agreement.poll(self.planner)
+        if batches is None:
+            self.status.guard()
+            if closing:
+                raise self.status.error()
+            self.agreement.wait()
+            return
+        for batch in batches:
+            assert batch.error is None, batch.error
+            for key in dict.fromkeys(part.key for part in batch.parts):
+                self._execute(key[1])
+
+    def _execute(self, name: str) -> None:
+        self.world.enter(self.rank, name)
+        while not self.world.all_came(name):
+            self.status.guard()
+            pause(0.02)
+        self.executed.append(name)
+        self.num_in_flight -= 1
+        if self.status.closing and not self.num_in_flight:
+            self.say_goodbye_if_idle()
+
+    def _shut_down(self) -> None:
+        """As `Runtime.shutdown`."""
+        text = f"Horovod has been shut down by rank {self.rank}"
+        self.num_in_flight = 0
+        self.status.close(text)
+        self.hub.leave(self.status.reason if self.status.broken else text, self._rounds())
+        if not self.status.broken:
+            self.hub.wait_for_goodbyes(GOODBYE_LIMIT_S)
+        self.hub.close()
+        self.world.log(f"rank {self.rank} ends: {self.outcome}")
+        self.dead = True
+
+    def kill(self) -> None:
+        self.world.log(f"rank {self.rank} dies")
+        self.outcome = self.outcome or "killed"
+        self.dead = True
+        hub = getattr(self, "hub", None)
+        for end in [] if hub is None else list(hub._server.ends):
+            end.close()
+        self.end()
+
+
+class SimulatedWorld:
+    """All ranks, what they are to do, and what may not be."""
+
+    def __init__(self, simulation: Simulation, network: Network) -> None:
+        rng = simulation.rng
+        self.simulation, self.network = simulation, network
+        hosts, self.size = [], 0
+        for number in range(rng.randint(1, 4)):
+            hosts.append(list(range(self.size, self.size + rng.randint(1, 2))))
+            self.size += len(hosts[number])
+        self.tree = Tree(hosts)
+        self.program = [[f"step {n} tensor {t}" for t in range(rng.randint(1, 3))] for n in range(rng.randint(2, 5))]
+        self.leaves = rng.choice([None, None, (rng.randrange(self.size), rng.randrange(len(self.program)))])
+        self.names: dict[int, str] = {}
+        self.harmed: set[int] = set()  # ranks of which others may say that they are lost
+        self.disturbed = False
+        self._order: list[str] = []  # in which operations are executed
+        self._came: dict[str, set[int]] = {}
+        self._num_come = [0] * self.size
+        self.ranks = [Rank(self, rank, f"host{number}") for number, host in enumerate(hosts) for rank in host]
+
+    def log(self, text: str) -> None:
+        self.simulation.log(text)
+
+    def await_all_names(self) -> None:
+        """The launcher's table tells every rank where the others are, and that one has died instead."""
+        while len(self.names) < self.size:
+            if any(rank.dead for rank in self.ranks):
+                raise HorovodInternalError("a rank has died before all had met")
+            pause(0.05)
+
+    def enter(self, rank: int, name: str) -> None:
+        """A rank comes to an operation: all in the same order, each once, and nothing that not all have announced."""
+        at = self._num_come[rank]
+        self._num_come[rank] += 1
+        if at == len(self._order):
+            self._order.append(name)
+        assert self._order[at] == name, f"rank {rank} executes {name!r} where others execute {self._order[at]!r}"
+        missing = [other.rank for other in self.ranks if name not in other.announced]
+        assert not missing, f"{name!r} was agreed on without ranks {missing}"
+        self._came.setdefault(name, set()).add(rank)
+
+    def all_came(self, name: str) -> bool:
+        return len(self._came[name]) == self.size
+
+    def called_lost(self, by: int, rank: int) -> None:
+        assert rank in self.harmed, f"rank {by} takes rank {rank} for lost, which nothing has happened to"
+
+    def judge(self) -> None:
+        """At the end."""
+        for rank in self.ranks:
+            assert rank.outcome, f"rank {rank.rank} has not ended"
+        if self.disturbed:
+            return
+        step = len(self.program) if self.leaves is None else self.leaves[1]
+        common = [name for names in self.program[:step] for name in names]
+        for rank in self.ranks:
+            assert set(common) <= set(rank.executed), f"rank {rank.rank} has not executed all that was agreed"
+            if self.leaves is None or rank.rank == self.leaves[0]:
+                assert rank.outcome == "done", (rank.rank, rank.outcome)
+            else:
+                assert rank.outcome == f"Horovod has been shut down by rank {self.leaves[0]}", rank.outcome
+
+
+def _signature(name: str) -> Signature:
+    kind = Kind.ALLREDUCE
+    return Signature(
+        int(kind), kind.name.lower(), name, dtypes=("float32",), shapes=((zlib.crc32(name.encode()) % 99,),)
+    )

@@ -1,0 +1,137 @@
+"""Ranks of one world under every kind of fault, in virtual time: the real hub and agreement (`simulated_world`).
+
+    python -m pytest tests/simulation/test_worlds.py --seed 4711     one again, exactly
+
+What must hold whatever happens: all ranks execute the same operations in the same order, none that a rank has not announced;
+without a fault all that was agreed is executed by all, and who is left behind by a rank that leaves is told by which; no rank
+is taken for lost to which nothing has happened; and every rank comes to an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from fibers import Condition, Pool, Thread
+from simulated_world import SILENCE_LIMIT_S, HubServer, SimulatedWorld, connect
+from simulator import Network, Simulation
+
+from hora.engine import hub, runtime, status
+from hora.engine.agree import tree
+from hora.engine.agree.tree import Collector
+
+LONGEST_RUN_S = 400.0  # of virtual time: longer than all limits together
+
+
+class Run:
+    """One world."""
+
+    def __init__(self, seed: int) -> None:
+        self.simulation, self.network = Simulation(seed), Network()
+        self.rng = self.simulation.rng
+
+    def to_the_end(self) -> None:
+        with self._in_this_world():
+            self.world = world = SimulatedWorld(self.simulation, self.network)
+            for _ in range(self.rng.choice([0, 0, 1, 1, 2, 3])):
+                self.simulation.after(self.rng.uniform(0.0, 8.0), self._fault)
+            try:
+                limit = self.simulation.now + LONGEST_RUN_S
+                ended = self.simulation.run_until(lambda: all(rank.dead for rank in world.ranks), limit)
+                assert ended, f"ranks {[rank.rank for rank in world.ranks if not rank.dead]} wait for ever"
+                world.judge()
+            finally:
+                for rank in world.ranks:
+                    rank.end()
+
+    def _fault(self) -> None:
+        world, rng, now = self.world, self.rng, self.simulation.now
+        alive = [rank for rank in world.ranks if not rank.dead]
+        if not alive:
+            return
+        victim, kind = rng.choice(alive), rng.choice(["kill", "stop", "silence", "cut"])
+        world.disturbed = True
+        self.simulation.log(f"fault: {kind} rank {victim.rank} of {victim.host}")
+        match kind:
+            case "kill":
+                world.harmed.add(victim.rank)
+                victim.kill()
+            case "stop":
+                victim.stopped_until = now + rng.choice([0.5, 3.0, 20.0, 60.0])
+            case "silence":
+                lasts_s = rng.choice([0.3, 4.0, 15.0])
+                self.network.silence(victim.host, now + lasts_s)
+                if lasts_s > SILENCE_LIMIT_S:
+                    ends = [end for end in self._ends() if (end.host == victim.host) != (end.other.host == victim.host)]
+                    self.simulation.after(SILENCE_LIMIT_S, lambda: self._cut(ends))
+            case "cut":
+                ends = self._ends()
+                self._cut([rng.choice(ends)] if ends else [])
+
+    def _ends(self) -> list:
+        return [end for rank in self.world.ranks if hasattr(rank, "hub") for end in rank.hub._server.ends if end.open]
+
+    def _cut(self, ends: Iterable) -> None:
+        for end in ends:
+            self.world.harmed |= {end.speaker, end.other.speaker}
+            end.process.later(self.rng.expovariate(100.0), end.ended)
+            end.other.process.later(self.rng.expovariate(100.0), end.other.ended)
+
+    @contextlib.contextmanager
+    def _in_this_world(self) -> Iterator[None]:
+        """The real modules, with another clock, server, network, and threads that take turns."""
+        HubServer.listening, HubServer.network = {}, self.network
+        clock = SimpleNamespace(monotonic=self.simulation.monotonic)
+        threads = SimpleNamespace(Condition=Condition, Thread=Thread)
+        chance = SimpleNamespace(token_hex=lambda num_bytes: f"{self.rng.getrandbits(8 * num_bytes):x}")
+        with contextlib.ExitStack() as stack:
+            for module in (hub, tree, status, runtime):
+                stack.enter_context(mock.patch.object(module, "time", clock))
+            for module in (hub, tree):
+                stack.enter_context(mock.patch.object(module, "threading", threads))
+            for name, other in {"Server": HubServer, "connect": connect, "secrets": chance}.items():
+                stack.enter_context(mock.patch.object(hub, name, other))
+            stack.enter_context(mock.patch.object(tree, "ThreadPoolExecutor", Pool))
+            yield
+
+
+def played(seed: int) -> Run:
+    """Run a seed; whatever goes wrong names it, and tells what happened."""
+    run = Run(seed)
+    try:
+        run.to_the_end()
+    except BaseException as error:
+        told = "\n".join(run.simulation.trace[-60:])
+        raise AssertionError(f"seed {seed}: {error!r}\n{told}") from error
+    return run
+
+
+def played_all(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        played(seed)
+
+
+def test_whatever_happens(request: pytest.FixtureRequest):
+    seed = request.config.getoption("--seed")
+    played_all(range(request.config.getoption("--seeds")) if seed is None else [seed])
+
+
+@pytest.mark.parametrize("rule", ["news stays where it comes", "one announcement is enough", "no goodbye"])
+def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
+    if rule == "news stays where it comes":
+        monkeypatch.setattr(hub.Hub, "_spread", lambda *_, **__: None)
+    elif rule == "one announcement is enough":
+        monkeypatch.setattr(Collector, "_complete", lambda *_: True)
+    else:
+        monkeypatch.setattr(runtime.Runtime, "_close_if_caught_up", lambda *_: None)
+        monkeypatch.setattr("simulated_world.Rank._close_if_caught_up", lambda *_: None)
+    with pytest.raises(AssertionError, match=r"seed \d+: "):
+        played_all(range(200))
+
+
+def test_a_seed_replays_exactly():
+    for seed in range(20):
+        assert played(seed).simulation.trace == played(seed).simulation.trace
