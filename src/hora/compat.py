@@ -46,7 +46,7 @@ def install() -> list[str]:
 
 
 def _session_variables() -> dict[str, str]:
-    """What scripts look up in the environment of a session. In a worker they are there already."""
+    """Return the variables that scripts look up in a session's environment. In a worker they are there already."""
     return {
         "CDSW_ENGINE_ID": new_id(),
         "CDSW_MASTER_ID": "",
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _prepare_path() -> None:
-    """What a session's image has: `python3` and `horovodrun` of this installation, and an `mpirun`."""
+    """Put on the PATH what a session's image has: `python3` and `horovodrun` of this installation, and an `mpirun`."""
     put_first_on_path(os.path.dirname(sys.executable))
     if shutil.which("mpirun") is None:
         put_first_on_path(str(Path(__file__).with_name("bin")))

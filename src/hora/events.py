@@ -1,4 +1,4 @@
-"""What happened, per tensor: the timeline, a Chrome trace that rank 0 writes.
+"""Per-tensor events: the timeline, a Chrome trace that rank 0 writes.
 
 Open the file in `chrome://tracing` or Perfetto. It is a JSON array that is valid at every moment: each write replaces
 the closing bracket. One "process" of the trace is one tensor. The engine's `Recorder` calls this; it knows nothing of requests.
@@ -82,7 +82,7 @@ class Timeline:
             self._write(events)
 
     def end(self, names: Sequence[str], facts: Sequence[dict[str, str]] | None = None) -> None:
-        """What began last ends; `facts` (dtype, shape) go with the operation's end."""
+        """End the innermost open activity; `facts` (dtype, shape) go with the operation's end."""
         with self._lock:
             events: list[dict[str, Any]] = []
             for index, name in enumerate(names):

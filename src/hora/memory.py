@@ -1,4 +1,4 @@
-"""How much memory there is: the machine's and, in a container, what its limit leaves of that. Linux only."""
+"""Amounts of memory: the machine's and, in a container, what its limit leaves of that. Linux only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CGROUP_FILES = (
 
 
 def total_bytes() -> int:
-    """What the machine has, or the container may use of it."""
+    """Return the machine's memory, or the container's limit."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit, _ in _CGROUP_FILES:
         with contextlib.suppress(OSError, ValueError):  # not in a container, or "max"
@@ -26,7 +26,7 @@ def total_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What the machine and, in a container, its limit have left."""
+    """Return the memory that the machine and, in a container, its limit have left."""
     meminfo = Path("/proc/meminfo").read_text()
     found = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
     for limit, used in _CGROUP_FILES:

@@ -1,4 +1,4 @@
-"""How Slurm writes lists in its variables: `tux[001-003,010],login1`, `2(x3),1`. Pure; called by `world`."""
+"""Parsers of the lists in Slurm's variables: `tux[001-003,010],login1`, `2(x3),1`. Pure; called by `world`."""
 
 from __future__ import annotations
 

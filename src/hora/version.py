@@ -18,5 +18,5 @@ def version() -> str:
 
 
 def horovod_version() -> str:
-    """What `horovodrun --version` says: Horovod's version first, as scripts read it, then Hora's."""
+    """Return the text of `horovodrun --version`: Horovod's version first, as scripts read it, then Hora's."""
     return f"{HOROVOD_BASELINE} (Hora {version()})"

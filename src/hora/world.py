@@ -1,4 +1,4 @@
-"""Who am I: a process's place in a job, read from the environment that some launcher prepared.
+"""This process's place in a job, read from the environment that some launcher prepared.
 
 `World.from_env` understands Hora / Horovod, torchrun, Open MPI / PMI and Slurm variables, in this order; with none of
 them a process is a world of one. This module and `config` are the only ones that read the environment.
@@ -37,7 +37,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPoint:
-    """Where the ranks of a world find one another.
+    """Meeting point of a world's ranks.
 
     `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the key of worker number `worker` is read from
     `secret_file`, or, where that is -1, a secret of all),

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where the workers' output goes.
+    """Destinations of the workers' output.
 
     `stdout` / `stderr`: streams (text or binary) that receive the lines; None is this process's own at the
     time of the run. `console=False` shows nothing there (files and log tails still get the lines).
@@ -47,7 +47,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run and where. Exactly one of `command` (an argv) and `function` is given.
+    """Description of a job: a program and its slots. Exactly one of `command` (an argv) and `function` is given.
 
     `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
     connection. `env` is what workers get besides their place in the world: local workers get exactly this,
@@ -111,7 +111,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
-    """How a worker process ended. Death by signal s is code 128 + s. `reason`: why it never ran, if so."""
+    """End of a worker process. Death by signal s is code 128 + s. `reason`: why it never ran, if so."""
 
     worker: int
     code: int
@@ -139,7 +139,7 @@ class HostLease(Protocol):
 
 
 class LaunchEvents(Protocol):
-    """Where a launcher reports. The controller implements it; every method may be called from any thread."""
+    """Interface to which a launcher reports. The controller implements it; every method may be called from any thread."""
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
         """Some bytes of a worker's `stdout` or `stderr`. Blocks when the reader is slow."""

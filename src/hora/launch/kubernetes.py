@@ -25,7 +25,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asks for. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job."""
+    """Request of the user. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job."""
 
     name: str
     image: str
@@ -78,7 +78,7 @@ def secret_command(request: Request) -> str:
 
 
 def manifests(kind: str, request: Request) -> list[Manifest]:
-    """What to apply, in order."""
+    """Return the manifests to apply, in order."""
     if kind not in KINDS:
         raise ValueError(f"the kind of manifest must be one of {', '.join(KINDS)}, but it is {kind!r}")
     made = {"job": _job, "jobset": _job_set, "trainjob": _train_job, "mpijob": _mpi_job}[kind](request)

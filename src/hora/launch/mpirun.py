@@ -43,7 +43,7 @@ _HOSTFILES = ("orte_default_hostfile", "prte_default_hostfile")
 
 @dataclass(kw_only=True)
 class MpiCommand:
-    """What an `mpirun` line asks for."""
+    """Parsed `mpirun` command line."""
 
     command: tuple[str, ...] = ()
     num_proc: int | None = None
@@ -145,7 +145,7 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _take_parameters(parsed: MpiCommand, parameters: Mapping[str, str]) -> None:
-    """What -mca says. Keys that tune MPI's own transports, which are not used, are dropped."""
+    """Take over the -mca parameters. Keys that tune MPI's own transports, which are not used, are dropped."""
     for key in _HOSTFILES:
         if key in parameters and not parsed.hosts:
             _hostfile(parsed, parameters[key])

@@ -351,7 +351,7 @@ class Options:
         return all_options()[name].default if value is None else value
 
     def without_effect(self) -> list[str]:
-        """What was asked for and changes nothing, with the reason, in words for the user."""
+        """List options that were given and change nothing, with the reason, in words for the user."""
         found: dict[str, list[str]] = {}
         for name, option in all_options().items():
             why = option.idle

@@ -88,7 +88,7 @@ def find_hosts(options: Options, environ: Mapping[str, str], nodes: Agents | Non
 
 
 def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | None = None) -> ElasticSpec:
-    """What the options ask of an elastic job. ValueError where it could never get over a failure."""
+    """Return an elastic job's limits according to the options. ValueError where it could never get over a failure."""
     from hora.launch.control.discovery import DiscoveryScript
     from hora.launch.control.elastic import ElasticSpec
     from hora.launch.control.elastic_policy import Limits

@@ -24,7 +24,7 @@ class Tail:
 
     @property
     def text(self) -> str:
-        """What is kept, from the start of a line if one starts there."""
+        """Return the kept text, from the start of a line if one starts there."""
         kept = bytes(self)
         if not self._complete:
             kept = kept.partition(b"\n")[2] or kept

@@ -1,4 +1,4 @@
-"""How a job is to be watched: from what the user asked for to the observer that the controller is given.
+"""Observation of a job: from what the user asked for to the observer that the controller is given.
 
 The one place of this room that knows `hora.watch`; it is imported when somebody wants to watch, and not before.
 """
@@ -37,7 +37,7 @@ class Watching:
         listen: str | None = None,
         record: str | None = None,
     ) -> Watching | None:
-        """What was asked for, by arguments, by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by Kubeflow's
+        """Read what was asked for by arguments, by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by Kubeflow's
         variables; None: nothing."""
         asked = environ.get("HORA_DASHBOARD", "")
         if page is None:

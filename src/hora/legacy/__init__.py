@@ -1,1 +1,1 @@
-"""What stands behind old Horovod names that are not part of training: small tools, environment, build check."""
+"""Implementation of old Horovod names that are not part of training: small tools, environment, build check."""

@@ -17,5 +17,5 @@ def dumps_base64(obj: Any, to_ascii: bool = True) -> Any:
 
 
 def loads_base64(encoded: str | bytes) -> Any:
-    """What `dumps_base64` was given. It unpickles, which can run any code."""
+    """Decode what `dumps_base64` encoded. It unpickles, which can run any code."""
     return cloudpickle.loads(base64.b64decode(encoded))

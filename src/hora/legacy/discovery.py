@@ -10,7 +10,7 @@ __all__ = ["FixedHosts", "HostDiscovery", "HostDiscoveryScript"]
 
 
 class HostDiscovery:
-    """Which hosts there are now, and the slots of each."""
+    """Interface that names the current hosts and the slots of each."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         raise NotImplementedError

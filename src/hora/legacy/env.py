@@ -72,7 +72,7 @@ def is_kubeflow_mpi() -> bool:
 
 
 class LSFUtils:
-    """Whether this is an LSF job. What else Horovod's class answers, only IBM's tools of one machine family know."""
+    """Detection of LSF jobs. What else Horovod's class answers, only IBM's tools of one machine family know."""
 
     @staticmethod
     def using_lsf() -> bool:

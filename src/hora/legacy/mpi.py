@@ -1,4 +1,7 @@
-"""What old code asks about MPI: whether one is installed, which one, and a class for annotations. Hora itself uses none."""
+"""Answers to old code's questions about MPI: whether one is installed, which one, and a class for annotations.
+
+Hora itself uses none.
+"""
 
 from __future__ import annotations
 

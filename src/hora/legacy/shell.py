@@ -82,7 +82,7 @@ def execute_quietly(command: str, env: Mapping[str, str] | None = None) -> tuple
 
 
 class _Running:
-    """What the launcher reports of the command. See `job.LaunchEvents`."""
+    """Events of the command, as the launcher reports them. See `job.LaunchEvents`."""
 
     def __init__(self, output: Output) -> None:
         self._output = output

@@ -1,4 +1,4 @@
-"""What `horovod.common.util` offers: which fronts and back ends exist, and tools that old scripts use.
+"""Implementation of `horovod.common.util`: which fronts and back ends exist, and tools that old scripts use.
 
 Not a place for Hora's own code: only `horovod.common.util` and `horovod.torch.mpi_ops` re-export it. It imports torch
 only when a question about torch is asked.

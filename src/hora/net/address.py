@@ -43,7 +43,8 @@ def _is_own(address: str) -> bool:
 
 
 def listening_address(hostname: str, *, one_host: bool) -> str:
-    """Where to listen, so that all who were told this name for us reach us, and nobody else more than can be helped.
+    """Return the address to listen on, so that all who were told this name for us reach us, and nobody else more
+    than can be helped.
 
     That is one address, but where the name does not tell which: it is that of a service in front of us, or it means
     loopback here and something else elsewhere. `one_host`: all of them are on this machine.

@@ -1,4 +1,4 @@
-"""Who is given which key, so that a host speaks for its own workers and ranks and for no others.
+"""Distribution of keys, so that a host speaks for its own workers and ranks and for no others.
 
     job's secret      the launcher's alone
     worker's key      one for each worker, for life: its host holds it, and it opens no door under another number
@@ -40,7 +40,7 @@ def world_secret(job_secret: bytes, epoch: str) -> bytes:
 
 
 def rank_keys(world: bytes, rank: int, towards: Sequence[int]) -> bytes:
-    """What to give to a rank: one key after the other."""
+    """Return a rank's keys, one after the other."""
     keys = [derived_secret(world, "shared"), _accepting(world, rank)]
     return b"".join([*keys, *(_from(_accepting(world, other), rank) for other in towards)])
 
@@ -69,7 +69,7 @@ class RankKeys:
 
     @classmethod
     def derived(cls, world: bytes, rank: int) -> RankKeys:
-        """Where every rank holds the world's secret."""
+        """Derive the keys from the world's secret, which every rank holds."""
         return cls(rank, lambda ranks: rank_keys(world, rank, ranks))
 
     def fetch(self, ranks: Sequence[int]) -> None:

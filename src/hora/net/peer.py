@@ -67,7 +67,7 @@ class Peer:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the calling thread is in the middle of `send`: this is a signal's handler, and what it waits for here
+        """Tell whether the calling thread is in the middle of `send`: this is a signal's handler, and what it waits for here
         comes when it has returned."""
         return self._sender == threading.get_ident()
 

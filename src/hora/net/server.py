@@ -46,7 +46,7 @@ _RECEIVE_BYTES = 256 * 1024
 
 
 class Handler(Protocol):
-    """What a server's owner implements. Called in the server's thread only."""
+    """Interface that a server's owner implements. Called in the server's thread only."""
 
     def message(self, peer: Peer, header: Header, payload: bytes) -> None:
         """An authenticated peer sent a message. One of `_MALFORMED` is raised: the peer is shown out."""

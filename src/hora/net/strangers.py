@@ -59,7 +59,7 @@ class WaitingRoom:
         return list(itertools.takewhile(lambda peer: peer.since + HANDSHAKE_LIMIT_S <= now, self._strangers))
 
     def oldest_of_the_crowd(self) -> Peer:
-        """Which one to show out: the oldest from where most come, so that a crowd harms itself."""
+        """Choose the peer to disconnect: the oldest from where most come, so that a crowd harms itself."""
         crowds = Counter(peer.host for peer in self._strangers)
         [(host, _)] = crowds.most_common(1)
         return next(peer for peer in self._strangers if peer.host == host)

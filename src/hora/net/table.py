@@ -221,7 +221,7 @@ class Table:
             parked.answer({}, value)
 
     def _obituary(self) -> str:
-        """How ranks went: not of all, should there be thousands, because a message's header is small."""
+        """Describe how ranks ended: not of all, should there be thousands, because a message's header is small."""
         told = [f"rank {rank} {how}" for rank, how in sorted(self._gone.items())]
         return "; ".join([*told[:_TOLD], f"and {len(told) - _TOLD} others"] if len(told) > _TOLD else told)
 

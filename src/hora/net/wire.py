@@ -81,7 +81,7 @@ def derived_secret(secret: bytes, purpose: str) -> bytes:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What both ends of a connection must hold: a secret, what it is for, and who is at the client's end.
+    """Credentials of both ends of a connection: a secret, what it is for, and who is at the client's end.
 
     The purpose (a job, the hub of a world, a session of workers) is part of every handshake, so that what was said in one
     place is worth nothing in another. `speaker`: the number of the worker or the rank whose key it is, where each has its own.
@@ -97,7 +97,7 @@ class Credentials:
 
     @property
     def begin(self) -> bytes:
-        """What a client says before Noise's first message."""
+        """Return a client's bytes before Noise's first message."""
         return _MAGIC + _SPEAKER.pack(self.speaker)
 
     def handshake(self, *, initiator: bool) -> Handshake:

@@ -1,4 +1,4 @@
-"""What an executor is made of: parameters, and the adapter that they describe. One for each kind of job."""
+"""Parts of an executor: parameters, and the adapter that they describe. One for each kind of job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Adapter", "BaseParams"]
 
 @dataclass
 class BaseParams:
-    """What a worker needs."""
+    """Resources of a worker."""
 
     cpus_per_worker: int = 1
     use_gpu: bool = False

@@ -1,4 +1,4 @@
-"""Which nodes a Ray cluster has, and how many workers fit on each: in all, whatever else runs there at the moment."""
+"""Nodes of a Ray cluster, and the number of workers that fit on each: in all, whatever else runs there at the moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the actors of a static executor go: in a placement group of their own, or in the one that the caller is in."""
+"""Placement of a static executor's actors: in a placement group of their own, or in the one that the caller is in."""
 
 from __future__ import annotations
 

@@ -64,5 +64,5 @@ class BaseHorovodWorker:
         return func(self.executable)
 
     def set_queue(self, queue: Any) -> None:
-        """Where `ray_logger.log` puts what it is given."""
+        """Set the queue of `ray_logger.log`."""
         ray_logger.configure(queue=queue)

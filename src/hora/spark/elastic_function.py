@@ -18,7 +18,7 @@ _ELASTIC_ROOM = "hora.torch.elastic"
 
 
 def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Whether `main(**kwargs)` drives an elastic loop. Functions of its own module that it names or is given count too."""
+    """Tell whether `main(**kwargs)` drives an elastic loop. Functions of its own module that it names or is given count too."""
     said = getattr(main, "elastic", None)
     if isinstance(said, bool):
         return said

@@ -1,4 +1,4 @@
-"""What a rank notices about itself, and how it tells the launcher."""
+"""Per-rank telemetry, and its way to the launcher."""
 
 from hora.telemetry.meters import Meter, Reading, meter, report
 from hora.telemetry.sample import PARTS, Report, Sample

@@ -1,4 +1,4 @@
-"""How long a script waits for its data: torch's DataLoader, metered. Only while somebody watches the job."""
+"""Time that a script waits for its data: torch's DataLoader, metered. Only while somebody watches the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How this machine is: processors, memory, shared memory, network, GPUs. Read from /proc and NVML, nothing installed.
+"""State of this machine: processors, memory, shared memory, network, GPUs. Read from /proc and NVML, nothing installed.
 
 One rank of each host reads it, every few seconds; what cannot be read is left out.
 """

@@ -96,7 +96,7 @@ class Meter:
         self.wait_s += blocked_s - moving_s
 
     def restart_step(self) -> None:
-        """What has passed since the last step is no part of the next one: an evaluation, a new world."""
+        """Leave the time since the last step out of the next one: an evaluation, a new world."""
         self._last_end = time.perf_counter()
 
     def stalled(self, ranks: Sequence[int]) -> None:
@@ -133,7 +133,10 @@ class Meter:
         return self._completed
 
     def take_metrics(self) -> dict[str, float]:
-        """What was reported since the last call, as numbers. A tensor becomes one here, not in the training thread."""
+        """Return the metrics reported since the last call, as numbers.
+
+        A tensor becomes one here, not in the training thread.
+        """
         taken, self._metrics = self._metrics, {}
         numbers = {}
         for name, value in taken.items():

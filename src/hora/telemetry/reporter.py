@@ -58,7 +58,7 @@ class Reporter:
             self._thread.join(2.0)
 
     def report(self) -> Report:
-        """What there is to say now."""
+        """Return the current report."""
         cpu_s, before = _cpu_s(), self._cpu_s
         self._cpu_s = cpu_s
         host: Mapping[str, Any] = {}
@@ -75,7 +75,7 @@ class Reporter:
         )
 
     def _waiting(self) -> tuple[str, float, tuple[int, ...]] | None:
-        """What the training thread is blocked in, if it has been for a while."""
+        """Return the operation that the training thread is blocked in, if it has been for a while."""
         blocked = self._meter.blocked
         if blocked is None:
             return None

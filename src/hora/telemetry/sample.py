@@ -1,4 +1,4 @@
-"""What a rank tells the launcher, once a second: a sample of its steps, and what else there is to say, in few bytes.
+"""Telemetry of a rank, once a second: a sample of its steps, and what else there is to say, in few bytes.
 
 Written by `reporter` on the ranks, read by whoever watches the job. Only numbers and short texts: a report that comes
 from a rank is decoded within limits and refused when it makes no sense.
@@ -51,7 +51,7 @@ class Sample(NamedTuple):
 
     @property
     def work_s(self) -> float:
-        """What the rank did by itself: the step without the time in which it could only wait or move data."""
+        """Return the rank's own work: the step without the time in which it could only wait or move data."""
         return max(self.step_s - self.wait_s - self.reduce_s, 0.0)
 
     @property

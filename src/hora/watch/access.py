@@ -1,4 +1,4 @@
-"""Who may look. Pure: the words of a request in, a refusal or nothing out.
+"""Access control of the page. Pure: the words of a request in, a refusal or nothing out.
 
 The token (256 bits) is in the fragment of the page's address, which browsers keep to themselves; the page sends it in a
 header. No cookie: another page cannot make the browser send the header (no CSRF), and other ports of this machine never
@@ -37,7 +37,7 @@ def new_token() -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a stranger is told, and no more."""
+    """Answer to a stranger."""
 
     status: int
     text: str
@@ -52,7 +52,7 @@ class Access:
     framed: bool = False
 
     def headers(self) -> dict[str, str]:
-        """What every answer says to the browser."""
+        """Return the headers of every answer."""
         ancestors = "http: https:" if self.framed else "'none'"
         return {**SECURITY_HEADERS, "Content-Security-Policy": _POLICY.format(ancestors=ancestors, style=style_hash())}
 

@@ -1,4 +1,4 @@
-"""Where the page is: the addresses it answers to, the one to print, and how this user's `hora top` finds it.
+"""Addresses of the page: the addresses it answers to, the one to print, and how this user's `hora top` finds it.
 
 Every live page also listens on a socket in the abstract namespace, which disappears with its process and asks the kernel
 who calls. Only the job's own user (and root) is told the address and the token there, so neither is ever in a file.
@@ -73,7 +73,7 @@ def _bracketed(host: str) -> str:
 
 
 def is_private(stream: Any) -> bool:
-    """Whether what is written there is seen by this user alone: a terminal, or a file that nobody else may read."""
+    """Tell whether a stream is seen by this user alone: a terminal, or a file that nobody else may read."""
     try:
         if stream.isatty():
             return True

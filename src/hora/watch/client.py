@@ -39,7 +39,7 @@ def choose_page(url: str | None) -> Page:
 
 
 def snapshots(page: Page) -> Iterator[dict[str, Any]]:
-    """What the page is told: everything first, then what has changed. Ends with the job. OSError, ValueError."""
+    """Yield the page's updates: everything first, then what has changed. Ends with the job. OSError, ValueError."""
     connection, answer = _request(page, "GET", "/api/stream")
     try:
         while line := answer.readline():

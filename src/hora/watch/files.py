@@ -15,7 +15,7 @@ _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "timeline.js", "page.js")
 
 
 class File(NamedTuple):
-    """What anybody who asks for a path gets."""
+    """Content served at a path."""
 
     body: bytes
     content_type: str

@@ -119,12 +119,12 @@ class Grid:
         return sums[index] / counts[index] if counts[index] else None
 
     def cell(self, rank: int, index: int) -> Sample | None:
-        """What a rank did in a bin; None when it ended no step there."""
+        """Return a rank's sample of a bin; None when it ended no step there."""
         row = self._rows.get(rank)
         return None if row is None else row.cell(index)
 
     def column(self, index: int) -> dict[int, Sample]:
-        """What the ranks did in a bin."""
+        """Return the ranks' samples of a bin."""
         return {rank: cell for rank, row in self._rows.items() if (cell := row.cell(index)) is not None}
 
     def _halve(self) -> None:

@@ -32,7 +32,7 @@ _SINGLE = frozenset({"host", "origin", "authorization", "content-length"})
 
 
 class BadRequest(Exception):  # noqa: N818 - it is the name of status 400
-    """What was sent is not a request, or not one of ours."""
+    """Raised for bytes that are no request, or not one of ours."""
 
 
 @dataclass(frozen=True)

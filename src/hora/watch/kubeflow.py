@@ -34,7 +34,7 @@ _log = logging.getLogger("hora.watch")
 
 @dataclass(frozen=True, kw_only=True)
 class Controller:
-    """Where reports go, and the files with what proves who is who."""
+    """Address of the reports, and the files that authenticate both ends."""
 
     host: str
     port: int
@@ -74,8 +74,10 @@ class Controller:
 
 
 def status(run: Run) -> dict[str, Any]:
-    """What Kubeflow calls the trainer's status. How far it is only where the fit loop, or the script, says how many steps there
-    will be."""
+    """Return what Kubeflow calls the trainer's status.
+
+    Progress is in it only where the fit loop, or the script, says how many steps there will be.
+    """
     metrics = run.latest_metrics()
     step, total = run.progress()
     part = step / total if total else None

@@ -1,4 +1,4 @@
-"""Who is late, by how much, in which part of the step, since when. Pure: samples in, a finding out.
+"""Detection of late ranks: by how much, in which part of the step, since when. Pure: samples in, a finding out.
 
 A rank that is late at the collectives waits for nobody there; the others wait for it. So lateness is read from how long
 each rank *waited*, by its own clock, and no two clocks are compared. What a rank does between the collectives is its
@@ -97,7 +97,7 @@ def find_stragglers(
 
 
 def _between(recent: Mapping[int, Sequence[Timed]], begin: float, end: float) -> dict[int, Sample]:
-    """What each rank did in this time, where it ended at least one step."""
+    """Return each rank's sample of this time, where it ended at least one step."""
     sums = {rank: added([s for at, s in samples if begin < at <= end]) for rank, samples in recent.items()}
     return {rank: sample for rank, sample in sums.items() if sample.num_steps}
 
@@ -136,7 +136,7 @@ def _since(rank: int, recent: Mapping[int, Sequence[Timed]], now: float) -> floa
 
 
 def _excess(sample: Sample, others: Sequence[Sample]) -> dict[str, float]:
-    """How the additional time is distributed over the parts of a step."""
+    """Distribute the additional time over the parts of a step."""
     more = {}
     for part in _OWN_PARTS:
         index = PARTS.index(part)

@@ -37,7 +37,7 @@ _log = logging.getLogger("hora.watch")
 
 
 class Job(Protocol):
-    """What the page may do to the job. Any thread."""
+    """Operations of the page on the job. Any thread."""
 
     def ask(self, question: Mapping[str, Any], worker: int | None = None) -> None:
         """Send a question to one worker, or to all."""

@@ -332,7 +332,7 @@ class Run:
         return step, max((place.total_steps for place in self.places.values()), default=0)
 
     def latest_metrics(self) -> dict[str, float]:
-        """What the training reported last, by name."""
+        """Return the training's latest metrics, by name."""
         bins = range(self.grid.num_used - 1, -1, -1)
         found = {
             name: next((v for i in bins if (v := self.grid.metric(name, i)) is not None), None)

@@ -49,7 +49,7 @@ _log = logging.getLogger("hora.watch")
 
 
 class Controls(Protocol):
-    """What the page may do to a job. Called in the server's thread: implementations only pass it on."""
+    """Operations of the page on a job. Called in the server's thread: implementations only pass it on."""
 
     def stacks(self) -> None:
         """Ask every rank for its stacks."""
@@ -357,7 +357,7 @@ class Server:
 
 
 class _Sent:
-    """What the viewers have been told, so that they are told only what is new."""
+    """State that the viewers already have, so that they are sent only what is new."""
 
     def __init__(self) -> None:
         self._head = ""

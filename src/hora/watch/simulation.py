@@ -72,7 +72,7 @@ class Simulation:
         }
 
     def entries(self, duration_s: float) -> Iterator[Entry]:
-        """What happens until `duration_s` has passed. Can be called again to go on."""
+        """Yield the events until `duration_s` has passed. Can be called again to go on."""
         if self._clock == 0.0:
             yield self._world(0)
             for worker in self._workers:

@@ -1,4 +1,4 @@
-"""What the page gets to see of a run, as plain values for JSON: everything once, then what has changed.
+"""View of a run for the page, as plain values for JSON: everything once, then what has changed.
 
 `head` is what is true now (small, sent again when it changes), `columns` are bins of the grid, `lines` and `events` only
 ever grow. Nothing here is HTML and nothing may become it: the page puts every text into the document as text.
@@ -178,7 +178,7 @@ def _own_ms(cell: Sample) -> float:
 
 
 def _mean_parts_ms(column: Mapping[int, Sample]) -> list[float | None]:
-    """Where a step goes, as means over the ranks."""
+    """Return the time of each part of a step, as means over the ranks."""
     if not column:
         return [None] * len(PARTS)
     sums = [0.0] * len(PARTS)

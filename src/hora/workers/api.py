@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StopResponse:
-    """What callers read of the answer to a stop request."""
+    """Subset of the answer to a stop request that callers read."""
 
     id: str
     status_code: int

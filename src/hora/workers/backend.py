@@ -1,4 +1,4 @@
-"""What a session needs of the place where its workers run: this machine (`LocalWorkers`, here) or Spark (`spark_backend`)."""
+"""Interface to the place where a session's workers run: this machine (`LocalWorkers`, here) or Spark (`spark_backend`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class PlannedWorker:
 
 
 class Backend(Protocol):
-    """How a worker ended comes through `LaunchEvents`; the session then calls `release` and `clear_up`."""
+    """Place where workers run.
+
+    The end of a worker comes through `LaunchEvents`; the session then calls `release` and `clear_up`.
+    """
 
     def settle(self, n: int) -> None:
         """Wait until it is known whether `n` more workers fit. The session's lock is not held."""
@@ -52,7 +55,7 @@ class Backend(Protocol):
         """End those of these workers that run here: SIGTERM, SIGKILL after the grace time. Does not wait."""
 
     def release(self, worker: str) -> None:
-        """What was set aside is free again."""
+        """Free what was set aside for a worker."""
 
     def clear_up(self, number: int) -> None:
         """End what a worker that has ended has left behind. Does not wait."""

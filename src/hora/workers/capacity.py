@@ -1,4 +1,4 @@
-"""What a machine can give to workers, and what it has given. Pure: the session asks before it starts anything.
+"""Capacity of a machine for workers, total and given. Pure: the session asks before it starts anything.
 
 Cores are counted as fractions and bound as whole ones; GPUs are never shared. What does not fit is refused in words; cores
 can be shared instead, which `fair_share` decides before anything is granted.
@@ -19,7 +19,7 @@ class Refused(ValueError):  # noqa: N818 - an answer, not a crash
 
 @dataclass(frozen=True, kw_only=True)
 class Grant:
-    """What one worker may use."""
+    """Resources of one worker."""
 
     cpu: float
     memory_gib: float
@@ -29,7 +29,7 @@ class Grant:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What there is. `gpus` are the ids that CUDA_VISIBLE_DEVICES takes."""
+    """Resources of a machine. `gpus` are the ids that CUDA_VISIBLE_DEVICES takes."""
 
     cores: tuple[int, ...]
     memory_gib: float
@@ -72,7 +72,7 @@ class Capacity:
         )
 
     def fair_share(self, n: int, cpu: float) -> float:
-        """How many cores each of `n` workers gets that ask for `cpu`: those, or what is free divided by `n`, and a core at
+        """Return the cores of each of `n` workers that ask for `cpu`: those, or what is free divided by `n`, and a core at
         least, which it then shares with others."""
         return cpu if n * cpu <= self.free_cores + 1e-9 else min(cpu, max(self.free_cores / n, 1.0))
 

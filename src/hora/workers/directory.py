@@ -1,4 +1,4 @@
-"""How a session of workers is found by other processes of its user: by its folder.
+"""Directory in which other processes of a user find a session of workers: by its folder.
 
 A session that wants to be found listens at a local socket named after the user and the folder. A random key for it lies
 in its memory, where processes of the same user read it through /proc if they can see the session's process: no other
@@ -104,7 +104,7 @@ def _own_processes() -> list[int]:
 
 
 def _published(pid: int, label: str) -> tuple[str, str] | None:
-    """What this process has published under this label."""
+    """Return what a process has published under this label."""
     folder = f"/proc/{pid}/fd"
     try:
         for number in os.listdir(folder):

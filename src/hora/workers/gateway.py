@@ -1,4 +1,4 @@
-"""How other processes reach a session: workers that launch workers, and the `hora workers` command.
+"""Access of other processes to a session: workers that launch workers, and the `hora workers` command.
 
 The gateway listens on an abstract local socket, which exists in no file system and vanishes with the session. It answers
 processes of the same user (or root) that prove to hold the session's key; a client makes sure of both as well, because

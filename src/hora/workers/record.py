@@ -35,7 +35,7 @@ def _iso(moment: float | None) -> str | None:
 
 @dataclass
 class Record:
-    """What the session knows of one worker."""
+    """Record of one worker."""
 
     id: str
     index: int

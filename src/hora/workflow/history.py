@@ -1,4 +1,4 @@
-"""What happened in training: means of loss and metrics over batches and ranks, and one flat record per epoch.
+"""History of a training: means of loss and metrics over batches and ranks, and one flat record per epoch.
 
 Made by `fit`; read by checkpoints, plots and people.
 """

@@ -1,4 +1,4 @@
-"""What a training minimises and reports: a batch's loss and metrics. Asked by `step`, for training and validation.
+"""Objective of a training: a batch's loss and metrics. Asked by `step`, for training and validation.
 
 `Objective` is what a step needs. Two follow it: `Supervised` here, for `fit` (one loss of outputs and target), and the Spark
 estimator's, which has a loss and metrics for each label column.
@@ -36,7 +36,7 @@ class Scored:
 
 
 class Objective(Protocol):
-    """How a batch is scored."""
+    """Scoring of a batch."""
 
     @property
     def names(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""What a person sees while training: a bar in a terminal or notebook, lines in a log; and where else the numbers go
+"""Progress of a training, for a person: a bar in a terminal or notebook, lines in a log; and where else the numbers go
 (TensorBoard, MLflow). Rank 0 only.
 
 Uses tqdm where it is installed and the output is a terminal or a notebook. `fit` drives it.

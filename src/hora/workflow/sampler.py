@@ -1,4 +1,4 @@
-"""Which rows this rank sees, and loaders made of them. Used by `fit`'s callers; `fit` only calls `set_epoch`.
+"""Sharding of rows over ranks, and loaders made of the shards. Used by `fit`'s callers; `fit` only calls `set_epoch`.
 
 Unlike torch's DistributedSampler it asks for rank and size when iterated, and for validation it neither
 repeats nor drops a row, so that a metric over all ranks is exact.
@@ -18,7 +18,7 @@ __all__ = ["Loaders", "ShardSampler", "TensorLoader", "make_loaders"]
 
 
 class Loaders(NamedTuple):
-    """What `fit` trains on, and what it validates on (or None)."""
+    """Loaders that `fit` trains on and validates on (or None)."""
 
     train: Any
     valid: Any = None

@@ -35,7 +35,7 @@ class Schedule:
             raise ValueError(f"decay must be none, cosine or steps, but it is {self.decay!r}")
 
     def factor(self, epoch: float, *, epochs: int, size: int) -> float:
-        """What the learning rate is multiplied with at a moment (`epoch` 2.5: halfway through the third)."""
+        """Return the factor of the learning rate at a moment (`epoch` 2.5: halfway through the third)."""
         scale = float(size) if self.scale is None else self.scale
         if epoch < self.warmup_epochs:
             return 1.0 + (scale - 1.0) * epoch / self.warmup_epochs

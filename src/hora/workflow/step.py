@@ -25,7 +25,7 @@ _DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to take a step.
+    """Settings of a step.
 
     `precision`: of the forward pass; weights stay as they are, and float16 comes with loss scaling.
     `accumulate`: batches per optimizer step. `clip_norm`: the longest gradient, over all parameters, after

@@ -1,4 +1,4 @@
-"""What a training function can call to speak to the driver. Re-exports only."""
+"""Functions with which a training speaks to the driver. Re-exports only."""
 
 from __future__ import annotations
 

@@ -152,7 +152,10 @@ def _examine(names: list[str], ssh: Ssh) -> int:
 
 
 def _own_address(remote: list[str], ssh: Ssh) -> str:
-    """Where the remote hosts reach us. Loopback if there are none, or none is known: ssh will say so, host by host."""
+    """Return the address at which the remote hosts reach us.
+
+    Loopback if there are none, or none is known: ssh will say so, host by host.
+    """
     try:
         return reachable_address(remote, ssh)
     except RuntimeError:

@@ -31,7 +31,7 @@ class Finding:
 
 
 def host_findings(facts: Facts) -> list[Finding]:
-    """What one host's facts mean."""
+    """Judge one host's facts."""
     found = [_python(facts), _torch(facts), _foreign(facts), _memory(facts), _native(facts), _gpus(facts)]
     if facts["open_files"] < _LEAST_OPEN_FILES:
         found.append(

@@ -1,4 +1,4 @@
-"""What one host has: facts, no judgement. Runs as `python -m hora.cli.doctor.probe` on the host, by ssh or here.
+"""Facts about one host, without judgement. Runs as `python -m hora.cli.doctor.probe` on the host, by ssh or here.
 
 It prints one JSON line of facts, which name a port where it listens; then it reads one JSON line, a list of
 `[address, port]`, and prints a second one, which of these it could connect to (null, or the error). Standard

@@ -1,4 +1,4 @@
-"""What the image classifier can be told. Its command-line flags are made from these fields: none is typed twice."""
+"""Options of the image classifier. Its command-line flags are made from these fields: none is typed twice."""
 
 from __future__ import annotations
 

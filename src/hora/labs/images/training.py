@@ -36,7 +36,7 @@ __all__ = ["ImageRun", "measure", "pick_device", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRun:
-    """What a run gives back to the program that launched it."""
+    """Result of a run for the program that launched it."""
 
     accuracy: float
     history: History

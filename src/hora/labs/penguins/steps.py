@@ -64,7 +64,7 @@ _SPECIES_CODES = {"0": "Adelie", "1": "Gentoo", "2": "Chinstrap"}
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What may be chosen: the seed of the split, its size, and how often training rows are repeated."""
+    """Options of the preparation: the seed of the split, its size, and how often training rows are repeated."""
 
     seed: int = 0
     train_fraction: float = 0.7
@@ -122,7 +122,7 @@ def package_csv() -> Path:
 
 
 def lab_names(header: Iterable[str], source: str) -> dict[str, str]:
-    """Which column of a file is which column of the lab: {file's name: lab's name}."""
+    """Map a file's columns to the lab's: {file's name: lab's name}."""
     found = {name: _PACKAGE_NAMES.get(name.strip().lower(), name.strip()) for name in header}
     chosen = {name: lab for name, lab in found.items() if lab in COLUMNS}
     missing = [lab for lab in COLUMNS if lab not in chosen.values()]

@@ -27,7 +27,7 @@ __all__ = ["PenguinRun", "features_of", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class PenguinRun:
-    """What a training run gives back: numbers and arrays only, so that it travels anywhere."""
+    """Result of a training run: numbers and arrays only, so that it travels anywhere."""
 
     history: History
     num_ranks: int
@@ -71,7 +71,7 @@ def train(
 
 
 def features_of(data: Penguins) -> tuple[Feature, ...]:
-    """How an observation in millimetres and grams becomes the network's input."""
+    """Describe how an observation in millimetres and grams becomes the network's input."""
     island, *numbers = FEATURES
     return (
         Feature(name=island, categories=data.islands),

@@ -36,7 +36,7 @@ _BYE_LIMIT_S = 20.0
 
 
 def credentials(secret: bytes) -> Credentials:
-    """What an agent proves to hold, and the controller to it."""
+    """Return the credentials that an agent and the controller prove to one another."""
     return Credentials(derived_secret(secret, "hora nodes"), "nodes")
 
 
@@ -278,7 +278,7 @@ class _Node:
 
 
 class _Orders(io.RawIOBase):
-    """What is written for a supervisor goes to its agent."""
+    """Stream whose writes, meant for a supervisor, go to its agent."""
 
     def __init__(self, peer: Peer | None) -> None:
         super().__init__()

@@ -163,7 +163,7 @@ class _Agent:
         return self._status
 
     def _forward(self) -> None:
-        """What the supervisor says goes to the controller, until it says no more, or should have ended."""
+        """Forward the supervisor's messages to the controller, until it says no more, or should have ended."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         streams = {self._process.stdout.fileno(): "out", self._process.stderr.fileno(): "err"}
@@ -258,7 +258,7 @@ class _Agent:
             return wait_or_kill(self._process, _GRACE_S)
 
     def _close_stdin(self) -> None:
-        """Which the supervisor takes for the end of its launcher."""
+        """Close the supervisor's input, which it takes for the end of its launcher."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

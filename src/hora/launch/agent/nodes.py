@@ -111,7 +111,10 @@ def _secret(options: Options) -> bytes:
 
 
 def _meeting_address(place: Place) -> tuple[str, int]:
-    """Where the first node listens. A name that is this machine's only to itself (127.0.1.1) is none that others reach."""
+    """Return the address at which the first node listens.
+
+    A name that is this machine's only to itself (127.0.1.1) is none that others reach.
+    """
     own = [found for found in address.resolve(place.host) if address.is_local(found)]
     literal = place.host in own
     usable = [found for found in own if literal or not found.startswith("127.")]

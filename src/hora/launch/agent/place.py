@@ -1,4 +1,4 @@
-"""Which node of a job this is, from flags or from the variables of the platform that started an agent on every node. Pure.
+"""This node's place in a job, from flags or from the variables of the platform that started an agent on every node. Pure.
 
 Flags come first, then the first platform whose variables are there; one that has set only some of them is an error that names
 the missing one. Called by `nodes`.
@@ -19,7 +19,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the platform may leave to us to find out."""
+    """Facts about this machine that the platform may leave to us to find out."""
 
     hostname: str
     num_cores: int

@@ -92,7 +92,7 @@ def allocation(options: Options, environ: Mapping[str, str]) -> Allocation | Non
 
 
 def _suffixes(environ: Mapping[str, str]) -> list[str]:
-    """What Slurm puts behind its variables' names: nothing, or the number of a heterogeneous job's component."""
+    """Return the suffixes of Slurm's variable names: nothing, or the number of a heterogeneous job's component."""
     size = environ.get("SLURM_HET_SIZE", "")
     return [f"_HET_GROUP_{number}" for number in range(int(size))] if size.isdecimal() and int(size) > 1 else [""]
 
@@ -138,7 +138,7 @@ def _slots(nodes: list[str], counts: list[tuple[int, int]], num_proc: int | None
 
 
 def _node_addresses(name: str) -> list[str]:
-    """What Slurm knows of a node whose name is not in the name service."""
+    """Ask Slurm for the addresses of a node whose name is not in the name service."""
     try:
         shown = subprocess.run(
             ["scontrol", "--oneliner", "show", "node", name],

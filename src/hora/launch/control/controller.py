@@ -133,7 +133,7 @@ class _Controller:
                         self._change(decision, now)
 
     def _change(self, decision: Decision, now: float) -> None:
-        """What only elastic jobs decide."""
+        """Carry out decisions of elastic jobs."""
         from hora.launch.control.elastic_policy import End, Notify, Publish, Start, WriteOff
 
         match decision:

@@ -1,4 +1,4 @@
-"""Which hosts there are: a fixed list, or what a script says, asked again and again. Asked by `elastic`.
+"""Host discovery: a fixed list, or what a script says, asked again and again. Asked by `elastic`.
 
 The script is a shell command, as Horovod's users write it: one `host` or `host:slots` a line. A thread runs it and
 reports changes. It may take its time; the job does not wait for it.
@@ -48,7 +48,7 @@ def parse_discovered(text: str, default_slots: int | None) -> list[HostInfo]:
 
 
 class HostWatch(Protocol):
-    """What knows which hosts there are: a script, the tasks of a Spark stage."""
+    """Source of the current hosts: a script, the tasks of a Spark stage."""
 
     def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
         """Call `changed`, in any thread, with each list of hosts that differs from the one before."""
@@ -98,7 +98,7 @@ class DiscoveryScript:
                 changed(found)
 
     def ask(self) -> list[HostInfo]:
-        """What it says now. RuntimeError when it fails, ValueError when it cannot be understood."""
+        """Run the script and return its hosts. RuntimeError when it fails, ValueError when it cannot be understood."""
         with self._lock:
             if self._stop.is_set():
                 return []

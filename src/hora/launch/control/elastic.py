@@ -1,4 +1,4 @@
-"""What only a job whose size changes has: its limits, and hosts that come, go, or are out for a while.
+"""State of a job whose size changes: its limits, and hosts that come, go, or are out for a while.
 
 Made by `start` and the Spark side, used by the controller.
 """

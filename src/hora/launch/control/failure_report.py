@@ -1,4 +1,4 @@
-"""How a worker's failure is told: the texts and the exception that the caller of a job gets. Called by the controller."""
+"""Reports of a worker's failure: the texts and the exception that the caller of a job gets. Called by the controller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def signal_text(code: int) -> str:
 def job_failed(
     failure: Failure, *, name: str, rank: int | None, preface: str, report: ErrorReport | None, tail: str
 ) -> JobFailedError:
-    """What to raise in the caller's thread. `name`: what the process is called; `tail`: the end of its output."""
+    """Return the exception to raise in the caller's thread.
+
+    `name`: what the process is called; `tail`: the end of its output.
+    """
     told = _message(name, failure, report, tail)
     error = JobFailedError(
         f"{preface}\n{told}" if preface else told,
@@ -40,7 +43,7 @@ def job_failed(
 
 
 def _message(name: str, failure: Failure, report: ErrorReport | None, tail: str) -> str:
-    """What the caller is told of the process that failed first."""
+    """Compose the message about the process that failed first."""
     parts = [
         "Horovod detected that one or more processes exited with non-zero status. The first one to fail was:",
         f"Process name: {name}",

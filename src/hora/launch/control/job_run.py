@@ -37,7 +37,7 @@ _INTERRUPTIBLE_S = 3600.0
 
 
 class News(Protocol):
-    """What happens to a worker. The controller implements it; called in its own thread, while it waits."""
+    """Events of a worker. The controller implements it; called in its own thread, while it waits."""
 
     def on_start(self, worker: int) -> None:
         """Its process runs."""

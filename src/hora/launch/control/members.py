@@ -84,7 +84,7 @@ def assign(workers: Sequence[Worker]) -> dict[int, Slot]:
 
 
 def provisional(host: str, slot: int, num_slots: int) -> Slot:
-    """What a newcomer knows of its place before a generation has one for it: the device that will be its own."""
+    """Return a newcomer's place before a generation has one for it: the device that will be its own."""
     return Slot(
         hostname=host,
         rank=0,

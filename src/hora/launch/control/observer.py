@@ -27,7 +27,7 @@ _log = logging.getLogger("hora.launch")
 
 
 class Observer(Protocol):
-    """What an observer implements. Called in any thread: implementations only take note."""
+    """Interface of an observer. Called in any thread: implementations only take note."""
 
     def world(self, generation: int, places: list[tuple[int, int, str]]) -> None:
         """A world was formed: (worker, rank, host) of everybody in it."""
@@ -134,7 +134,7 @@ class Observed:
 
 
 def facts_of(job_id: str, *, title: str, command: Sequence[str] = (), elastic: bool = False) -> dict[str, Any]:
-    """What an observer is told about a job when it begins."""
+    """Return the facts that an observer gets when a job begins."""
     return {
         "id": job_id,
         "title": title or _title(command),

@@ -1,4 +1,4 @@
-"""What to do next in a job: the facts, the decisions, and the policy of a job that never changes size.
+"""Policy of a job: the facts, the decisions, and the policy of a job that never changes size.
 
 Pure: no process, no clock, no socket. The controller collects the facts, asks its policy and acts. A worker keeps its
 number for life; a generation gives some of them ranks. Jobs of a fixed size have one generation; what jobs do whose
@@ -109,7 +109,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What has happened. `workers` in order of their numbers; `failures` of this generation in the order in which they
+    """Events of a job so far. `workers` in order of their numbers; `failures` of this generation in the order in which they
     were seen, one for each worker at most. `begun_at`: when the first generation was started.
 
     Only elastic jobs have the rest. `hosts`: slots that may be used now, by host; `barred`: hosts that are out for a
@@ -130,7 +130,7 @@ class Facts:
 
 
 class Decision:
-    """What the controller is to do. `waits_for_more`: the job has too few workers, and its patience does not begin anew."""
+    """Orders for the controller. `waits_for_more`: the job has too few workers, and its patience does not begin anew."""
 
     @property
     def waits_for_more(self) -> bool:
@@ -177,7 +177,10 @@ class GiveUp(Decision):
 
 
 class Policy(Protocol):
-    """What to do next. `elastic`: workers may come and go. `watches_silence`: workers are to be asked for signs of life."""
+    """Decides the next step of a job.
+
+    `elastic`: workers may come and go. `watches_silence`: workers are to be asked for signs of life.
+    """
 
     @property
     def elastic(self) -> bool: ...
@@ -251,9 +254,9 @@ def root_cause(failures: Sequence[Failure]) -> Failure | None:
 
 
 def modules_to_preload(function: bytes) -> tuple[str, ...] | None:
-    """What to load once for all workers of a host, before they are forked: what the pickled function names, so that it
-    will import it anyway. None: they have to be started afresh, because the function sets variables that are read
-    while torch is being loaded.
+    """Name the modules to load once for all workers of a host, before they are forked: what the pickled function
+    names, so that it will import it anyway. None: they have to be started afresh, because the function sets
+    variables that are read while torch is being loaded.
     """
     if any(name in function for name in _READ_WHILE_LOADING):
         return None

@@ -49,7 +49,7 @@ class ErrorReport:
 
 
 class RendezvousEvents(Protocol):
-    """Where the rendezvous reports. Called in its thread: implementations only take note."""
+    """Interface to which the rendezvous reports. Called in its thread: implementations only take note."""
 
     def joined(self, worker: int) -> None:
         """A worker has connected and identified itself."""

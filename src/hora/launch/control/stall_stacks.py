@@ -1,4 +1,4 @@
-"""Where the ranks are that keep others waiting: asked when a rank reports a stall, and told the user, page or no page."""
+"""Stacks of the ranks that keep others waiting: asked when a rank reports a stall, and told the user, page or no page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StallStacks:
         self._to_show: set[int] = set()
 
     def told(self, worker: int, kind: str, data: bytes) -> None:
-        """What a worker tells; only stalls, and the answers to our own questions, matter here."""
+        """Take a worker's message; only stalls, and the answers to our own questions, matter here."""
         if kind == "stall":
             ranks = json.loads(data)
             for number, world in self.worlds.items():

@@ -42,7 +42,7 @@ sys.exit(main())
 
 
 def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...]:
-    """How to start a supervisor on this machine: isolated and without site-packages, because that is fast."""
+    """Return the command that starts a supervisor on this machine: isolated and without site-packages, because that is fast."""
     source = str(Path(supervisor.__file__).resolve().parents[3])
     return (executable, "-I", "-S", "-c", _RUN_SUPERVISOR, source)
 
@@ -65,7 +65,7 @@ def wait_or_kill(process: Child, limit_s: float) -> int:
 
 
 class SupervisorProcess(Child, Protocol):
-    """What a host needs of its supervisor's process."""
+    """Subset of the Popen interface that a host needs of its supervisor's process."""
 
     stdin: IO[bytes] | None
     stdout: IO[bytes] | None
@@ -132,7 +132,7 @@ class HostConnection:
 
     @property
     def ended(self) -> bool:
-        """Whether the supervisor is gone, or out of reach. It is as good as gone when its guardian is, although it may
+        """Tell whether the supervisor is gone, or out of reach. It is as good as gone when its guardian is, although it may
         still report how its workers end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0)

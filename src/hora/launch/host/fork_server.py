@@ -217,7 +217,7 @@ def load(modules: Iterable[str]) -> bool:
 
 
 def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:
-    """Whether two environments are the same but for variables with these prefixes. Any other one might have been read by
+    """Tell whether two environments are the same but for variables with these prefixes. Any other one might have been read by
     what is loaded already."""
     changed = {name for name in {*one, *other} if one.get(name) != other.get(name)}
     return all(name.startswith(prefixes) for name in changed)

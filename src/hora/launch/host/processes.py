@@ -47,7 +47,7 @@ def die_with_parent(parent: int, number: int) -> bool:
 
 
 def name_process(name: str) -> None:
-    """What `ps -o comm` and `top` show for this process: 15 bytes at most."""
+    """Set the name that `ps -o comm` and `top` show for this process: 15 bytes at most."""
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
 
 
@@ -63,7 +63,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def exit_code(status: int) -> int:
-    """What `waitpid` said, the way shells put it: death by signal s is 128 + s."""
+    """Convert a `waitpid` status to a shell's exit code: death by signal s is 128 + s."""
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
@@ -83,7 +83,7 @@ def family(pid: int) -> list[int]:
 
 
 class Processes:
-    """Who is whose child right now, on the whole machine, zombies left out."""
+    """Snapshot of the machine's process tree, without zombies."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -206,7 +206,7 @@ def _become(
 
 
 def _advice(program: str) -> str:
-    """What to do about a file that is there and yet cannot be run."""
+    """Advise about a file that exists and yet cannot be run."""
     if not os.path.isfile(program):
         return ""
     if program.endswith(".py") and not os.access(program, os.X_OK):

@@ -44,7 +44,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ssh:
-    """How to reach hosts and which Python to start there. `program`: ssh, perhaps with options of its own.
+    """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options of its own.
 
     `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host and a
     command.

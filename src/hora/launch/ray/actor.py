@@ -21,8 +21,11 @@ __all__ = ["Call", "RayWorker", "perform"]
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What to run. `prepare` is called first, then `make_executable`. `passes_executable`: what it made is the function's
-    only argument."""
+    """Function call for an actor.
+
+    `prepare` is called first, then `make_executable`. `passes_executable`: what it made is the function's only
+    argument.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()

@@ -24,7 +24,7 @@ _log = logging.getLogger("hora.launch")
 
 
 class Discovery(Protocol):
-    """What users write, too."""
+    """Interface of host discovery, which users may implement too."""
 
     def find_available_hosts_and_slots(self) -> Mapping[str, int]: ...
 

@@ -1,4 +1,4 @@
-"""Where a Ray actor runs, as it tells itself. Asked by the launcher and by the executors of a fixed size."""
+"""Location of a Ray actor, by its own account. Asked by the launcher and by the executors of a fixed size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ray has reserved for an elastic job: one placement group for each slot, on the node where that slot is.
+"""Ray's reservations for an elastic job: one placement group for each slot, on the node where that slot is.
 
 A slot that Ray has not granted yet (another job holds the cores) is no slot: the job does not count on it, and nobody is
 blamed. A slot outlives the worker in it, so that a worker that failed is replaced in the same place. One that the hosts

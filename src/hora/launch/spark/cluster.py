@@ -280,7 +280,7 @@ def _too_few(context: Any, wanted: int, slots: int) -> str:
 
 
 def driver_addresses(context: Any) -> tuple[str, str]:
-    """Where to listen for the executors, and the address under which they reach it.
+    """Return the address to listen on for the executors, and the one under which they reach it.
 
     Spark has already settled how executors reach the driver. Where that is loopback, no other machine shall reach us.
     """
@@ -292,7 +292,7 @@ def driver_addresses(context: Any) -> tuple[str, str]:
 
 
 def listening_address(host: str, *, bind: str = "") -> tuple[str, str]:
-    """Where to listen so that others reach this machine as `host`, and that address: loopback stays loopback.
+    """Return the address to listen on so that others reach this machine as `host`, and that address: loopback stays loopback.
 
     `bind`: where to listen, if that is known.
     """

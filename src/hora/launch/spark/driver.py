@@ -30,7 +30,7 @@ _LEAVE_LIMIT_S = 10.0
 
 
 class Stage(Protocol):
-    """What holds the slots of the tasks: a Spark job, seen from where the tasks meet."""
+    """Holder of the tasks' slots: a Spark job, seen from where the tasks meet."""
 
     ended: threading.Event
     group: str

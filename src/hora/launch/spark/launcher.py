@@ -35,7 +35,7 @@ _log = logging.getLogger("hora.launch")
 
 @dataclass(frozen=True, kw_only=True)
 class SparkJob:
-    """What to run on a cluster. `function` is the cloudpickle of `(callable, args, kwargs)`.
+    """Description of a job on a cluster. `function` is the cloudpickle of `(callable, args, kwargs)`.
 
     `wait_for_slots`: other Spark jobs may hold the slots for as long as they like, the start timeout begins
     when Spark starts the stage. `bind_gpus`: make Spark's GPUs the visible ones, indexed by local rank.
@@ -106,7 +106,7 @@ def meet_all(driver: TaskConnections, num_proc: int, timeout_s: float) -> list[T
 
 
 class _Patience:
-    """How long to wait for tasks: the start timeout, which with `wait_for_slots` begins when Spark starts the stage."""
+    """Deadline for the tasks: the start timeout, which with `wait_for_slots` begins when Spark starts the stage."""
 
     def __init__(self, driver: StageDriver, wanted: SparkJob) -> None:
         self._driver, self._wanted = driver, wanted
@@ -125,7 +125,7 @@ class _Patience:
         return now - self._started <= self._wanted.start_timeout_s
 
     def _others_have_the_slots(self) -> bool:
-        """Whether there are enough slots, but busy ones. Executors that never come are no reason to wait for ever."""
+        """Tell whether there are enough slots, but busy ones. Executors that never come are no reason to wait for ever."""
         if self._driver.num_arrived() or not self._driver.stage.is_waiting():
             return False
         return self._driver.stage.count_slots() >= self._wanted.num_proc

@@ -1,4 +1,4 @@
-"""What runs in the tasks of a Connect job's barrier stage. Task 0 leads: it is the launcher, as the driver is on classic Spark.
+"""Body of the tasks of a Connect job's barrier stage. Task 0 leads: it is the launcher, as the driver is on classic Spark.
 
 `ConnectTasks` travels with the query and is called by Spark in each task. The others learn from `allGather`, which goes through
 Spark's own channel, where task 0 listens, and the stage's secret; then they are tasks like any other (`task`).

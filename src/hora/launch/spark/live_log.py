@@ -30,7 +30,7 @@ _KEPT_BYTES = 8 * 2**20  # of each stream, for the end
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where the client listens. `address` is empty where it does not."""
+    """Address at which the client listens. `address` is empty where it does not."""
 
     address: str
     port: int
@@ -122,7 +122,7 @@ class Home:
             del self._kept[stream][:-_KEPT_BYTES]
 
     def close(self) -> dict[str, bytes]:
-        """What the client has not got yet."""
+        """Close the log and return what the client has not got yet."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()

@@ -1,4 +1,4 @@
-"""Which Spark task becomes which rank, and which GPUs it may see. Pure functions: no Spark, no process, no clock.
+"""Placement of ranks on Spark tasks, and the GPUs that they may see. Pure functions: no Spark, no process, no clock.
 
 Called by the Spark launcher once every task of a stage has said where it runs.
 """
@@ -15,7 +15,7 @@ __all__ = ["Placement", "TaskPlace", "place_tasks"]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPlace:
-    """Where a Spark task runs: its partition, the hash of its host, the addresses of the GPUs Spark gave it."""
+    """Location of a Spark task: its partition, the hash of its host, the addresses of the GPUs Spark gave it."""
 
     task: int
     host: str

@@ -124,7 +124,7 @@ class SparkStage:
 
 
 class _TaskBody:
-    """What Spark runs in a partition: the body, with the partition's number."""
+    """Function that Spark runs in a partition: the body, with the partition's number."""
 
     def __init__(self, body: Callable[[int], None]) -> None:
         self._body = body

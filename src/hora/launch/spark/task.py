@@ -1,4 +1,4 @@
-"""What runs inside a Spark task: it starts the process of one rank, looks after it and ends it.
+"""Body of a Spark task: it starts the process of one rank, looks after it and ends it.
 
 The task itself only looks after its rank. It does not run the user's function, because Spark reuses its Python
 workers: what a training does to modules, threads, devices and the environment must not reach the next job.

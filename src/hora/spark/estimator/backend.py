@@ -1,4 +1,4 @@
-"""Where an estimator's training function runs: a backend calls it on every process and returns every rank's value."""
+"""Processes of an estimator's training function: a backend calls it on every process and returns every rank's value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Backend", "SparkBackend", "default_num_proc"]
 
 
 class Backend:
-    """What an estimator needs in order to run its training on processes. Users may bring their own."""
+    """Interface that runs an estimator's training on processes. Users may bring their own."""
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""What all estimators and their models share: parameters, the way from a DataFrame to a model, saving and loading.
+"""Base of all estimators and their models: parameters, the way from a DataFrame to a model, saving and loading.
 
 `HorovodEstimator` checks what was asked for, has the data written to the store, runs a training through a backend and wraps
 what comes back. A subclass says which function trains (`_training`) and what its result means (`_create_model`). Other
@@ -133,7 +133,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         return self._fit_on(self._get_or_create_backend(), dataset)
 
     def _get_or_create_backend(self) -> Any:
-        """Who runs the training function on every process."""
+        """Return the backend that runs the training function on every process."""
         return self.getOrDefault("backend") or SparkBackend(self.getOrDefault("num_proc"))
 
     def _fit_on(self, backend: Any, dataset: Dataset) -> Any:
@@ -173,7 +173,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         return path is not None and store.exists(path)
 
     def _read_checkpoint(self, run_id: str) -> bytes | None:
-        """What the run has left in the store, to go on from."""
+        """Read the run's checkpoint from the store, to go on from."""
         store = self.getOrDefault("store")
         return store.read(store.get_checkpoint_path(run_id)) if self._has_checkpoint(run_id) else None
 
@@ -184,7 +184,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
     def _get_model_kwargs(
         self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What it is made with."""
+        """Return the arguments of the model's constructor."""
         return {
             "history": history,
             "model": model,

@@ -1,4 +1,4 @@
-"""What feeds a training: `ParquetDataModule`, an estimator's default, gives every rank its rows of the store's data.
+"""Sources of training batches: `ParquetDataModule`, an estimator's default, gives every rank its rows of the store's data.
 
 Users may bring a class of their own with the same constructor: a context manager with `train_data()` and `val_data()`
 that give iterables of batches, dicts of column to array or `(features, label)`. Re-exported, under the old name too, by
@@ -20,7 +20,7 @@ __all__ = ["DataModule", "NVTabularDataModule", "ParquetDataModule"]
 
 
 class DataModule(abc.ABC):
-    """What feeds a training, on one rank: a context manager with batches to train on and batches to validate with.
+    """Source of one rank's batches: a context manager with batches to train on and batches to validate with.
 
     Made with the keywords of `ParquetDataModule`, and more: a class of one's own takes those it needs, and `**kwargs`.
     """

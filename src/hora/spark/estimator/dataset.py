@@ -39,7 +39,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What lies at the store's train and validation paths of `index`."""
+    """Data at the store's train and validation paths of `index`."""
 
     index: int | None
     train_rows: int
@@ -207,7 +207,7 @@ def _write(rows: DataFrame, store: Store, path: str) -> None:
 
 @dataclass(frozen=True)
 class _PartWriter:
-    """What a task does: a Parquet file of its rows. A task that Spark repeats writes the same file."""
+    """Task that writes a Parquet file of its rows. A task that Spark repeats writes the same file."""
 
     store: Store
     place: str
@@ -278,7 +278,7 @@ class _Entry:
 
 
 class InUse:
-    """Which indices of which stores trainings of this driver use now.
+    """Indices of stores that trainings of this driver use now.
 
     A new dataset gets the smallest index that is not in use; one that is in use already is not written again.
     """

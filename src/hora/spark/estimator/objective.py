@@ -1,4 +1,4 @@
-"""What an estimator's training minimises and reports: a loss and metrics for each label column, of `hora.workflow`'s steps.
+"""Objective of an estimator's training: a loss and metrics for each label column, of `hora.workflow`'s steps.
 
 A label has the type that its loss takes: integers stay integers where they can (class numbers), else they become floats.
 """
@@ -121,7 +121,7 @@ class LabelColumns:
         return weighted_loss(outputs, labels, self._loss_weights, self._losses, weights)
 
     def _wants_float(self, number: int, output: torch.Tensor, label: torch.Tensor) -> bool:
-        """Whether this label's loss cannot be computed, or not be differentiated, with an integer label. Tried once."""
+        """Tell whether this label's loss cannot be computed, or not be differentiated, with an integer label. Tried once."""
         if number not in self._as_float:
             trial = output.detach().clone().requires_grad_()
             try:

@@ -55,7 +55,7 @@ class ParamsWriter(MLWriter):
         rows.coalesce(1).write.mode("overwrite" if self.shouldOverwrite else "error").text(_place(path))
 
     def _handleOverwrite(self, path: str) -> None:  # noqa: N802 - pyspark's name
-        """What was there goes: all of it by Spark's own way, which a Connect client has not, else what is written anew."""
+        """Remove what was there: all of it by Spark's own way, which a Connect client has not, else what is written anew."""
         if connect_session(self._sparkSession) is None:
             super()._handleOverwrite(path)
 
@@ -79,14 +79,14 @@ class ParamsReader(MLReader[Any]):
 
 
 class ParamsWritable(MLWritable):
-    """What can be saved: `save(path)`, `write()`."""
+    """Mixin for what can be saved: `save(path)`, `write()`."""
 
     def write(self) -> ParamsWriter:
         return ParamsWriter(self)
 
 
 class ParamsReadable(MLReadable[Any]):
-    """What can be loaded: `load(path)`, `read()`."""
+    """Mixin for what can be loaded: `load(path)`, `read()`."""
 
     @classmethod
     def read(cls) -> ParamsReader:
@@ -124,7 +124,7 @@ def _loaded(data: bytes, path: str) -> dict[str, Any]:
 
 
 def _found_now(module: str, name: str) -> tuple[str, str]:
-    """Where a class of an old file is now."""
+    """Return the present place of a class of an old file."""
     if (module, name) == (f"{_OLD_PACKAGE}parcel", "Parcel"):
         return ModelAndOptimizer.__module__, ModelAndOptimizer.__name__
     return _name_now(module), name

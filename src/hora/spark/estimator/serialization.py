@@ -49,7 +49,7 @@ def deserialize_fn() -> Callable[[str], Any]:
 
 
 def save_into_bio(obj: Any, save_obj_fn: Callable[[Any, io.BytesIO], Any]) -> io.BytesIO:
-    """What `save_obj_fn(obj, file)` writes (`torch.save`, say), from its beginning."""
+    """Return what `save_obj_fn(obj, file)` writes (`torch.save`, say), from its beginning."""
     file = io.BytesIO()
     save_obj_fn(obj, file)
     file.seek(0)

@@ -93,7 +93,7 @@ class Store:
         return self._checkpoint_filename
 
     def get_data_metadata_path(self) -> str:
-        """Where programs that describe their data keep that. Hora's own description lies with the data."""
+        """Return the path for programs that describe their data. Hora's own description lies with the data."""
         return posixpath.join(self.prefix_path, "data_metadata")
 
     def get_logs_subdir(self) -> str:
@@ -156,7 +156,7 @@ class Store:
         return _Sync(self, self.get_run_path(run_id))
 
     def to_remote(self, run_id: str, dataset_idx: int | None) -> RemoteStore:
-        """What a rank has to know of this store."""
+        """Return the paths that a rank needs of this store."""
         return RemoteStore(
             train_data_path=self.get_train_data_path(dataset_idx),
             val_data_path=self.get_val_data_path(dataset_idx),

@@ -1,4 +1,4 @@
-"""What an estimator runs on every rank: read the rank's rows, train, keep a checkpoint and a log, report from rank 0.
+"""Training on one rank of an estimator: read the rank's rows, train, keep a checkpoint and a log, report from rank 0.
 
 `train` is the whole of it and gets everything in one `TrainingSpec`. Called through a backend.
 
@@ -287,7 +287,10 @@ def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) ->
 
 
 class _RunFiles:
-    """What rank 0 keeps of a run in the store: the checkpoint, and scalars for TensorBoard. Nothing if runs are not saved."""
+    """Files that rank 0 keeps of a run in the store: the checkpoint, and scalars for TensorBoard.
+
+    Nothing if runs are not saved.
+    """
 
     def __init__(self, spec: TrainingSpec, optimizer: torch.optim.Optimizer) -> None:
         self._spec, self._optimizer = spec, optimizer

@@ -150,5 +150,5 @@ def _is_known(value: Any) -> bool:
 
 
 def _storage(data: bytes) -> Any:
-    """What `torch.storage._load_from_bytes` does, without its trust."""
+    """Load a storage as `torch.storage._load_from_bytes` does, without its trust."""
     return torch.load(io.BytesIO(data), weights_only=True)

@@ -61,7 +61,7 @@ def _classes(package: Package) -> dict[str, type[Any]]:
 
 
 class _Training:
-    """What a plain module lacks. The attributes are set by `to_lightning_module`."""
+    """Methods that a plain module lacks. The attributes are set by `to_lightning_module`."""
 
     _model: Any
     _optimizer: Any

@@ -1,4 +1,4 @@
-"""Which Lightning: the package is called `lightning` or `pytorch_lightning`, and each has classes of its own.
+"""Lightning's two packages: it is called `lightning` or `pytorch_lightning`, and each has classes of its own.
 
 Everything here that subclasses one of Lightning's classes is therefore made by a function of the package, `Package`, once for
 each of them. Nothing is imported before it is needed.
@@ -59,7 +59,7 @@ def default_package() -> Package:
 
 
 def package_of(model: object) -> Package | None:
-    """Whose LightningModule this is; None: of none."""
+    """Return the package whose LightningModule this is, if it is one."""
     for package in _installed():
         if isinstance(model, package.module.LightningModule):
             return package

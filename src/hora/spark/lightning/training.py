@@ -1,4 +1,4 @@
-"""What a Lightning estimator runs on every rank: a `Trainer` over the rank's rows, checkpoints in the store, a report.
+"""Training on one rank of a Lightning estimator: a `Trainer` over the rank's rows, checkpoints in the store, a report.
 
 `train` is the whole of it and gets everything in one `LightningSpec`. Called through a backend, which may also call it in a
 process where nothing was launched: a world of one.

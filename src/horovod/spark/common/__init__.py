@@ -1,1 +1,1 @@
-"""What the estimators share. Re-exports only."""
+"""Shared parts of the estimators. Re-exports only."""
