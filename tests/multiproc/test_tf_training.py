@@ -141,6 +141,12 @@ def test_an_optimizer_reduces_in_fit_and_keeps_its_class_and_state():
         assert int(optimizer.iterations) == 1
     with raises(ValueError, "once", f"rank {hvd.rank()}"):
         hvd.DistributedOptimizer(optimizer)
+    config = optimizer.get_config()
+    for copy in (optimizer.from_config(config), type(optimizer).from_config(config)):
+        assert copy.get_config() == config
+        variable = tf.keras.Variable(np.zeros(1, np.float32))
+        copy.apply([tf.fill([1], float(hvd.rank()))], [variable])
+        check(variable.value, np.array([-0.1 * (hvd.size() - 1) / 2]), tf.float32)
     with raises(ValueError, "keras"):
         hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
 
@@ -294,6 +300,82 @@ def test_ranks_that_did_not_begin_alike_are_told():
 
 
 @session
+def test_ranks_with_different_models_are_told():
+    model = network(units=3 + hvd.rank())
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01)), loss="mse")
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+        model.fit(*data(hvd.rank()), batch_size=4, epochs=1, verbose=0)
+
+
+@session
+def test_loss_scaling_leaves_a_step_out_on_all_ranks_or_on_none():
+    tf.keras.utils.set_random_seed(0)
+    layers = [tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential(layers)
+    model.dtype_policy = tf.keras.DTypePolicy("mixed_float16")
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01))
+    model.compile(optimizer=optimizer, loss="mse")
+    assert isinstance(model.optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    x, y = data(hvd.rank())
+    model.train_on_batch(x, y)
+    before = weights(model)
+    bad = np.full_like(y, np.inf if hvd.rank() == 1 else 0.0)
+    model.train_on_batch(x, bad)
+    assert_close(weights(model), before)
+    model.train_on_batch(x, y)
+    assert int(optimizer.iterations) == 2
+    assert_same_everywhere(model)
+
+
+@session
+def test_automatic_compilation_leaves_reduced_models_out():
+    from unittest import mock
+
+    gpu = mock.Mock(device_type="GPU")
+    with mock.patch("tensorflow.config.list_physical_devices", return_value=[gpu]):
+        model = network()
+        model.compile(optimizer=tf.keras.optimizers.SGD(), loss="mse", jit_compile="auto")
+        assert model.jit_compile
+        model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD()), loss="mse")
+        assert not model.jit_compile
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD()), loss="mse", jit_compile=True)
+    with raises(ValueError, "jit_compile=False"):
+        model.fit(*data(0), verbose=0)
+
+
+@pytest.mark.ranks(2, env={"HORA_NAN_CHECK": "1"})
+@session
+def test_a_gradient_that_is_no_number_is_named_before_it_is_reduced():
+    from hora.telemetry.meters import meter
+
+    model = network()
+    optimizer = hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01))
+    bad = [tf.fill(v.shape, np.nan) for v in model.trainable_variables]
+    for run, kind in (
+        (optimizer.apply, FloatingPointError),
+        (tf.function(lambda *grads: optimizer.apply(grads, model.trainable_variables)), tf.errors.UnknownError),
+    ):
+        arguments = (bad, model.trainable_variables) if kind is FloatingPointError else bad
+        with pytest.raises(kind, match=rf"kernel on rank {hvd.rank()} has 12 NaN"):
+            run(*arguments)
+    assert [event for event, _ in meter.take_events()].count("nan") == 2
+
+
+@session
+def test_the_live_page_hears_of_a_fit():
+    from hora.telemetry.meters import meter
+
+    model = network()
+    model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD(0.01)), loss="mse")
+    steps, waited = meter.num_steps, meter.data_s
+    callbacks = [hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0), hvd_keras.callbacks.MetricAverageCallback()]
+    model.fit(*data(hvd.rank()), batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
+    assert meter.num_steps - steps == meter.total_steps == 4
+    assert meter.data_s > waited
+    assert np.isfinite(meter.take_metrics()["loss"])
+
+
+@session
 def test_a_state_is_saved_restored_and_synchronised():
     model = network(seed=hvd.rank())
     model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.Adam(0.01)), loss="mse")
@@ -356,14 +438,10 @@ def test_rank_1_dies_in_mid_step(place):
             loss = loss_of(model, x, y)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-    def train(state):
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1") as caught:
         for _ in range(100):
             step(*data(hvd.rank()))
             if place.rank == 1 and int(optimizer.iterations) == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
-
-    from hora.keras.elastic import _with_own_errors
-
-    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
-        _with_own_errors(train, [None], {})
+    assert isinstance(caught.value, tf.errors.UnknownError)
     hvd.shutdown()

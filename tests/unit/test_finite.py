@@ -35,8 +35,8 @@ def test_finite_gradients_pass_whatever_their_kind_and_size():
         torch.sparse_coo_tensor([[1, 1]], [[1.0, 2.0], [3.0, 4.0]], (4, 2), check_invariants=True),
         None,
     )
-    check_finite(named, named, rank=0)
-    check_finite([], {}, rank=0)
+    check_finite([(name, parameter.grad) for parameter, name in named.items()], rank=0)
+    check_finite([], rank=0)
 
 
 @pytest.mark.parametrize(
@@ -51,4 +51,4 @@ def test_finite_gradients_pass_whatever_their_kind_and_size():
 def test_one_that_is_not_finite_is_named_among_others(gradient, found):
     named = parameters(torch.ones(5), gradient, torch.tensor([math.nan], dtype=torch.float64))
     with pytest.raises(FloatingPointError, match=rf"the gradient of p1 on rank 3 has {found} values, in step \d+"):
-        check_finite(named, named, rank=3)
+        check_finite([(name, parameter.grad) for parameter, name in named.items()], rank=3)

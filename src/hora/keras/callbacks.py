@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -18,21 +19,39 @@ Logs = MutableMapping[str, Any] | None
 
 
 class Broadcast:
-    """Broadcasts weights and optimizer state from a root, once, after the first batch: then all variables exist."""
+    """Broadcasts weights and optimizer state from a root, once, after the first batch: then all variables exist.
+
+    Tells the live page of a training's length, metrics, and the time between batches.
+    """
 
     model: Any
+    params: Any
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Sequence[Any] | None = None) -> None:
         super().__init__()
         self.root_rank = root_rank
         self._local = {id(variable): variable for variable in local_variables or ()}
         self.broadcast_done = False
+        self._last_end: float | None = None
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable out of the broadcast."""
         self._local[id(variable)] = variable
 
+    def on_train_begin(self, logs: Logs = None) -> None:
+        steps, epochs = ((self.params or {}).get(name) or 0 for name in ("steps", "epochs"))
+        meter.total_steps = steps * epochs
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        self._last_end = None
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        if self._last_end is not None:
+            meter.data_s += time.perf_counter() - self._last_end
+
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        self._last_end = time.perf_counter()
+        meter.report({name: value for name, value in (logs or {}).items() if np.ndim(value) == 0})
         if self.broadcast_done:
             return
         variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
@@ -52,6 +71,7 @@ class MetricAverage:
             values = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64, device="cpu")
             means = hvd.allreduce(values, name=f"keras.metrics.{'.'.join(names)}").tolist()
             logs.update(zip(names, means, strict=True))
+            meter.report(dict(zip(names, means, strict=True)))
         meter.restart_step()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ __all__ = [
     "run",
 ]
 
+_OF_A_COLLECTIVE = re.compile("Horovod(InternalError|Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)")
+
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Make `func(state, ...)` elastic: it is called again, in the new world, whenever the world changes."""
@@ -38,12 +41,13 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_own_errors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function; a collective's error that TensorFlow has wrapped in one of its own is raised as itself."""
+    """Call a function; an error of TensorFlow's own that names a collective is raised as a HorovodInternalError."""
     try:
         return func(*args, **kwargs)
+    except HorovodInternalError:
+        raise
     except Exception as error:
-        wrapped = type(error).__module__.startswith("tensorflow.") and HorovodInternalError.__name__ in str(error)
-        if not wrapped:
+        if not (type(error).__module__.startswith("tensorflow.") and _OF_A_COLLECTIVE.search(str(error))):
             raise
         raise HorovodInternalError(str(error)) from error
 

@@ -6,13 +6,16 @@ saved, and loaded again with or without Horovod, as what it was made from.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
 
 import hora.torch as hvd
 from hora.torch.process_sets import ProcessSet, global_process_set
-from hora.torch.reduce_op import Average
+from hora.torch.reduce_op import Average, Min
 
 __all__ = [
     "DistributedOptimizer",
@@ -27,6 +30,7 @@ class Aggregation(Protocol):
     """Gradients of calls in, `update` called with reduced ones when it is time."""
 
     local: dict[int, Any]
+    process_set: ProcessSet
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any: ...
 
@@ -34,7 +38,16 @@ class Aggregation(Protocol):
 class _Distributed:
     """Methods of every distributed optimizer."""
 
-    _hora: Aggregation
+    _aggregation: ClassVar[Callable[[], Aggregation]]
+
+    @property
+    def _hora(self) -> Aggregation:
+        """The aggregation of this object; one of its own for each that the class makes, as `from_config` does."""
+        found: Aggregation | None = self.__dict__.get("_hora_aggregation")
+        if found is None:
+            # Past the optimizer's own __setattr__, which would track it as a part of the model.
+            found = self.__dict__["_hora_aggregation"] = type(self)._aggregation()
+        return found
 
     def register_local_var(self, variable: Any) -> None:
         """Leave the gradient of this variable out of the reduction."""
@@ -101,18 +114,20 @@ def DistributedOptimizer(
     if compression is not None:
         options["compression"] = compression
     how = (backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
-    result = _of_class(optimizer, mixin)
-    if name is not None:
-        result.__dict__["name" if "name" in result.__dict__ else "_name"] = name
-    # Past the optimizer's own __setattr__, which would track it as a part of the model.
     if backend == "torch":
         from hora.keras.torch_backend import TorchAggregation
 
-        result.__dict__["_hora"] = TorchAggregation(options, *how)
+        aggregation: Callable[[], Aggregation] = functools.partial(TorchAggregation, options, *how)
     else:
         from hora.keras.tensorflow_backend import TensorFlowAggregation
 
-        result.__dict__["_hora"] = TensorFlowAggregation(options, *how)
+        aggregation = functools.partial(TensorFlowAggregation, options, *how)
+    if mixin is _Keras3:
+        let_keras_know()
+    result = _of_class(optimizer, mixin, aggregation)
+    assert result._hora is not None  # made now: it checks the options
+    if name is not None:
+        result.__dict__["name" if "name" in result.__dict__ else "_name"] = name
     return result
 
 
@@ -166,16 +181,53 @@ def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
     )
 
 
-def _of_class(optimizer: Any, mixin: type[_Distributed]) -> Any:
+def _of_class(optimizer: Any, mixin: type[_Distributed], aggregation: Callable[[], Aggregation]) -> Any:
     """Return an object of a class made for it, with the attributes of `optimizer`, whatever its constructor needs."""
     base = type(optimizer)
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_aggregation": staticmethod(aggregation),
+    }
     wanted = type(base.__name__, (mixin, base), names)
     if mixin is _Keras3:
         _serialise_as(wanted, base)
     result: Any = object.__new__(wanted)
     result.__dict__.update(optimizer.__dict__)
     return result
+
+
+@functools.cache
+def let_keras_know() -> None:
+    """Tell Keras 3 what follows from a distributed optimizer, in the two places where it would decide by itself."""
+    from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+    from keras.src.trainers.trainer import Trainer
+
+    finite_here, compiles = LossScaleOptimizer.check_finite, Trainer._resolve_auto_jit_compile
+
+    def check_finite(self: Any, grads: Any) -> Any:
+        """Return whether the gradients are finite on all ranks: all make the step, or none does."""
+        finite = finite_here(self, grads)
+        if not is_distributed(self.inner_optimizer):
+            return finite
+        from keras import ops
+
+        members = self.inner_optimizer._hora.process_set
+        if keras_backend() == "torch":
+            return hvd.allreduce(finite.to(torch.int32), op=Min, process_set=members) > 0
+        import hora.tensorflow.ops
+
+        return hora.tensorflow.ops.allreduce(ops.cast(finite, "int32"), op=Min, process_set=members) > 0
+
+    def resolve_auto_jit_compile(self: Any) -> bool:
+        """Return False for a model whose gradients are reduced: XLA could not hold the operation that does so."""
+        optimizer = getattr(self, "optimizer", None)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        return False if is_distributed(inner) else bool(compiles(self))
+
+    LossScaleOptimizer.check_finite = check_finite
+    Trainer._resolve_auto_jit_compile = resolve_auto_jit_compile
 
 
 def _serialise_as(wanted: type, base: type) -> None:

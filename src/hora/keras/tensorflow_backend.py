@@ -23,6 +23,7 @@ class TensorFlowAggregation:
         self._sums: dict[int, Any] = {}
         self._num_calls: Any = None
         self.local: dict[int, Any] = {}
+        self.process_set = self._reduce.process_set
         self._check = StartCheck()
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:

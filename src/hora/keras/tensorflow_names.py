@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hora.keras import optimizer as keras_optimizer
+from hora.tensorflow.compression import Compression
 from hora.tensorflow.ops import allreduce
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Sum
@@ -22,7 +23,7 @@ def DistributedOptimizer(
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = None,
+    compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: int = Average,

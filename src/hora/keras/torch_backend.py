@@ -11,6 +11,7 @@ import torch
 
 import hora.torch as hvd
 from hora.keras.start_check import StartCheck
+from hora.torch.process_sets import ProcessSet
 
 __all__ = ["TorchAggregation"]
 
@@ -28,6 +29,7 @@ class TorchAggregation:
         self._sums: list[torch.Tensor | None] = []
         self._num_calls = 0
         self.local: dict[int, Any] = {}
+        self.process_set: ProcessSet = options["process_set"]
         self._check = StartCheck()
 
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
@@ -52,7 +54,7 @@ class TorchAggregation:
                 total.add_(gradient, alpha=scale)
 
     def _reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        members = self._options["process_set"].size() or 1
+        members = self.process_set.size() or 1
         shared = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
@@ -63,7 +65,9 @@ class TorchAggregation:
                 gradients[i] = gradient / members
         parameters = [variables[i].value for i in shared]
         if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in self._parameters]:
-            self._hook([variables[i] for i in shared], parameters)
+            # Whoever changes gradients before applying them, as loss scaling does, must not have them reduced before.
+            plain = all(parameter.grad is gradients[i] for parameter, i in zip(parameters, shared, strict=True))
+            self._hook([variables[i] for i in shared], parameters, during_backward=plain and self._passes == 1)
         self._check(parameters)
         if any(parameter.grad is not gradients[i] for parameter, i in zip(parameters, shared, strict=True)):
             # Not what backward left in the parameters: sums of several passes, or the first step.
@@ -76,7 +80,7 @@ class TorchAggregation:
             gradients[i] = parameter.grad
         return gradients
 
-    def _hook(self, variables: list[Any], parameters: list[torch.Tensor]) -> None:
+    def _hook(self, variables: list[Any], parameters: list[torch.Tensor], *, during_backward: bool) -> None:
         """Make the torch optimizer whose hooks reduce; the update itself is Keras's."""
         if self._hooked is not None:
             for hook in self._hooked._hooks:
@@ -87,7 +91,7 @@ class TorchAggregation:
             options["groups"] = [[variable.value for variable in group] for group in options["groups"]]
         self._parameters = parameters
         self._hooked = hvd.DistributedOptimizer(_NoUpdate(parameters), named_parameters=names, **options)
-        if self._passes > 1:  # reduced when the sums are complete, not during backward
+        if not during_backward:
             for hook in self._hooked._hooks:
                 hook.remove()
 

@@ -19,6 +19,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
 
+from hora.tensorflow.errors import own_errors
 from hora.torch.arrays import as_numpy, as_torch
 
 __all__ = ["as_tensor", "call", "check_no_xla", "recording", "reserve_threads"]
@@ -31,36 +32,50 @@ _DTYPES = frozenset(
     {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64, tf.bool}
 )
 
+# Only moved, as their bits: torch does not calculate with them.
+_SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+
 # AutoGraph rewrites what a function calls; these modules need no rewriting, and their errors are clearer without.
 autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERSION_RULES)
 
 Work = Callable[..., Sequence[torch.Tensor]]
 
 
-def as_tensor(value: Any) -> Any:
-    """Return a tensor, variable or array as a dense tensor that torch can hold; ValueError if there is none."""
+def as_tensor(value: Any, *, moved: bool = False) -> Any:
+    """Return a tensor, variable or array as a dense tensor that torch can hold; ValueError if there is none.
+
+    `moved`: nothing is calculated with it.
+    """
     tensor = tf.convert_to_tensor(value)
     if not tf.executing_eagerly() and hasattr(tensor, "numpy"):
         tensor = tf.identity(tensor)  # a value from outside of the function: as a part of it, it has a name
-    if tensor.dtype not in _DTYPES:
-        known = ", ".join(sorted(dtype.name for dtype in _DTYPES))
+    carried = _DTYPES | set(_SIGNED) if moved else _DTYPES
+    if tensor.dtype not in carried:
+        known = ", ".join(sorted(dtype.name for dtype in carried))
         raise ValueError(f"a collective cannot carry tensors of {tensor.dtype.name}; it can carry {known}")
     return tensor
 
 
 def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
     """Return `work(*tensors)` as TensorFlow tensors of these dtypes and (partly known) shapes."""
+    tensors = [tf.bitcast(t, _SIGNED[t.dtype]) if t.dtype in _SIGNED else t for t in tensors]
     if tf.executing_eagerly():
-        return [_to_tensorflow(output) for output in work(*[_to_torch(tensor) for tensor in tensors])]
+        with own_errors():
+            outputs = [_to_tensorflow(output) for output in work(*[_to_torch(tensor) for tensor in tensors])]
+        return _with_dtypes(outputs, dtypes)
     check_no_xla()
 
     def run(*arrays: Any) -> list[Any]:
         return [as_numpy(output) for output in work(*[as_torch(array) for array in arrays])]
 
-    outputs = tf.numpy_function(run, list(tensors), list(dtypes), stateful=True)
+    outputs = tf.numpy_function(run, tensors, [_SIGNED.get(dtype, dtype) for dtype in dtypes], stateful=True)
     for output, shape in zip(outputs, shapes, strict=True):
         output.set_shape(shape)
-    return list(outputs)
+    return _with_dtypes(outputs, dtypes)
+
+
+def _with_dtypes(outputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    return [tf.bitcast(o, dtype) if dtype in _SIGNED else o for o, dtype in zip(outputs, dtypes, strict=True)]
 
 
 def check_no_xla() -> None:

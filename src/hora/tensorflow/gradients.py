@@ -22,6 +22,7 @@ from hora.telemetry.meters import meter
 from hora.tensorflow.bridge import call, check_no_xla
 from hora.tensorflow.compression import Compression, Compressor
 from hora.tensorflow.ops import allreduce, function_name, grouped_allreduce, size_op
+from hora.torch.optimizer.finite import check_finite
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average
 
@@ -67,6 +68,8 @@ class Reduction:
         results = list(gradients)
         if _alone():
             return results
+        if engine.current_runtime().config.nan_check:
+            _check_finite(gradients, variables)
         dense = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
@@ -195,6 +198,19 @@ class _Bucket:
         if outputs is None:
             raise hvd.HorovodInternalError("Horovod has been shut down by another thread of this process")
         return outputs
+
+
+def _check_finite(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """FloatingPointError if a gradient is not finite here, before any is reduced; in a function when it runs."""
+    known = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    names = [str(getattr(variable, "path", getattr(variable, "name", "?"))) for _, variable in known]
+    tensors = [g.values if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g) for g, _ in known]
+
+    def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
+        check_finite(zip(names, arrays, strict=True), hvd.rank())
+        return [torch.zeros((), dtype=torch.int32, device="cpu")]
+
+    call(work, tensors, [tf.int32], [[]])
 
 
 def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:

@@ -178,7 +178,7 @@ def grouped_allgather(
     """Gather several tensors as one operation."""
     if not tensors:
         return list(tensors)
-    tensors = [as_tensor(tensor) for tensor in tensors]
+    tensors = [as_tensor(tensor, moved=True) for tensor in tensors]
     name = _full_name(name, "HorovodAllgather", tensors[0], ignore_name_scope)
 
     def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -207,7 +207,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return the root's tensor; `root_rank` is a global rank."""
-    tensor = as_tensor(tensor)
+    tensor = as_tensor(tensor, moved=True)
     name = _full_name(name, "HorovodBroadcast", tensor, ignore_name_scope)
 
     def work(array: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -227,7 +227,7 @@ def broadcast_(
 ) -> list[Any]:
     """Assign the root's values to the variables, as one operation, and return them."""
     variables = list(variables)
-    tensors = [as_tensor(variable) for variable in variables]
+    tensors = [as_tensor(variable, moved=True) for variable in variables]
 
     def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
         return broadcast_tensors(arrays, root_rank, name, process_set)
@@ -246,7 +246,7 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Send `splits[r]` rows to rank r, equally many without; with splits gives `(output, received_splits)`."""
-    tensor = as_tensor(tensor)
+    tensor = as_tensor(tensor, moved=True)
     name = _full_name(name, "HorovodAlltoall", tensor, ignore_name_scope)
     given = [] if splits is None else [tf.cast(splits, tf.int32)]
     received: list[Any] = []

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -168,14 +167,14 @@ class Arithmetic:
         if out.device.type != "cpu":
             self._reduce_piece(operands, out, *torch.empty(2, count, dtype=torch.float32, device=out.device))
             return
-        total, other = _wide_buffers()
-        if count <= SERIAL_ELEMENTS:
-            self._reduce_piece(operands, out, total[:count], other[:count])
-            return
-        for start in range(0, count, SERIAL_ELEMENTS):
-            piece = slice(start, start + SERIAL_ELEMENTS)
-            size = min(SERIAL_ELEMENTS, count - start)
-            self._reduce_piece([operand[piece] for operand in operands], out[piece], total[:size], other[:size])
+        with _two_wide_buffers() as (total, other):
+            if count <= SERIAL_ELEMENTS:
+                self._reduce_piece(operands, out, total[:count], other[:count])
+                return
+            for start in range(0, count, SERIAL_ELEMENTS):
+                piece = slice(start, start + SERIAL_ELEMENTS)
+                size = min(SERIAL_ELEMENTS, count - start)
+                self._reduce_piece([operand[piece] for operand in operands], out[piece], total[:size], other[:size])
 
     def _reduce_piece(
         self, operands: Sequence[torch.Tensor], out: torch.Tensor, total: torch.Tensor, other: torch.Tensor
@@ -207,16 +206,21 @@ class Arithmetic:
             out.copy_(source)
 
 
-_threads = threading.local()
+# Pieces of float32 that no thread uses now. Not of `threading.local`: Python destroys those of a thread that TensorFlow has
+# made as soon as it goes back there, and a tensor does not survive that.
+_wide_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
-def _wide_buffers() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two pieces of float32, of this thread."""
-    found: tuple[torch.Tensor, torch.Tensor] | None = getattr(_threads, "wide", None)
-    if found is None:
+@contextmanager
+def _two_wide_buffers() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Two pieces of float32, for the caller alone."""
+    try:
+        found = _wide_buffers.pop()
+    except IndexError:
         total, other = torch.empty(2, SERIAL_ELEMENTS, dtype=torch.float32, device="cpu")
-        found = _threads.wide = total, other
-    return found
+        found = total, other
+    yield found
+    _wide_buffers.append(found)
 
 
 @lru_cache(maxsize=512)

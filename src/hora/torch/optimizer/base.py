@@ -192,8 +192,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             if parameter.device.type != "cpu":
                 self._step.held_back.append(parameter)
                 return
-            check_finite([parameter], self._parameter_names, self._runtime.world.rank)
+            self._check_finite([parameter])
         self._hand_over(parameter)
+
+    def _check_finite(self, parameters: list[torch.Tensor]) -> None:
+        gradients = [(self._parameter_names[parameter], parameter.grad) for parameter in parameters]
+        check_finite(gradients, self._runtime.world.rank)
 
     def _hand_over(self, parameter: torch.Tensor) -> None:
         self._step.arrived[id(parameter)] = parameter
@@ -252,7 +256,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if step.backward_began:
             meter.backward_s += time.perf_counter() - step.backward_began
         held_back, step.held_back = step.held_back, []
-        check_finite(held_back, self._parameter_names, self._runtime.world.rank)
+        self._check_finite(held_back)
         for parameter in held_back:
             self._hand_over(parameter)
         if len(step.arrived) < len(self._hooked):

@@ -8,7 +8,7 @@ GPU, so the optimizer holds those back until backward is over and has all of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -17,21 +17,21 @@ from hora.telemetry.meters import meter
 __all__ = ["check_finite"]
 
 
-def check_finite(parameters: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str], rank: int) -> None:
+def check_finite(gradients: Iterable[tuple[str, torch.Tensor | None]], rank: int) -> None:
     """FloatingPointError names the rank, a parameter and the step, if a gradient has a NaN or an infinity.
 
-    Waits for a GPU once, however many parameters there are.
+    Waits for a GPU once, however many gradients there are. They come with the names of their parameters.
     """
-    found = {parameter: _values(parameter.grad) for parameter in parameters if parameter.grad is not None}
-    found = {parameter: values for parameter, values in found.items() if values.numel()}
+    found = {name: _values(gradient) for name, gradient in gradients if gradient is not None}
+    found = {name: values for name, values in found.items() if values.numel()}
     # The largest magnitude of all: a NaN or an infinity anywhere is one here too, and nothing is added up that could overflow.
     if not found or math.isfinite(torch.nn.utils.get_total_norm(list(found.values()), math.inf).item()):
         return
-    for parameter, values in found.items():
+    for name, values in found.items():
         num_nan, num_infinite = int(values.isnan().sum()), int(values.isinf().sum())
         if num_nan or num_infinite:
             text = (
-                f"the gradient of {names[parameter]} on rank {rank} has {num_nan} NaN and {num_infinite} infinite of "
+                f"the gradient of {name} on rank {rank} has {num_nan} NaN and {num_infinite} infinite of "
                 f"{values.numel()} values, in step {meter.num_steps + 1}; it was not reduced (HORA_NAN_CHECK=1)"
             )
             meter.event("nan", text)
