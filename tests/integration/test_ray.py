@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from keras_function import keras_function
 from ray_cluster import RayCluster, living_actors, nothing_is_left
 from ray_training import INTERVAL, Misfortune, elastic_settings, train
 
@@ -63,6 +64,15 @@ class Trainer:
 
         total = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum)
         return hvd.rank(), hvd.local_rank(), hvd.cross_rank(), total[0].item() * self.factor + self.offset
+
+
+def test_a_keras_function(settings):
+    pytest.importorskip("tensorflow", reason="needs TensorFlow: make test-tensorflow")
+    with RayExecutor(settings, num_workers=2) as executor:
+        executor.start()
+        results = executor.run(keras_function(), args=[0.05])
+    assert [found[0] for found in results] == [2, 2]
+    assert results[0][1] == results[1][1]
 
 
 def test_a_fixed_size_on_two_nodes(settings):

@@ -1,4 +1,4 @@
-"""Keras and TensorFlow in real jobs: horovodrun, HorovodRunner, and an elastic training with a death."""
+"""Keras and TensorFlow in real jobs: horovodrun, HorovodRunner, horovod.run, and an elastic training with a death."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from keras_function import keras_function
 
 if importlib.util.find_spec("tensorflow") is None:
     pytest.skip("needs TensorFlow: make test-tensorflow", allow_module_level=True)
@@ -76,27 +77,12 @@ def test_an_elastic_training_survives_a_death(tmp_path):
     assert len(re.findall(r"ends after epoch 4", out)) >= 2
 
 
-def test_horovod_runner_with_a_keras_function(capfd):
+def test_horovod_runner_and_run_with_a_keras_function(capfd):
+    import horovod
     from sparkdl import HorovodRunner
 
-    def train(rate):
-        import numpy as np
-        import tensorflow as tf
-
-        import horovod.tensorflow.keras as hvd
-        from sparkdl.horovod.tensorflow.keras import LogCallback
-
-        hvd.init()
-        model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)])
-        model.compile(optimizer=hvd.DistributedOptimizer(tf.keras.optimizers.SGD(rate * hvd.size())), loss="mse")
-        x = np.random.default_rng(hvd.rank()).normal(size=(32, 4)).astype("float32")
-        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-        if hvd.rank() == 0:
-            callbacks.append(LogCallback())
-        history = model.fit(x, x.sum(1, keepdims=True), epochs=2, callbacks=callbacks, verbose=0)
-        return hvd.size(), history.history["loss"]
-
-    size, losses = HorovodRunner(np=-2).run(train, rate=0.05)
+    size, losses = HorovodRunner(np=-2).run(keras_function(), rate=0.05)
     assert size == 2
     assert losses[1] < losses[0]
     assert "Epoch 1: loss=" in capfd.readouterr().out
+    assert [found[0] for found in horovod.run(keras_function(), args=(0.05,), np=2)] == [2, 2]

@@ -1,4 +1,4 @@
-"""`KerasEstimator` on a real standalone cluster: what comes back, what lies in the store, and what is refused."""
+"""Keras on a real standalone cluster: functions for the launchers, and `KerasEstimator` from data to predictions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 
 import numpy as np
 import pytest
+from keras_function import keras_function
 
 if importlib.util.find_spec("tensorflow") is None:
     pytest.skip("needs TensorFlow: make test-tensorflow", allow_module_level=True)
@@ -98,6 +99,20 @@ def test_classes_with_an_own_callback(frame, tmp_path):
     row = model.transform(frame).first()
     assert isinstance(row.positive__output, DenseVector)
     assert sum(row.positive__output) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.usefixtures("spark")
+def test_horovod_runner_and_spark_run_with_a_keras_function(capfd):
+    import horovod.spark
+    from sparkdl import HorovodRunner
+
+    size, losses = HorovodRunner(np=2).run(keras_function(), rate=0.05)
+    assert size == 2
+    assert losses[1] < losses[0]
+    assert "Epoch 1: loss=" in capfd.readouterr().out
+    results = horovod.spark.run(keras_function(), args=(0.05,), num_proc=2)
+    assert [found[0] for found in results] == [2, 2]
+    assert results[0][1] == results[1][1]
 
 
 def test_what_is_refused_and_models_as_text(frame, tmp_path):

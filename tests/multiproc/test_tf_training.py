@@ -438,10 +438,13 @@ def test_rank_1_dies_in_mid_step(place):
             loss = loss_of(model, x, y)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-    with pytest.raises(hvd.HorovodInternalError, match="rank 1") as caught:
+    def train():
         for _ in range(100):
             step(*data(hvd.rank()))
             if place.rank == 1 and int(optimizer.iterations) == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1") as caught:
+        train()
     assert isinstance(caught.value, tf.errors.UnknownError)
     hvd.shutdown()
