@@ -10,7 +10,7 @@ import copy
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
-__all__ = ["TorchModel"]
+__all__ = ["Predict", "TorchModel"]
 
 PredictRow = Callable[[torch.nn.Module, Any], Any]
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")
@@ -80,7 +80,7 @@ class TorchModel(HorovodModel):
         if missing:
             raise ValueError(f"the DataFrame has no column {', '.join(missing)}; it has {', '.join(dataset.columns)}")
         if type(self).get_prediction_fn is TorchModel.get_prediction_fn:
-            predict = _Predict(self._packed(), tuple(map(tuple, self.getOrDefault("input_shapes") or ())))
+            predict = self._predict()
             outputs = _evaluated(predict, dataset, features, len(labels))
             sizes = self._sizes(lambda row: predict.load()([[row[name]] for name in features]), dataset, len(labels))
         else:  # a subclass's function gets whole rows, and may use any column
@@ -93,6 +93,9 @@ class TorchModel(HorovodModel):
         ]
         kept = [f"`{name}`" for name in dataset.columns if name not in names]
         return dataset.select(*kept, *predicted)
+
+    def _predict(self) -> Predict:
+        return _Predict(self._packed(), tuple(map(tuple, self.getOrDefault("input_shapes") or ())))
 
     def _packed(self) -> bytes:
         model = self.getOrDefault("model")
@@ -137,9 +140,15 @@ class TorchModel(HorovodModel):
         return "scalar", of.simpleString()
 
 
+class Predict(Protocol):
+    """Columns of rows in, one two-dimensional array of predictions for each output. `load` gives the function."""
+
+    def load(self) -> Callable[[Sequence[Sequence[Any]]], list[np.ndarray[Any, Any]]]: ...
+
+
 @dataclass(frozen=True)
 class _Predict:
-    """Columns of rows in, one two-dimensional array of predictions for each output. `load` gives the function."""
+    """The predictions of a torch module."""
 
     model: bytes
     input_shapes: tuple[tuple[int, ...], ...]
@@ -194,7 +203,7 @@ def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) 
     return function(sql.struct(*(frame[f"`{name}`"] for name in frame.columns)))
 
 
-def _evaluated(predict: _Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
+def _evaluated(predict: Predict, frame: DataFrame, read: Sequence[str], num_labels: int) -> Column:
     """A column of structs with the predictions `o0`, `o1`, …, each an array of doubles."""
     import pandas
     from pyspark.sql import functions as sql

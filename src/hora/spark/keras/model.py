@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hora.spark.estimator.params import MODEL, ParamTable, with_params
-from hora.spark.estimator.torch_model import TorchModel
+from hora.spark.estimator.torch_model import Predict, TorchModel
 from hora.spark.keras.packing import keras_of, pack_model, unpack_model
 
 __all__ = ["KerasModel"]
@@ -55,7 +55,7 @@ class KerasModel(TorchModel):
         """Return the Keras model."""
         return self.getOrDefault("model")
 
-    def _predict(self, read: Sequence[str], own: bool) -> Any:
+    def _predict(self) -> Predict:
         model = self.getOrDefault("model")
         if model is None:
             raise ValueError("there is no model: KerasModel(model=…)")
@@ -64,7 +64,7 @@ class KerasModel(TorchModel):
 
 @dataclass(frozen=True)
 class _Predict:
-    """Columns of rows in, one two-dimensional array of predictions for each output. `load` gives the function."""
+    """The predictions of a Keras model."""
 
     package: str
     model: bytes = field(repr=False)
