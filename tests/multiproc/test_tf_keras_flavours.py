@@ -90,6 +90,21 @@ def fits_with_callbacks(hvd, keras, folder):
         np.testing.assert_array_equal(a, b)
 
 
+def leaves_a_step_out_everywhere(hvd, keras):
+    """Rank 1 has gradients that are not finite, so no rank makes the step."""
+    model = network(keras, 0)
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model.compile(optimizer=optimizer, loss="mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    x, y = data(hvd.rank())
+    for number, labels in enumerate((y, np.full_like(y, np.inf if hvd.rank() == 1 else 0.0), y, y)):
+        model.train_on_batch(x, labels)
+        assert int(optimizer.iterations.numpy()) == (number if number else 1)
+        assert_alike(hvd, model)
+        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
 @pytest.mark.ranks(2, env=LEGACY)
 def test_keras_2():
     pytest.importorskip("tf_keras", reason="needs tf_keras")
@@ -130,6 +145,7 @@ def test_keras_3_on_torch():
         trains_like_one_process(hvd, keras, passes=2, average=True)
         with tempfile.TemporaryDirectory() as folder:
             fits_with_callbacks(hvd, keras, folder)
+        leaves_a_step_out_everywhere(hvd, keras)
         assert hvd.allreduce(torch.ones(2), average=False).tolist() == [2.0, 2.0]
         assert "hora.tensorflow" not in sys.modules
 
