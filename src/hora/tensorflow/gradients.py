@@ -150,22 +150,34 @@ class Reduction:
             _Bucket(f"{name}.{i}", settings | {"process_set": self.process_set}, members, first if i == 0 else None)
             for i, members in enumerate(_buckets([tensor for tensor, _ in pairs]))
         ]
-        tokens = [bucket.submit() for bucket in buckets]
-        outputs = []
-        for bucket, token in zip(buckets, tokens, strict=True):
-            outputs += bucket.wait(token, last=bucket is buckets[-1])
+        if len(buckets) == 1:  # nothing to overlap with
+            outputs = buckets[0].reduce()
+        else:
+            tokens = [bucket.submit() for bucket in buckets]
+            outputs = []
+            for bucket, token in zip(buckets, tokens, strict=True):
+                outputs += bucket.wait(token, last=bucket is buckets[-1])
         results = [self.compression.decompress(output, ctx) for output, (_, ctx) in zip(outputs, pairs, strict=True)]
         return results, lambda *upstream: self._grouped_allreduce(upstream)
 
 
 class _Bucket:
-    """Gradients of a function that travel together: one operation submits them, another waits for them."""
+    """Gradients of a function that travel together: one operation submits them and another waits, or one does both."""
 
     def __init__(
         self, name: str, settings: dict[str, Any], tensors: Sequence[Any], first: Callable[[], None] | None
     ) -> None:
         self._name, self._settings, self._tensors, self._first = name, settings, tensors, first
         self._in_flight: tuple[object, int] | None = None
+
+    def reduce(self) -> list[Any]:
+        def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
+            self._submit(*arrays)
+            outputs = self._wait()
+            meter.step_done()
+            return outputs
+
+        return call(work, self._tensors, [t.dtype for t in self._tensors], [t.shape for t in self._tensors])
 
     def submit(self) -> Any:
         return call(self._submit, self._tensors, [tf.int32], [[]])[0]
