@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hora.torch as hvd
 from hora.tensorflow.bridge import reserve_threads
-from hora.tensorflow.errors import translate_statuses
+from hora.tensorflow.errors import translate_errors
 from hora.torch.process_sets import ProcessSet
 
 __all__ = ["gpu_available", "init"]
@@ -17,7 +17,7 @@ __all__ = ["gpu_available", "init"]
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Connect with all ranks and start the runtime, unless it runs. `process_sets`: a list or "dynamic"."""
     reserve_threads()
-    translate_statuses()
+    translate_errors()
     hvd.init(comm, process_sets)
 
 
