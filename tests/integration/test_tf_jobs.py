@@ -85,4 +85,4 @@ def test_horovod_runner_and_run_with_a_keras_function(capfd):
     assert size == 2
     assert losses[1] < losses[0]
     assert "Epoch 1: loss=" in capfd.readouterr().out
-    assert [found[0] for found in horovod.run(keras_function(), args=(0.05,), np=2)] == [2, 2]
+    assert [found[0] for found in horovod.run(keras_function(), args=(0.05,), num_proc=2)] == [2, 2]
