@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from hora.launch.distributed import distributed
     from hora.launch.run import run
     from hora.telemetry import report
+    from hora.torch.plan import plan
 
-__all__ = ["distributed", "report", "run"]
+__all__ = ["distributed", "plan", "report", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from hora.telemetry import report
 
         return report
+    if name == "plan":
+        from hora.torch.plan import plan
+
+        return plan
     if name == "__version__":
         from hora.version import version
 

@@ -93,6 +93,7 @@ class EngineConfig:
     telemetry_s: float = _variable("HORA_TELEMETRY_S", 0.0, _seconds, "the seconds between two reports to the launcher")
     elastic_per_step: bool = _variable("HORA_ELASTIC_PER_STEP", False, _boolean, "0 or 1")
     nan_check: bool = _variable("HORA_NAN_CHECK", False, _boolean, "0 or 1")
+    plan: bool = _variable("HORA_PLAN", False, _boolean, "0 or 1")  # set by `hora plan`
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> EngineConfig:

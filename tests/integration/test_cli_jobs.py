@@ -88,6 +88,28 @@ def test_the_two_commands_fail_each_in_its_way():
         assert "Traceback" not in err
 
 
+TRAIN = """
+import torch
+import horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(64, 128)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+while True:
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_plan_ends_with_its_table(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    code, out, err = run_command("hora", "plan", "-np", "2", "python", str(script), env={"HORA_TRANSPORT": "tcp"})
+    assert code == 0, err
+    for name in ("plain", "int8", "PowerSGD 4", "DiLoCo 200"):
+        assert re.search(rf"{name} +[0-9]+ ms +[0-9]+ % .*hvd\.", out), out
+
+
 def test_death_by_signal_is_128_plus_its_number():
     code, _, err = run_command("hora", "run", "-np", "1", "sh", "-c", "kill -9 $$")
     assert code == 128 + signal.SIGKILL

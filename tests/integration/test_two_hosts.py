@@ -95,6 +95,22 @@ def test_memory_is_shared_inside_a_host_and_nowhere_else(seen):
             assert not memory[here] & memory[there]
 
 
+def test_trainings_over_a_slow_link_send_less_and_the_host_is_the_worker(hosts, secret):
+    seen = run_ranks(hosts, secret, "slow links", address=ADDRESSES[0])
+    for name in ("plain", "whole rank", "rank 2", "LocalSGD at last", "DiLoCo at last"):
+        assert all(found[name] == seen[0][name] for found in seen), name
+    assert seen[0]["whole rank"] == pytest.approx(seen[0]["plain"], abs=1e-4)
+    assert seen[0]["rank 2"] != pytest.approx(seen[0]["plain"], abs=1e-4)
+    for name in ("LocalSGD", "DiLoCo"):  # in between each host has its own, and its ranks have the same
+        assert seen[0][name] == seen[1][name]
+        assert seen[2][name] == seen[3][name]
+        assert seen[0][name] != seen[2][name]
+    plain = seen[0]["plain, bytes"]
+    assert plain > 8 * 4 * 2 * 128 * 512
+    for name, times in (("rank 2", 10), ("LocalSGD", 3), ("DiLoCo", 10)):
+        assert seen[0][f"{name}, bytes"] < plain / times, name
+
+
 def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
     """Without encryption, which shows that the recording would find what can be read: tensors, and objects, which travel
     as tensors. Control messages are encrypted all the same."""

@@ -178,6 +178,47 @@ def trained(**options: Any) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
+def cable_bytes() -> int:
+    """Bytes that this host has sent so far."""
+    with open("/proc/self/net/dev") as file:
+        return next(int(line.split(":")[1].split()[8]) for line in file if "cable" in line)
+
+
+def slow_links() -> dict[str, object]:
+    """Trainings that send less: their weights, and the bytes that each has sent."""
+    powersgd = hvd.Compression.powersgd
+    kinds: dict[str, Callable[[Any], Any]] = {
+        "plain": hvd.DistributedOptimizer,
+        "whole rank": lambda o: hvd.DistributedOptimizer(
+            o, compression=powersgd(rank=128, start_step=1, min_compression_rate=0.1)
+        ),
+        "rank 2": lambda o: hvd.DistributedOptimizer(o, compression=powersgd(rank=2, start_step=1)),
+        "LocalSGD": lambda o: hvd.LocalSGD(o, every=4),
+        "DiLoCo": lambda o: hvd.DiLoCo(o, every=8, fragments=2, compression=hvd.Compression.int8),
+    }
+    found: dict[str, object] = {}
+    for name, wrap in kinds.items():
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.Tanh(), torch.nn.Linear(512, 128))
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        generator = torch.Generator().manual_seed(hvd.rank())
+        inputs, targets = torch.randn(2, 16, 128, generator=generator)
+        for step in range(11):
+            if step == 3:
+                hvd.barrier()
+                before = cable_bytes()
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+        found[f"{name}, bytes"] = cable_bytes() - before
+        found[name] = torch.cat([p.detach().flatten() for p in model.parameters()])[::97].tolist()
+        if name in ("LocalSGD", "DiLoCo"):
+            optimizer.exchange()
+            found[f"{name} at last"] = torch.cat([p.detach().flatten() for p in model.parameters()])[::97].tolist()
+    hvd.barrier()
+    return found
+
+
 def collectives_and_trainings() -> dict[str, object]:
     """On any number of ranks: which collectives are wrong, and the losses of an MLP and of a narrow ResNet18, step by step."""
     rank, size = hvd.rank(), hvd.size()
@@ -371,6 +412,8 @@ def done(mode: str, answer: Any) -> dict[str, object]:
         return operations() | describe()
     if mode == "everything":
         return everything() | describe()
+    if mode == "slow links":
+        return slow_links()
     if mode == "memory":
         return {"mib": memory_of_an_allgather()}
     if mode == "until told":

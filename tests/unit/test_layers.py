@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "legacy": {"engine", "torch", "launch", "net"},
     "compat": {"workers", "launch"},
     "cli": {"watch", "launch", "workers", "labs", "legacy", "net"},
-    "__init__": {"launch", "telemetry"},
+    "__init__": {"launch", "telemetry", "torch"},
     "__main__": {"cli"},
 }
 # Old documented names: they import the rooms where the code went, and nothing in the house imports them.

@@ -32,6 +32,10 @@ class Command:
 COMMANDS = {
     "run": Command("hora.cli.run:main", "run a command as several processes: hora run -np 4 python train.py"),
     "init": Command("hora.cli.init:main", "write a training script to begin with: hora init train.py"),
+    "plan": Command(
+        "hora.cli.run:plan",
+        "measure the links and a training, and say what to send: hora plan -H a:4,b:4 python train.py",
+    ),
     "mpirun": Command(
         "hora.cli.mpirun:main", "run a command line of mpirun without MPI: hora mpirun -np 2 -H a:1,b:1 …"
     ),

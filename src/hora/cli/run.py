@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from hora.legacy.foreign import foreign_message
 if TYPE_CHECKING:
     from hora.launch.job import Job
 
-__all__ = ["HorovodArgs", "horovodrun", "main", "on_workers", "parse_args", "run", "set_up_log", "status_of"]
+__all__ = ["HorovodArgs", "horovodrun", "main", "on_workers", "parse_args", "plan", "run", "set_up_log", "status_of"]
 
 
 class HorovodArgs:
@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str], *, prog: str) -> tuple[argparse.Namespace, Optio
     )
 
 
-def _run(options: Options) -> None:
+def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
     from hora.launch.start import start
 
     set_up_log(options)
@@ -89,7 +89,7 @@ def _run(options: Options) -> None:
         status = serve_node(options, environment.variables())
         if status is not None:
             raise SystemExit(status)
-    start(options, environment.variables(), adjust=on_workers)
+    start(options, {**environment.variables(), **(extra or {})}, adjust=on_workers)
 
 
 def on_workers(job: Job) -> Job:
@@ -116,6 +116,11 @@ def horovodrun() -> int:
 def main(argv: Sequence[str]) -> int:
     """`hora run`."""
     return status_of("hora run", lambda: _run(_parse(argv, prog="hora run")[1]))
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`hora plan`: a job whose optimizer measures instead of training, and ends with a table."""
+    return status_of("hora plan", lambda: _run(_parse(argv, prog="hora plan")[1], {"HORA_PLAN": "1"}))
 
 
 def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = None) -> int:

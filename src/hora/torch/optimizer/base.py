@@ -27,6 +27,7 @@ from hora.torch.optimizer.order import BucketOrder
 from hora.torch.optimizer.parameters import unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
+from hora.torch.plan import Planner
 from hora.torch.process_sets import ProcessSet
 
 __all__ = ["SliceNorm", "StepState", "StepWatcher", "bare_copy", "optimizers_of", "takes_part"]
@@ -100,6 +101,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._frozen: list[torch.Tensor] = []
         self._step = StepState()
         self._last_arrivals: list[torch.Tensor] = []
+        self._planner = Planner()  # of `hora plan`
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.backward_passes_per_step = backward_passes_per_step
         self.op = options.op
@@ -313,6 +315,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._step = StepState()
         self._tell_step_ended()
+        if self._active and self._runtime.config.plan:
+            self._planner.step_done(self._hooked)
         return result
 
     # Optimizer.__init__ wraps `step` to run step hooks and the profiler's range; the base class's step has them already.

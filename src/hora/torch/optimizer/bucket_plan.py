@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BucketSpec", "plan_buckets"]
+__all__ = ["BUCKET_BYTES", "BucketSpec", "plan_buckets"]
 
 # Big enough that a request costs little per byte, small enough that reduction starts early and ends soon after backward.
 BUCKET_BYTES = 4 * 2**20

@@ -1,0 +1,326 @@
+"""`hora plan` and `hora.plan`: what each way of sending less would make of a training's step on these hosts.
+
+`measure_link` and `measure_work` find out what the link and the model are like, in a few steps on the real hosts;
+`predict` reckons the step of every setting from that alone, and `table` shows it. In a job of `hora plan` the
+optimizer calls `Planner.step_done` after each of its steps, and the job ends when there is a table.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hora import engine
+from hora.engine.request import Kind, ReduceOp
+from hora.telemetry.meters import meter
+from hora.torch.basics import rank
+from hora.torch.compression import PowerSGD
+from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
+from hora.torch.optimizer.low_rank import BUCKET_BYTES as LOW_RANK_BUCKET_BYTES
+from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_
+
+__all__ = ["Link", "Planner", "Prediction", "Work", "measure_link", "plan", "predict", "table"]
+
+_NUM_STEPS = 5  # that are timed
+_WARM_UP = 3
+_LONG_S = 0.3  # a transfer that takes this long tells the link's speed
+_MOST_BYTES = 32 * 2**20
+_FRAGMENTS = 4  # DiLoCo's default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What lies between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code."""
+
+    num_hosts: int
+    latency_s: float
+    byte_s: float
+    bf16_byte_s: float
+    int8_byte_s: float
+    loss: float = 0.0  # share of TCP segments that were sent again
+
+    @property
+    def bandwidth(self) -> float:
+        """Bits a second, of each host's way out."""
+        sent = 1.0 if self.num_hosts == 2 else 2.0 * (self.num_hosts - 1) / self.num_hosts
+        return 8.0 * sent / self.byte_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A step without a network: its seconds, those of backward, the gradients' shapes, and what making factors of them costs
+    (seconds by PowerSGD's rank)."""
+
+    step_s: float
+    backward_s: float
+    shapes: tuple[tuple[int, ...], ...]
+    factor_s: dict[int, float]
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * sum(_numel(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One row of the table."""
+
+    name: str
+    step_s: float
+    waiting_s: float
+    wire_bytes: float  # that a host sends in a step, on average
+    accuracy: str
+    line: str
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+# --- reckoning: pure ---------------------------------------------------------------------------------------------------
+
+_SAME = "as plain"
+_LOW_RANK = "as plain at rank 2 to 4 (1905.13727)"
+_APART = "depends on the period (2311.08105)"
+
+
+def predict(link: Link, work: Work) -> list[Prediction]:
+    """The step of every setting, in the order of how much they change."""
+    found = [
+        _by_bucket("plain", link, work, link.byte_s, 1.0, "compression=hvd.Compression.none", _SAME),
+        _by_bucket("bf16", link, work, link.bf16_byte_s, 0.5, "compression=hvd.Compression.bf16", _SAME),
+        _by_bucket("int8", link, work, link.int8_byte_s, 0.254, "compression=hvd.Compression.int8", _SAME),
+    ]
+    found += [_low_rank(rank, link, work) for rank in sorted(work.factor_s)]
+    found += [_apart(every, link, work) for every in (10, 50, 200)]
+    return found
+
+
+def _by_bucket(name: str, link: Link, work: Work, byte_s: float, share: float, line: str, accuracy: str) -> Prediction:
+    """Buckets travel one behind the other while backward makes the next; the last one begins when it is over."""
+    num_buckets = max(-(-work.num_bytes // BUCKET_BYTES), 1)
+    travel_s = num_buckets * link.latency_s + work.num_bytes * byte_s
+    hidden_s = work.backward_s * (num_buckets - 1) / num_buckets
+    waiting_s = max(travel_s - hidden_s, travel_s / num_buckets)
+    return _prediction(name, link, work, waiting_s, share * work.num_bytes, line, accuracy)
+
+
+def _low_rank(rank: int, link: Link, work: Work) -> Prediction:
+    memory = PowerSGDMemory(PowerSGD(rank=rank))
+    num_bytes = 0
+    for shape in work.shapes:
+        own = memory.rank_of(torch.empty(shape, device="meta"))
+        num_bytes += 4 * (own * (shape[0] + _numel(shape[1:])) if own else _numel(shape))
+    num_buckets = max(-(-work.num_bytes // LOW_RANK_BUCKET_BYTES), 1)
+    travel_s = 2 * link.latency_s + num_bytes * link.byte_s
+    hidden_s = min(work.backward_s, travel_s) * (num_buckets - 1) / num_buckets / 2  # P may, Q seldom is
+    waiting_s = max(travel_s - hidden_s, 2 * link.latency_s)
+    line = f"compression=hvd.Compression.powersgd(rank={rank})"
+    return _prediction(f"PowerSGD {rank}", link, work, waiting_s, num_bytes, line, _LOW_RANK, own_s=work.factor_s[rank])
+
+
+def _apart(every: int, link: Link, work: Work) -> Prediction:
+    fragment_s = link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
+    overlap = every // (2 * _FRAGMENTS)
+    waiting_s = max(fragment_s - overlap * work.step_s, 0.0) * _FRAGMENTS / every
+    line = f"hvd.DiLoCo(optimizer, every={every})"
+    return _prediction(f"DiLoCo {every}", link, work, waiting_s, work.num_bytes / 2 / every, line, _APART)
+
+
+def _prediction(
+    name: str, link: Link, work: Work, waiting_s: float, sent: float, line: str, accuracy: str, own_s: float = 0.0
+) -> Prediction:
+    times = 1.0 if link.num_hosts == 2 else 2.0 * (link.num_hosts - 1) / link.num_hosts
+    step_s = work.step_s + own_s + waiting_s
+    return Prediction(
+        name=name, step_s=step_s, waiting_s=waiting_s, wire_bytes=times * sent, accuracy=accuracy, line=line
+    )
+
+
+def table(link: Link, work: Work, predictions: Sequence[Prediction]) -> str:
+    """The plan as text."""
+    lines = [
+        f"{link.num_hosts} hosts: {link.bandwidth / 1e6:.0f} Mbit/s, {1e3 * link.latency_s:.1f} ms for the smallest allreduce, "
+        f"{100 * link.loss:.2f} % sent again; a step without a network {1e3 * work.step_s:.0f} ms, "
+        f"{work.num_bytes / 1e6:.1f} MB of gradients",
+        "",
+        f"{'setting':12s} {'step':>9s} {'waiting':>8s} {'MB a step':>10s}  {'accuracy':37s} what to write",
+    ]
+    for row in predictions:
+        lines.append(
+            f"{row.name:12s} {1e3 * row.step_s:6.0f} ms {100 * row.waiting_s / row.step_s:6.0f} % "
+            f"{row.wire_bytes / 1e6:10.2f}  {row.accuracy:37s} {row.line}"
+        )
+    return "\n".join(lines)
+
+
+# --- measuring: collective ---------------------------------------------------------------------------------------------
+
+
+def measure_link() -> Link:
+    """Time allreduces over all ranks (collective, a few seconds). ValueError where all ranks are on one host."""
+    runtime = engine.current_runtime()
+    if not runtime.compresses(0):
+        raise ValueError("all ranks are on one host: there is no link to plan for")
+    before = _segments()
+    for _ in range(3):  # connections, and what the ranks learn
+        _allreduce_s(1, "")
+    latency_s = statistics.median(_allreduce_s(1, "") for _ in range(5))
+    count = 2**16
+    while (took_s := _allreduce_s(count, "")) < _LONG_S + latency_s and 4 * count < _MOST_BYTES:
+        count *= 2
+    took_s = statistics.median([took_s, _allreduce_s(count, ""), _allreduce_s(count, "")])
+    byte_s = {"": max(took_s - latency_s, 1e-9) / (4 * count)}
+    for code in ("bf16", "int8"):
+        took_s = statistics.median(_allreduce_s(count, code) for _ in range(3))
+        byte_s[code] = max(took_s - latency_s, 1e-9) / (4 * count)
+    sent, again = (now - then for now, then in zip(_segments(), before, strict=True))
+    sums = torch.tensor([float(sent), float(again)], device="cpu")
+    _reduce(sums, ReduceOp.SUM, "plan.segments")
+    return Link(
+        num_hosts=len(runtime.hosts),
+        latency_s=latency_s,
+        byte_s=byte_s[""],
+        bf16_byte_s=byte_s["bf16"],
+        int8_byte_s=byte_s["int8"],
+        loss=float(sums[1] / max(float(sums[0]), 1.0)),
+    )
+
+
+def _reduce(tensor: torch.Tensor, op: int, name: str, code: str = "") -> None:
+    runtime = engine.current_runtime()
+    handle = runtime.submit(Kind.ALLREDUCE, [tensor], outputs=[tensor], name=name, op=op, code=code, background=False)
+    runtime.synchronize(handle)
+
+
+def _slowest(seconds: float) -> float:
+    """The largest of all ranks' numbers, so that all reckon with the same."""
+    found = torch.tensor([seconds], dtype=torch.float64, device="cpu")
+    _reduce(found, ReduceOp.MAX, "plan.slowest")
+    return float(found)
+
+
+def _allreduce_s(count: int, code: str) -> float:
+    tensor = torch.ones(count, device="cpu")
+    engine.current_runtime().barrier()
+    began = time.perf_counter()
+    _reduce(tensor, ReduceOp.SUM, f"plan.{count}.{code}", code)
+    return _slowest(time.perf_counter() - began)
+
+
+def _segments() -> tuple[int, int]:
+    """TCP segments that this host has sent so far, and those that were sent again; zeros where Linux does not tell."""
+    try:
+        with open("/proc/net/snmp") as file:
+            names, values = (line.split() for line in file if line.startswith("Tcp:"))
+    except (OSError, ValueError):
+        return 0, 0
+    known = dict(zip(names, values, strict=True))
+    return int(known["OutSegs"]), int(known["RetransSegs"])
+
+
+def _factor_s(parameters: Sequence[torch.Tensor], rank: int) -> float:
+    """Seconds that PowerSGD's arithmetic takes in a step, of the slowest rank."""
+    memory = PowerSGDMemory(PowerSGD(rank=rank))
+    matrices = [p for p in parameters if memory.rank_of(p)]
+    gradients = [torch.randn(p.shape[0], p.numel() // p.shape[0], device=p.device) for p in matrices]
+    errors = [torch.zeros_like(gradient) for gradient in gradients]
+    best = float("inf")
+    for _ in range(3):
+        began = time.perf_counter()
+        for q, gradient, error in zip(memory.factors(matrices), gradients, errors, strict=True):
+            error.add_(gradient)
+            orthonormalise_(q)
+            p = error @ q
+            orthonormalise_(p)
+            torch.mm(error.t(), p, out=q)
+            torch.mm(p, q.t(), out=gradient)
+            error.sub_(gradient)
+        if parameters and parameters[0].device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return _slowest(best)
+
+
+def _work(parameters: Sequence[torch.Tensor], step_s: float, backward_s: float) -> Work:
+    return Work(
+        step_s=_slowest(step_s),
+        backward_s=_slowest(backward_s),
+        shapes=tuple(tuple(p.shape) for p in parameters),
+        factor_s={rank: _factor_s(parameters, rank) for rank in (1, 2, 4, 8)},
+    )
+
+
+def plan(
+    model: torch.nn.Module, batch: Any, loss: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
+) -> list[Prediction]:
+    """Measure the link and this model on all ranks, print the table on rank 0, and return its rows (collective).
+
+    `loss(model, batch)` is what is trained; by default a batch is inputs and classes, or inputs alone. The model is
+    copied, and SGD with momentum stands for the optimizer.
+    """
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9)
+    wanted = loss or _default_loss
+    backward_s, step_s = [], []
+    for _ in range(_WARM_UP + _NUM_STEPS):
+        engine.current_runtime().barrier()
+        times = [time.perf_counter()]
+        optimizer.zero_grad()
+        value = wanted(model, batch)
+        times.append(time.perf_counter())
+        value.backward()
+        times.append(time.perf_counter())
+        optimizer.step()
+        if value.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        backward_s.append(times[2] - times[1])
+        step_s.append(times[3] - times[0])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    work = _work(parameters, statistics.median(step_s[_WARM_UP:]), statistics.median(backward_s[_WARM_UP:]))
+    return _shown(measure_link(), work)
+
+
+def _default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    if isinstance(batch, torch.Tensor):
+        return model(batch).float().square().mean()
+    inputs, classes = batch
+    return torch.nn.functional.cross_entropy(model(inputs), classes)
+
+
+def _shown(link: Link, work: Work) -> list[Prediction]:
+    found = predict(link, work)
+    if rank() == 0:
+        print(table(link, work, found), flush=True)
+    return found
+
+
+class Planner:
+    """Watches the first steps of a training in a job of `hora plan`, which ends with the table."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._before = (0.0, 0.0, 0.0)
+
+    def step_done(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Count a step; after enough of them measure the link, print the table and end the program (collective)."""
+        now = (meter.step_s, meter.backward_s, meter.wait_s + meter.reduce_s)
+        self._num_steps += 1
+        if self._num_steps == _WARM_UP:
+            self._before = now
+        if self._num_steps == _WARM_UP + _NUM_STEPS:
+            step_s, backward_s, blocked_s = (
+                (new - old) / _NUM_STEPS for new, old in zip(now, self._before, strict=True)
+            )
+            _shown(measure_link(), _work(parameters, step_s - blocked_s, backward_s))
+            raise SystemExit(0)
