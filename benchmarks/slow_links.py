@@ -77,8 +77,8 @@ def make_step(contender: str, workload: Workload) -> Callable[[], object]:
     torch.manual_seed(0)
     model: nn.Module = workload.build()
     if contender.startswith("DDP"):
-        # torch's hook starts its second and third allreduce in callbacks, whose order over gloo differs between ranks as soon as
-        # there are two buckets, and the job ends: it gets one.
+        # torch's hook starts its second and third allreduce in callbacks, whose order over gloo differs between ranks as
+        # soon as there are two buckets, and the job ends: it gets one.
         whole = {"bucket_cap_mb": 1000} if contender == "DDP + PowerSGD" else {}
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **whole)
     if contender == "DDP + PowerSGD":

@@ -87,6 +87,14 @@ def test_the_synthetic_benchmark(tmp_path):
     assert re.search(r"ResNet-18, 16x16, batch 2, float32, 2 ranks, .*: \d+ images/s", out)
 
 
+def test_characters_over_a_slow_link(tmp_path):
+    job = ("horovodrun", "-np", "2", "python", str(EXAMPLES / "characters.py"), "--send", "diloco")
+    flags = ("--steps", "45", "--width", "32", "--depth", "1", "--batch-size", "8")
+    status, out, err = run_command(*job, *flags, cwd=tmp_path, env={"HORA_TRANSPORT": "tcp"})
+    assert status == 0, err
+    assert float(re.findall(r"2 ranks, diloco: loss ([\d.]+)", out)[-1]) < 3.0  # log(41) is 3.7
+
+
 @pytest.mark.parametrize("name", ["penguins", pytest.param("images", marks=pytest.mark.slow)])
 def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
     notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)

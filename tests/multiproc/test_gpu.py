@@ -469,3 +469,32 @@ def test_repeated_small_allreduces_are_ordered_with_the_callers_stream(rank, siz
     handle = hvd.allreduce_async_(torch.ones(1024, device="cuda"), op=hvd.Sum, name="behind")
     assert hvd.allreduce(torch.ones(8, device="cuda"), op=hvd.Sum, name="before").tolist() == [size] * 8
     assert hvd.synchronize(handle).tolist() == [size] * 1024
+
+
+@pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
+@session
+def test_ways_to_send_less_give_on_a_gpu_what_they_give_on_the_cpu():
+    torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
+    powersgd = hvd.Compression.powersgd(rank=2, start_step=2)
+    for wrap in (
+        functools.partial(hvd.DistributedOptimizer, compression=powersgd),
+        functools.partial(hvd.DiLoCo, every=4, fragments=2, compression=hvd.Compression.int8),
+    ):
+        found = []
+        for device in ("cuda", "cpu"):
+            torch.manual_seed(0)
+            layers = torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 96), torch.nn.Linear(96, 8)
+            model = torch.nn.Sequential(*layers).to(device)
+            optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            for step in range(8):
+                generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+                inputs = torch.randn(16, 64, generator=generator).to(device)
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            if hasattr(optimizer, "exchange"):
+                optimizer.exchange()
+            found.append(torch.cat([p.detach().flatten().cpu() for p in model.parameters()]))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+        told = hvd.allgather_object(found[0].tolist())
+        assert told[0] == told[1]

@@ -226,3 +226,24 @@ def test_on_one_host_gradients_are_reduced_as_always():
     run(plain, hvd.DistributedOptimizer(sgd(plain), plain.named_parameters()), 5)
     assert_close(weights(model), weights(plain))
     assert_same_everywhere(weights(model))
+
+
+@session
+def test_in_a_new_world_a_newcomer_takes_the_outer_state():
+    """As after an elastic reset: rank 1's optimizer is a new one; fragments that were under way are lost with the old world."""
+    options = {"every": 4, "fragments": 2, "overlap": 1, "compression": hvd.Compression.none}
+    model = mlp()
+    optimizer = hvd.DiLoCo(sgd(model), **options)
+    run(model, optimizer, 6)
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() == 1:
+        model = mlp()
+        optimizer = hvd.DiLoCo(sgd(model), **options)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    run(model, optimizer, 5, first=6)
+    assert optimizer.state_dict()["outer"]["num_steps"] == 11
+    assert_same_everywhere(optimizer.state_dict()["outer"]["anchors"])
+    optimizer.exchange()
+    assert_same_everywhere(weights(model))

@@ -268,3 +268,23 @@ def test_on_one_host_nothing_is_compressed():
     train(model, optimizer, 5, mine())
     assert_close(weights(model), reference())
     assert not optimizer.state_dict()["powersgd"]["factors"]
+
+
+@session
+def test_in_a_new_world_the_survivors_go_on_and_a_newcomer_takes_part():
+    """As after an elastic reset: rank 1's optimizer is a new one, and with it its error memory."""
+    model = net()
+    optimizer = distributed(model, compression=powersgd(start_step=3))
+    run(model, optimizer, 5)
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() == 1:
+        model = net()
+        optimizer = distributed(model, compression=powersgd(start_step=3))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    run(model, optimizer, 4, first=5)
+    assert_same_everywhere(weights(model))
+    state = optimizer.state_dict()["powersgd"]
+    assert state["num_steps"] == 9
+    assert state["factors"]

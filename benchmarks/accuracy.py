@@ -1,0 +1,194 @@
+"""What sending less costs in accuracy: final losses and accuracies of every setting, in two offices on 100 Mbit/s; as root.
+
+    python -m benchmarks.accuracy --seeds 3                       everything, hours on two cores
+    python -m benchmarks.accuracy --tasks digits --seeds 1        a few minutes
+
+Tasks: "digits" (an MLP on scikit-learn's digits), "images" (the images lab's ResNet18, narrow, on the same pictures) and
+"characters" (examples/characters.py), all with Adam. Each setting trains from the same start on the same batches for equally
+many steps, in two offices with a rank each. Loss and accuracy are on held-out data, after `exchange()`; the bytes are those
+that rank 0's office has sent, the seconds those of the whole training over this link. The spread is the standard deviation
+over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import horovod.torch as hvd
+from benchmarks import offices
+from benchmarks.names import some_of
+from hora.labs.images.data import digits as load_digits
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+LINK = {"rate": "100mbit", "delay": "10ms"}
+PERIOD = 20
+
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "plain": hvd.DistributedOptimizer,
+    "int8": lambda o: hvd.DistributedOptimizer(o, compression=hvd.Compression.int8),
+    "PowerSGD 2": lambda o: hvd.DistributedOptimizer(o, compression=hvd.Compression.powersgd(rank=2)),
+    "PowerSGD 4": lambda o: hvd.DistributedOptimizer(o, compression=hvd.Compression.powersgd(rank=4)),
+    f"LocalSGD {PERIOD}": lambda o: hvd.LocalSGD(o, every=PERIOD),
+    f"DiLoCo {PERIOD}": lambda o: hvd.DiLoCo(o, every=PERIOD),
+    f"DES-LOC {PERIOD}": lambda o: hvd.DESLOC(o, every=PERIOD),
+}
+
+
+class Task(NamedTuple):
+    """A model, its batches, and what is measured on held-out data."""
+
+    model: nn.Module
+    learning_rate: float
+    batch: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+    test: tuple[torch.Tensor, torch.Tensor]
+
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
+
+
+def pictures(model: nn.Module, learning_rate: float, batch_size: int) -> Task:
+    data = load_digits()
+    inputs, labels = data.train_images.float() / 255, data.train_labels.long()
+
+    def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        some = torch.randint(0, len(inputs), (batch_size,), generator=generator)
+        return inputs[some], labels[some]
+
+    return Task(model, learning_rate, batch, (data.test_images.float() / 255, data.test_labels.long()))
+
+
+def digits() -> Task:
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+    return pictures(model, 1e-3, 16)
+
+
+def images() -> Task:
+    from hora.workflow.architectures import ResNet
+
+    return pictures(ResNet(18, num_classes=10, channels=1, width=16), 1e-3, 16)
+
+
+def characters() -> Task:
+    import characters as example
+
+    text, unseen = example.made_text(5000, seed=0), example.made_text(200, seed=1)
+
+    def cut(of: torch.Tensor, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        pieces = example.pieces(of, count, 64, generator)
+        return pieces[:, :-1], pieces[:, 1:]
+
+    model = example.Characters(width=192, depth=6)
+    return Task(model, 1e-3, lambda g: cut(text, 8, g), cut(unseen, 64, torch.Generator().manual_seed(0)))
+
+
+TASKS: dict[str, tuple[Callable[[], Task], int]] = {
+    "digits": (digits, 400),
+    "images": (images, 300),
+    "characters": (characters, 600),
+}
+
+
+def sent_bytes() -> int:
+    with open("/proc/self/net/dev") as file:
+        return next(int(line.split(":")[1].split()[8]) for line in file if "cable" in line)
+
+
+def trained(name: str, setting: str, seed: int, num_steps: int) -> dict[str, float]:
+    torch.manual_seed(seed)
+    task = TASKS[name][0]()
+    hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
+    optimizer = SETTINGS[setting](torch.optim.Adam(task.model.parameters(), lr=task.learning_rate))
+    generator = torch.Generator().manual_seed(1000 * seed + hvd.rank())
+    hvd.barrier()
+    began, before = time.perf_counter(), sent_bytes()
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        task.loss(*task.batch(generator)).backward()
+        optimizer.step()
+    if hasattr(optimizer, "exchange"):
+        optimizer.exchange()
+    took_s, sent = time.perf_counter() - began, sent_bytes() - before
+    task.model.eval()
+    with torch.no_grad():
+        inputs, targets = task.test
+        loss = task.loss(inputs, targets).item()
+        right = (task.model(inputs).argmax(-1) == targets).float().mean().item()
+    return {"loss": loss, "accuracy": 100 * right, "mb": sent / 1e6, "seconds": took_s}
+
+
+def work(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    found: dict[str, list[dict[str, float]]] = {}
+    for setting in arguments.settings:
+        found[setting] = []
+        for seed in range(arguments.seeds):
+            found[setting].append(trained(arguments.worker, setting, seed, arguments.steps))
+            if hvd.rank() == 0:
+                arguments.json.write_text(json.dumps(found))
+    hvd.shutdown()
+
+
+def row(task: str, setting: str, results: list[dict[str, float]]) -> str:
+    def spread(name: str, digits: int) -> str:
+        values = [result[name] for result in results]
+        around = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+        return f"{statistics.mean(values):.{digits}f}{around}"
+
+    mb, seconds = (statistics.mean(result[name] for result in results) for name in ("mb", "seconds"))
+    return f"| {task} | {setting} | {spread('loss', 3)} | {spread('accuracy', 1)} % | {mb:.1f} | {seconds:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=some_of(tuple(TASKS)), default="all", help=f"of {','.join(TASKS)}, or all")
+    parser.add_argument("--settings", type=some_of(tuple(SETTINGS)), default="all", help=f"of {','.join(SETTINGS)}")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
+    parser.add_argument("--steps", type=int, default=0, help="of each run (default: each task's own number)")
+    parser.add_argument("--limit", type=float, default=7200.0, help="seconds for a task (default: 7200)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+        return
+    print("| task | setting | loss | accuracy | MB sent | seconds |\n|---|---|---|---|---|---|", flush=True)
+    for task in arguments.tasks:
+        steps = arguments.steps or TASKS[task][1]
+        with tempfile.TemporaryDirectory() as folder, offices.offices(2, **LINK) as hosts:
+            numbers = Path(folder) / "numbers.json"
+            command = [sys.executable, "-m", "benchmarks.accuracy", "--worker", task, "--json", str(numbers)]
+            command += [
+                "--seeds",
+                str(arguments.seeds),
+                "--steps",
+                str(steps),
+                "--settings",
+                ",".join(arguments.settings),
+            ]
+            try:
+                offices.run_ranks(hosts, command, num_local=1, limit_s=arguments.limit)
+            finally:
+                found = json.loads(numbers.read_text()) if numbers.exists() else {}
+                for setting, results in found.items():
+                    if results:
+                        print(row(task, setting, results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
