@@ -2,6 +2,7 @@
 
     python -m benchmarks.slow_links                                     all rows, about half an hour
     python -m benchmarks.slow_links --rows "1 Gbit/s" --rounds 1        whether it works
+    python -m benchmarks.slow_links --plan "MLP 4x2048"                 predictions of `hora.plan` beside what is measured
 
 The offices are network namespaces (`benchmarks.offices`). All contenders of a row live in the same processes and take turns; a
 time is that of the slowest rank, the median over the rounds. DiLoCo is timed over one period of exchanges, beside the same
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import hora
 import horovod.torch as hvd
 from benchmarks import offices
 from benchmarks.collectives import join_gloo
@@ -47,10 +49,11 @@ class Row(NamedTuple):
     of: str  # the others' time is divided by this one's, or, for "apart", this one by the others'
 
 
-BY_STEP = ("DDP", "DDP + PowerSGD", "plain", "int8", "PowerSGD")
+BY_STEP = ("DDP", "DDP + PowerSGD", "plain", "int8", "PowerSGD 4")
+PLANNED = ("plain", "bf16", "int8", "PowerSGD 1", "PowerSGD 4", "DiLoCo 10", "DiLoCo 50")
 ROWS = {
-    "1 Gbit/s": Row({"rate": "1gbit", "delay": "1ms"}, "MLP 4x2048", BY_STEP, 3, "PowerSGD"),
-    "100 Mbit/s": Row({"rate": "100mbit", "delay": "20ms"}, "MLP 4x2048", BY_STEP, 2, "PowerSGD"),
+    "1 Gbit/s": Row({"rate": "1gbit", "delay": "1ms"}, "MLP 4x2048", BY_STEP, 3, "PowerSGD 4"),
+    "100 Mbit/s": Row({"rate": "100mbit", "delay": "20ms"}, "MLP 4x2048", BY_STEP, 2, "PowerSGD 4"),
     "100 Mbit/s lossy": Row(
         {"rate": "100mbit", "delay": "20ms", "loss": "0.1%"}, "ResNet18", ("apart", "DiLoCo 50"), 50, "DiLoCo 50"
     ),
@@ -67,10 +70,17 @@ def wrapped(contender: str, optimizer: torch.optim.Optimizer) -> Any:
         return hvd.LocalSGD(optimizer, every=NEVER)
     if kind == "DiLoCo":
         return hvd.DiLoCo(optimizer, every=int(number))
-    compression: Any = {"plain": hvd.Compression.none, "int8": hvd.Compression.int8}.get(kind)
-    return hvd.DistributedOptimizer(
-        optimizer, compression=compression or hvd.Compression.powersgd(rank=RANK, start_step=2)
-    )
+    if kind == "PowerSGD":
+        compression: Any = hvd.Compression.powersgd(rank=int(number), start_step=2)
+    else:
+        compression = getattr(hvd.Compression, "none" if kind == "plain" else kind)
+    return hvd.DistributedOptimizer(optimizer, compression=compression)
+
+
+def batch_of(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + hvd.rank())
+    inputs = torch.randn(*workload.shape, generator=generator)
+    return inputs, torch.randint(0, workload.classes, workload.shape[:1], generator=generator)
 
 
 def make_step(contender: str, workload: Workload) -> Callable[[], object]:
@@ -87,9 +97,7 @@ def make_step(contender: str, workload: Workload) -> Callable[[], object]:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = wrapped(contender, make_optimizer("sgd", model.parameters()))
-    generator = torch.Generator().manual_seed(100 + hvd.rank())
-    inputs = torch.randn(*workload.shape, generator=generator)
-    targets = torch.randint(0, workload.classes, workload.shape[:1], generator=generator)
+    inputs, targets = batch_of(workload)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -121,6 +129,36 @@ def work(row: Row, rounds: int, numbers: Path) -> None:
     hvd.shutdown()
 
 
+def check_plan(model: str, rounds: int, numbers: Path) -> None:
+    """One rank: `hora.plan`'s prediction of each setting, and its measured step."""
+    torch.set_num_threads(1)
+    hvd.init()
+    workload = WORKLOADS[model]
+    torch.manual_seed(0)
+    predicted = {row.name: 1e3 * row.step_s for row in hora.plan(workload.build(), batch_of(workload))}
+    found = {}
+    for name in PLANNED:
+        step, count = make_step(name, workload), int(name.split()[1]) if name.startswith("DiLoCo") else 3
+        for _ in range(WARM_UP):
+            step()
+        times = []
+        for _ in range(rounds):
+            hvd.barrier()
+            mine = torch.tensor(timed(step, count)[0])
+            times.append(hvd.allreduce(mine, op=hvd.Max, name="time").item())
+        found[name] = [predicted[name], statistics.median(times)]
+    if hvd.rank() == 0:
+        numbers.write_text(json.dumps(found))
+    hvd.barrier()
+    hvd.shutdown()
+
+
+def report_plan(name: str, found: dict[str, list[float]]) -> str:
+    texts = [f"{setting} {planned:.0f}/{seen:.0f} ms" for setting, (planned, seen) in found.items()]
+    off = statistics.median(abs(planned / seen - 1) for planned, seen in found.values())
+    return f"{name}: planned/measured {' · '.join(texts)}: median {100 * off:.0f} % off"
+
+
 def report(name: str, times: dict[str, list[float]]) -> str:
     row, parts = ROWS[name], []
     for contender, values in times.items():
@@ -141,8 +179,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for a row (default: 1800)")
     parser.add_argument("--json", type=Path, help="write the times here as well")
+    parser.add_argument("--plan", help="compare what hora.plan predicts for this model with what is measured, instead")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.worker and arguments.plan:
+        check_plan(arguments.plan, arguments.rounds, arguments.json)
+        return
     if arguments.worker:
         work(ROWS[arguments.worker], arguments.rounds, arguments.json)
         return
@@ -151,10 +193,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, offices.offices(2, **ROWS[name].link) as hosts:
             numbers = Path(folder) / "numbers.json"
             command = [sys.executable, "-m", "benchmarks.slow_links", "--worker", name, "--json", str(numbers)]
-            command += ["--rounds", str(arguments.rounds)]
+            command += ["--rounds", str(arguments.rounds), *(["--plan", arguments.plan] if arguments.plan else [])]
             offices.run_ranks(hosts, command, num_local=2, limit_s=arguments.limit)
             found[name] = json.loads(numbers.read_text())
-        print(report(name, found[name]), f"  load {os.getloadavg()[0]:.1f}", flush=True)
+        text = report_plan(name, found[name]) if arguments.plan else report(name, found[name])
+        print(text, f"  load {os.getloadavg()[0]:.1f}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 

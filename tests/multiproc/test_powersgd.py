@@ -190,6 +190,20 @@ def test_only_rank_0_has_loaded_a_state():
 
 
 @session
+def test_rank_0_goes_back_to_an_earlier_state_and_the_others_follow():
+    model = net()
+    optimizer = distributed(model, compression=powersgd())
+    run(model, optimizer, 5)
+    saved = copy.deepcopy(optimizer.state_dict())
+    run(model, optimizer, 2, first=5)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(saved)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    run(model, optimizer, 3, first=5)
+    assert_same_everywhere(weights(model))
+
+
+@session
 def test_infinite_gradients_are_seen_everywhere_and_leave_nothing():
     model = net()
     optimizer = distributed(model, compression=powersgd())

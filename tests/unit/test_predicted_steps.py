@@ -32,7 +32,7 @@ def test_every_setting_has_a_row_with_a_line_to_write():
     assert all("hvd." in row.line and row.accuracy for row in rows)
     shown = table(link(100, 0.04), WIDE, rows).splitlines()
     assert "100 Mbit/s" in shown[0]
-    assert "33.6 MB" in shown[0]
+    assert "33.7 MB" in shown[0]
     assert len(shown) == 3 + len(rows)
 
 

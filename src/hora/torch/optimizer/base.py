@@ -411,6 +411,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             state["powersgd"] = memory.state_dict(self._parameter_names, self._place())
         return state
 
+    def after_broadcast(self) -> None:
+        """All ranks have the root's state: with `Compression.powersgd` they agree anew on steps and factors."""
+        if self._active and self._options.memory is not None:
+            self._start_over()
+
     def _place(self) -> tuple[int, int]:
         return self._runtime.world.rank, self._runtime.world.size
 

@@ -53,6 +53,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
     handles = [broadcast_async_(t, root_rank, f"optimizer_state.{i}") for i, t in enumerate(tensors)]
     for handle in handles:
         synchronize(handle)
+    if hasattr(optimizer, "after_broadcast"):
+        optimizer.after_broadcast()
 
 
 def _check_same_groups(optimizer: Optimizer) -> None:
