@@ -242,8 +242,7 @@ def _factor_s(parameters: Sequence[torch.Tensor], rank: int) -> float:
             orthonormalise_(q)
             p = error @ q
             orthonormalise_(p)
-            torch.mm(error.t(), p, out=q)
-            torch.mm(p, q.t(), out=gradient)
+            torch.mm(p, p.t() @ error, out=gradient)
             error.sub_(gradient)
         if parameters and parameters[0].device.type == "cuda":
             torch.cuda.synchronize()

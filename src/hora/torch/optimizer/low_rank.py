@@ -39,7 +39,8 @@ class _Bucket:
         self.matrices = [p for p in spec.parameters if memory.rank_of(p)]
         self._rest = [p for p in spec.parameters if not memory.rank_of(p)]
         self._first = _Flat([(p.shape[0], memory.rank_of(p)) for p in self.matrices], self._rest, like=spec)
-        self._second = _Flat([(p.numel() // p.shape[0], memory.rank_of(p)) for p in self.matrices], (), like=spec)
+        # Transposed: Pᵀ M takes half the time of Mᵀ P, whose reads of M jump from row to row.
+        self._second = _Flat([(memory.rank_of(p), p.numel() // p.shape[0]) for p in self.matrices], (), like=spec)
         self._factors: list[torch.Tensor] = []
         self._handle: int | None = None
         self.phase = 0
@@ -98,7 +99,7 @@ class _Bucket:
         for parameter, p, q in zip(self.matrices, self._first.matrices, self._second.matrices, strict=True):
             if finite:
                 orthonormalise_(p)
-                torch.mm(_matrix(self._memory.error(parameter)).t(), p, out=q)
+                torch.mm(p.t(), _matrix(self._memory.error(parameter)), out=q)
             else:
                 p.fill_(torch.nan)
                 q.fill_(torch.nan)
@@ -116,15 +117,15 @@ class _Bucket:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad.detach()
             if gradient.is_contiguous() and gradient.dtype is error.dtype:
-                torch.mm(p, new.t(), out=_matrix(gradient))
+                torch.mm(p, new, out=_matrix(gradient))
                 error.sub_(gradient)
             else:
-                product = torch.mm(p, new.t()).view(parameter.shape)
+                product = torch.mm(p, new).view(parameter.shape)
                 gradient.copy_(product)
                 error.sub_(product)
             if times != 1.0:
                 gradient.mul_(times)
-            q.copy_(new)
+            q.copy_(new.t())
         if not bool(torch.isfinite(self._second.flat.sum())):
             self._memory.forget(self.matrices)
         for parameter, place in zip(self._rest, self._first.rest, strict=True):
