@@ -13,10 +13,8 @@ over the seeds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +31,7 @@ from hora.labs.images.data import digits as load_digits
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-LINK = {"rate": "100mbit", "delay": "10ms"}
+LINK = {"rate": "100mbit"}
 PERIOD = 20
 
 SETTINGS: dict[str, Callable[[Any], Any]] = {
@@ -134,13 +132,10 @@ def trained(name: str, setting: str, seed: int, num_steps: int) -> dict[str, flo
 def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     hvd.init()
-    found: dict[str, list[dict[str, float]]] = {}
     for setting in arguments.settings:
-        found[setting] = []
-        for seed in range(arguments.seeds):
-            found[setting].append(trained(arguments.worker, setting, seed, arguments.steps))
-            if hvd.rank() == 0:
-                arguments.json.write_text(json.dumps(found))
+        results = [trained(arguments.worker, setting, seed, arguments.steps) for seed in range(arguments.seeds)]
+        if hvd.rank() == 0:
+            print(row(arguments.worker, setting, results), flush=True)
     hvd.shutdown()
 
 
@@ -162,7 +157,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="of each run (default: each task's own number)")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds for a task (default: 7200)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
@@ -170,24 +164,10 @@ def main() -> None:
     print("| task | setting | loss | accuracy | MB sent | seconds |\n|---|---|---|---|---|---|", flush=True)
     for task in arguments.tasks:
         steps = arguments.steps or TASKS[task][1]
-        with tempfile.TemporaryDirectory() as folder, offices.offices(2, **LINK) as hosts:
-            numbers = Path(folder) / "numbers.json"
-            command = [sys.executable, "-m", "benchmarks.accuracy", "--worker", task, "--json", str(numbers)]
-            command += [
-                "--seeds",
-                str(arguments.seeds),
-                "--steps",
-                str(steps),
-                "--settings",
-                ",".join(arguments.settings),
-            ]
-            try:
-                offices.run_ranks(hosts, command, num_local=1, limit_s=arguments.limit)
-            finally:
-                found = json.loads(numbers.read_text()) if numbers.exists() else {}
-                for setting, results in found.items():
-                    if results:
-                        print(row(task, setting, results), flush=True)
+        command = [sys.executable, "-m", "benchmarks.accuracy", "--worker", task, "--steps", str(steps)]
+        command += ["--seeds", str(arguments.seeds), "--settings", ",".join(arguments.settings)]
+        with offices.offices(2, **LINK) as hosts:
+            offices.run_ranks(hosts, command, num_local=1, limit_s=arguments.limit)
 
 
 if __name__ == "__main__":

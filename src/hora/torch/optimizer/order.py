@@ -173,7 +173,7 @@ class BucketOrder:
                 if isinstance(current, Buckets):
                     current.release()
                 specs = plan_buckets(order.parameters, self._names, label=order.label, bucket_bytes=BUCKET_BYTES)
-                return LowRankReducer(runtime, self._options, specs, memory, others)
+                return LowRankReducer(runtime, self._options, specs, memory, others, label=order.label)
         setting = self._setting = DEFAULT if self._tuner is None else self._tuner.setting
         specs = plan_buckets(
             order.parameters,
