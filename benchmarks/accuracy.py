@@ -1,4 +1,4 @@
-"""What sending less costs in accuracy: final losses and accuracies of every setting, in two offices on 100 Mbit/s; as root.
+"""Accuracy of every way to send less: final losses and accuracies, in two offices on 100 Mbit/s; as root.
 
     python -m benchmarks.accuracy --seeds 3                       everything, hours on two cores
     python -m benchmarks.accuracy --tasks digits --seeds 1        a few minutes

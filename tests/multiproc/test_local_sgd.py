@@ -22,7 +22,7 @@ def run(model, optimizer, steps, first=0):
 
 
 def averaged(every: int, steps: int, size: int, make=sgd) -> list[torch.Tensor]:
-    """What hosts that average their parameters come to, all of them trained here."""
+    """Weights of hosts that average their parameters, all of them trained here."""
     models = [mlp() for _ in range(size)]
     optimizers = [make(model) for model in models]
     for step in range(steps):

@@ -36,7 +36,7 @@ _FRAGMENTS = 4  # DiLoCo's default
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What lies between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code."""
+    """Link between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code."""
 
     num_hosts: int
     latency_s: float
