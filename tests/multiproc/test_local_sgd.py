@@ -247,3 +247,10 @@ def test_in_a_new_world_a_newcomer_takes_the_outer_state():
     assert_same_everywhere(optimizer.state_dict()["outer"]["anchors"])
     optimizer.exchange()
     assert_same_everywhere(weights(model))
+
+
+@session
+def test_taking_back_single_steps_is_refused():
+    model = mlp()
+    with raises(ValueError, "per_step=True", "LocalSGD"):
+        hvd.elastic.TorchState(model=model, optimizer=hvd.LocalSGD(sgd(model), every=2), per_step=True)
