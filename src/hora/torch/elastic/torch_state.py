@@ -333,6 +333,11 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
                 "does not work with a sharded optimizer, because a slice of the state dies with its rank; use "
                 "sharded=False, or per_step=False with a commit as often as you like"
             )
+        if getattr(optimizer, "keeps_outer_state", False):
+            return (
+                "does not work with hvd.LocalSGD, DiLoCo and DESLOC, whose hosts have parameters of their own between two "
+                "exchanges; use per_step=False"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             return "does not work with LBFGS, which moves the parameters several times in a step; use per_step=False"
         if optimizer.process_set is not global_process_set:

@@ -215,7 +215,7 @@ class LowRankReducer:
             bucket.send()
 
     def _begin_step(self) -> None:
-        self._in_step = True
+        self._in_step = self._memory.amid = True
         if self._runtime.num_joins != self._memory.num_joins:  # ranks that had joined have missed the others' factors
             self._memory.num_joins = self._runtime.num_joins
             self._memory.forget()
@@ -240,6 +240,7 @@ class LowRankReducer:
                 bucket.write_back()
             if self._others is not None:
                 self._others.finish()
+            self._memory.amid = False
         except BaseException:
             for bucket in self._buckets:
                 bucket.num_ready = 0
@@ -249,4 +250,5 @@ class LowRankReducer:
                 ):  # each must be collected; the first error is on its way to the user
                     request.wait()
             self._memory.forget()
+            self._memory.amid = False
             raise

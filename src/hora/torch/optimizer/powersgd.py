@@ -36,6 +36,7 @@ class PowerSGDMemory:
         self.settings = settings
         self.num_steps = 0
         self.num_joins = 0
+        self.amid = False  # a step: errors have taken up gradients that were not applied yet
         self._factors: dict[torch.Tensor, torch.Tensor] = {}
         self._errors: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -85,6 +86,9 @@ class PowerSGDMemory:
 
         A newcomer has made one step, and no factors; survivors of a reset go on with their count and draw new factors with it.
         """
+        if self.amid:  # the world ended in a step, which will be made again
+            self.amid = False
+            self.forget()
         digest = self._digest(names)
         known = self.num_steps > 1
         ballot = torch.tensor([int(known), self.num_steps if known else 0, digest], dtype=torch.int64, device="cpu")
