@@ -97,6 +97,11 @@ class Runtime:
         """Ranks that proved to share memory."""
         return [[0]] if self._peers is None else self._peers.hosts
 
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts between which data travels over a network: ranks that may share no memory are hosts, too."""
+        return 1 if self._peers is None else len(self._peers.sharing)
+
     def compresses(self, process_set_id: int) -> bool:
         """Return whether CPU reductions of a set travel over a network, so that `submit` takes a code for them."""
         ranks = self.process_sets.ranks(process_set_id)

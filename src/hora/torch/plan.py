@@ -187,7 +187,7 @@ def measure_link() -> Link:
     sums = torch.tensor([float(sent), float(again)], device="cpu")
     _reduce(sums, ReduceOp.SUM, "plan.segments")
     return Link(
-        num_hosts=len(runtime.hosts),
+        num_hosts=runtime.num_hosts,
         latency_s=latency_s,
         byte_s=byte_s[""],
         bf16_byte_s=byte_s["bf16"],
