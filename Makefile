@@ -17,7 +17,7 @@ help:
 	@echo "make test-unit                  the tests that start no process: two minutes"
 	@echo "make test-versions TORCH=2.10.0 them, and collectives and optimizers on real ranks, on another torch"
 	@echo "make test-spark VERSION=3.5.7   the Spark tests on another Spark, in a virtual environment of its own"
-	@echo "make test-slow                  tests that make test leaves out to stay near twenty minutes"
+	@echo "make test-slow                  tests that make test leaves out to stay near fifteen minutes"
 	@echo "make test-security              attacks and old defects from outside, known by public names alone; more of it as root"
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"

@@ -47,6 +47,7 @@ def test_the_explicit_loop_under_horovodrun(reference):
     assert reference["fc3.weight"].shape == (3, 10)
 
 
+@pytest.mark.slow
 def test_the_explicit_loop_under_horovod_runner(reference, checkpoints):
     path = checkpoints / "runner.pt"
     job = ("python", PENGUINS, "--epochs", EPOCHS, "--np", "-2", "--checkpoint", str(path))
@@ -71,6 +72,7 @@ def _assert_same(weights: dict[str, torch.Tensor], reference: dict[str, torch.Te
     assert all(torch.equal(weights[name], tensor) for name, tensor in reference.items())
 
 
+@pytest.mark.slow
 def test_the_workflow_example(tmp_path):
     job = ("horovodrun", "-np", "2", "python", str(EXAMPLES / "penguins_workflow.py"))
     status, out, err = run_command(*job, cwd=tmp_path)

@@ -67,6 +67,7 @@ def _assert_penguin_lab(out: str, folder: Path) -> None:
     assert load(folder / "model").notes["ranks"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_the_penguin_lab_with_spark(tmp_path):
     import pyspark
@@ -108,6 +109,7 @@ def test_the_commands_own_words():
     assert "--epochs must be at least 1" in err
 
 
+@pytest.mark.slow
 def test_images_reach_97_percent_on_two_ranks(tmp_path):
     lab_job = ("hora", "demo", "images", "--epochs", "9", "--log-dir", str(tmp_path / "whole"))
     with CommandProcess(*lab_job, cwd=tmp_path) as lab:

@@ -183,6 +183,7 @@ def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
     assert states == ["succeeded", "failed", "stopped", "running"]
 
 
+@pytest.mark.slow
 def test_a_notebook_over_connect(cluster, tmp_path, monkeypatch):
     """Executed by a real kernel: output of the ranks in the cell, rank 0's value in the next."""
     import nbclient

@@ -48,6 +48,7 @@ def train(failures, directory):
     return hvd.rank(), hvd.size(), net.weight.item()
 
 
+@pytest.mark.slow
 def test_three_failures_leave_the_result_of_an_undisturbed_run(spark, spark_cluster, by_value, tmp_path):
     arguments = {"num_proc": 2, "elastic_timeout": 100, "verbose": 0}
     disturbed = horovod.spark.run_elastic(train, args=({1: 1, 2: 0, 3: 1}, str(tmp_path)), **arguments)

@@ -15,7 +15,7 @@ import textwrap
 import pytest
 from spark_cluster import StandaloneCluster
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]  # a cluster of its own
 
 WITH_GPUS = {
     "spark.executor.resource.gpu.amount": "2",
