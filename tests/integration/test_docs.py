@@ -65,6 +65,6 @@ def test_blocks_say_what_they_are():
 
 
 def test_links_lead_somewhere():
-    for page in PAGES:
+    for page in [*PAGES, *sorted((ROOT / "docs").glob("*/*.md")), *sorted(ROOT.glob("*.md"))]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
