@@ -276,6 +276,21 @@ def losses(make_model: Callable[[], torch.nn.Module]) -> list[float]:
     return found
 
 
+def rounds_of_sharded_steps(rounds: Callable[[], int]) -> int:
+    """How many rounds the ranks agree on in steady steps of a sharded optimizer; -1 if one gives something wrong."""
+    parameter = torch.nn.Parameter(torch.zeros(700_000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], sharded=True)
+    before = 0
+    for number in range(10):
+        if number == 3:
+            before = rounds()
+        optimizer.zero_grad()
+        (parameter * (hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+    expected = torch.full_like(parameter, -10.0 * (hvd.size() + 1) / 2)
+    return rounds() - before if torch.allclose(parameter.detach(), expected, rtol=1e-4) else -1
+
+
 def steady_steps(victim: int | None) -> dict[str, object]:
     """Train several buckets of known gradients: how many rounds the ranks agree on meanwhile, which results are wrong, also
     while ranks join; and what becomes of the others when one is killed in a step."""
@@ -299,7 +314,7 @@ def steady_steps(victim: int | None) -> dict[str, object]:
     def rounds() -> int:
         return sum(engine.current_runtime().process_sets.rounds().values())
 
-    announced = []
+    announced = [rounds_of_sharded_steps(rounds)]
     for epoch in range(2):
         for number in range(3):
             step((epoch, number))

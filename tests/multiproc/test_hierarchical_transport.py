@@ -13,7 +13,7 @@ import torch.distributed as dist
 from groups import make_group
 from transport_checks import PORTION_BYTES, Checker, check_everything, data, fingerprint
 
-from hora.engine.request import Reduce, ReduceOp
+from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment
 from hora.engine.transport import distributed, hierarchical, native_hosts
@@ -164,6 +164,73 @@ def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
                 assert torch.equal(one, two), (case, one, two)
     bits = [fingerprint(tensor) for tensors in plainly for tensor in tensors]
     assert place.gather(bits) == [bits] * 4
+
+
+def halves(place, hosts, transport, number, dtype, reduce, count):
+    """A reducescatter of data in the host's memory, and an allgather of what was scattered. `count`: of each member."""
+    (index,) = (h for h, host in enumerate(hosts) if place.rank in host)
+    host, size = hosts[index], 4 * count
+    share = shared_memory(dist.PrefixStore(f"halves{number}/{index}", place.store), host.index(place.rank), len(host))
+    segment = share(len(host) * size * dtype.itemsize)
+    places = [segment.tensor(size * dtype.itemsize * i, size, dtype) for i in range(len(host))]
+    mine = places[host.index(place.rank)]
+    mine.copy_(data(number, place.rank, size, dtype))
+    transport.barrier()
+    assert transport.half(Kind.REDUCESCATTER, places, reduce, HEADER, 1000)
+    transport.barrier()
+    own = mine.split(count)[place.rank].clone()
+    mine.zero_()
+    mine.split(count)[place.rank].copy_(own)
+    transport.barrier()
+    assert transport.half(Kind.ALLGATHER, places, Reduce(), HEADER, 1000)
+    transport.barrier()
+    return mine.clone()
+
+
+HEADER = bytes(range(32))
+
+
+@pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["apart"]], ids=["even", "apart"])
+@pytest.mark.ranks(4)
+def test_halves_of_an_allreduce_give_the_bits_of_a_whole_one(place, hosts):
+    if library() is None:
+        pytest.skip("there is no native part")
+    cases = [case for case in CASES if not case[1].code]
+    for native, kind in ((True, "encrypted"), (True, "tcp"), (False, "tcp")):
+        name = f"halves {native} {kind}"
+        with made(place, hosts, native=native, kind=kind, name=name) as transport:
+            inner = within(place, name)
+            for number, (dtype, reduce) in enumerate(cases):
+                for count in (1, 30_011):
+                    found = halves(inner, hosts, transport, 100 * number + count, dtype, reduce, count)
+                    whole = data(100 * number + count, place.rank, 4 * count, dtype)
+                    transport.allreduce([whole], [whole], reduce)
+                    assert torch.equal(found, whole), (name, dtype, reduce, count)
+
+
+@pytest.mark.both_ways
+@pytest.mark.ranks(4)
+def test_hosts_with_different_headers_change_nothing(place):
+    """Host 1 has something else to do; or it refuses, and does nothing at all."""
+    hosts = PLACES["even"]
+    for number, refuses in enumerate((False, True)):
+        with made(place, hosts, kind="encrypted", name=f"{number}") as transport:
+            share = shared_memory(dist.PrefixStore(f"void{number}/{place.rank // 2}", place.store), place.rank % 2, 2)
+            segment = share(2 * 4 * 70_000)
+            places = [segment.tensor(4 * 70_000 * index, 70_000, torch.float32) for index in range(2)]
+            mine = places[place.rank % 2]
+            mine.fill_(place.rank)
+            transport.barrier()
+            assert transport.allreduce_unannounced(places, Reduce(), None, HEADER, 1000)
+            transport.barrier()
+            assert set(mine.tolist()) == {6.0}
+            if place.rank >= 2 and refuses:
+                transport.refuse(1000)
+            else:
+                header = HEADER if place.rank < 2 else HEADER[::-1]
+                assert not transport.allreduce_unannounced(places, Reduce(), None, header, 1000)
+            assert set(mine.tolist()) == {6.0}
+            place.gather(number)
 
 
 @pytest.mark.parametrize("altered", ["a record", "the next one"])

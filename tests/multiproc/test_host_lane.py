@@ -105,6 +105,32 @@ def test_a_rank_joins_while_others_need_it_for_something_else_first():
     assert_nothing_is_announced(training)
 
 
+@encrypted
+@session
+def test_a_sharded_optimizer_announces_nothing_either():
+    for sizes in ((3000, 5, 2000), LARGE):
+        plain, training = Training(sizes), Training(sizes, sharded=True)
+        for step in range(3):
+            plain.step(6.0, scale=step + 1.0)
+            training.step(6.0, scale=step + 1.0)
+        assert_nothing_is_announced(training)
+        for _ in range(5):
+            plain.step(6.0)
+        for one, two in zip(plain.parameters, training.parameters, strict=True):
+            assert torch.equal(one, two)
+
+
+@session
+def test_a_sharded_optimizer_and_a_rank_that_has_joined():
+    training = Training(sharded=True)
+    for _ in range(3):
+        training.step(6.0)
+    if hvd.rank() > 0:
+        with pytest.raises(hvd.HorovodInternalError, match=r"REDUCESCATTER is not supported with Join.*0"):
+            training.step(6.0)
+    hvd.join()
+
+
 @session
 def test_two_optimizers_take_turns_in_any_order():
     first, second = Training(), Training((100, 200))

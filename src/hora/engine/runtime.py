@@ -111,6 +111,11 @@ class Runtime:
         """Return whether a set's members are on several hosts, between which the engine has connections of its own."""
         return self._peers is not None and self._peers.spans_hosts(self.process_sets.ranks(process_set_id))
 
+    def spans_even_hosts(self, process_set_id: int) -> bool:
+        """Return whether, besides, as many members are on each host, numbered host by host."""
+        ranks = self.process_sets.ranks(process_set_id)
+        return self._peers is not None and self._peers.spans_hosts(ranks) and self._peers.even_hosts(ranks)
+
     # Operations.
 
     def submit(

@@ -7,6 +7,10 @@
  * all (B). The hosts are combined in their order either way, so the bits do not depend on the cut. Staged data goes through
  * the host's memory; resident data lies there already, and each carrier has its slice of it to itself.
  *
+ * A job may be half of an allreduce of resident data, of which every member of every host has a slice, `stride` elements
+ * from that of the same member of the next host. SCATTER: each carrier gets all members' sum of its own slice. GATHER: it
+ * sends its slice to all, and gives what comes to all members of its host.
+ *
  * A checked job, which nobody has announced, begins with a header on every stream. If those of all hosts are equal, they
  * have the same thing to do; if not, the job is VOID on every host, before anything has been changed.
  */
@@ -14,6 +18,7 @@ enum { NUM_INPUTS = 4, QUEUE = 64, RECORD_BYTES = 256 * 1024, HEADER_BYTES = 32 
 enum stage { FILL, COMBINE, RECEIVE_A, RECEIVE_B, READ_OUT };
 enum outcome { BROKEN = -1, NOT_YET, COMPLETE, VOID };
 enum check { NONE, ON_THE_WAY, AT_ONCE }; /* AT_ONCE: wait for the headers first, since to combine changes data */
+enum kind { ALLREDUCE, SCATTER, GATHER };
 enum greeting { TO_SEND, SENT, FOUND_EQUAL };
 enum code { PLAIN, CODE_F16, CODE_BF16, CODE_INT8 }; /* the numbers are native_hosts.py's */
 
@@ -50,9 +55,10 @@ struct hosts_job {
     const float *weights; /* of the hosts, in an average of half precision; else NULL */
     int64_t num_tensors, begin, end; /* `begin`, `end`: this carrier's elements of resident data; of staged data all */
     int64_t most, first, num_pieces; /* `most` elements make a slice */
+    int64_t stride;
     struct numbers inside, between, last; /* of members, of hosts; of the result, where a code comes in between */
     double stage; /* times this before anything else */
-    int32_t resident, code, two_steps, window, check, greeting;
+    int32_t resident, code, two_steps, window, kind, check, greeting;
     /* How far it has come: a job that was interrupted goes on from here. */
     int64_t number;
     int32_t step, asked, late, error; /* `late`: who was last waited for: a member of this host, or -1 - host */
@@ -367,12 +373,37 @@ static void fill(const struct hosts_job *job, int64_t index) {
     }
 }
 
+/* Elements of the slice of the same member of host h, in the memory of a member of this host. */
+static char *of_host(const struct hosts_job *job, int member, struct span span, int h) {
+    return (char *)(uintptr_t)job->inputs[member] + (span.begin + h * job->stride) * size_of(job);
+}
+
+/* Begin to send each host what this one has of its slice, or all hosts the own slice. */
+static int combine_half(struct hosts_job *job, int64_t index, struct span span) {
+    const struct hosts *hosts = job->hosts;
+    int64_t num_bytes = span.count * size_of(job);
+    const void *operands[hosts->num_local];
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        char *from = of_host(job, hosts->member, span, hosts->host);
+        if (job->kind == SCATTER) {
+            from = ring_room(hosts, OURS, index) + h * job->most * size_of(job);
+            for (int m = 0; m < hosts->num_local; m++) operands[m] = of_host(job, m, span, h);
+            add_up(&job->inside, hosts->num_local, operands, from, span.count);
+        }
+        if (h == hosts->host) continue;
+        enqueue(&hosts->outgoing[h], from, num_bytes);
+        job->sent_a[index % QUEUE] = hosts->outgoing[h].num_queued;
+    }
+    return push_all(job);
+}
+
 /* Combine the own slice of all members of this host, and begin to send it. */
 static int combine(struct hosts_job *job, int64_t index) {
     const struct hosts *hosts = job->hosts;
     struct span span = slice_of(job, index, hosts->member);
     int64_t size = size_of(job), at = 0;
     if (span.count <= 0) return 0;
+    if (job->kind) return combine_half(job, index, span);
     const void *operands[hosts->num_local];
     const char *own = own_data(job, span);
     for (int m = 0; m < hosts->num_local; m++) {
@@ -464,6 +495,26 @@ static int compare(struct hosts_job *job, long slice_ns) {
     return COMPLETE;
 }
 
+/* Receive what the other hosts have of the own slice, and combine it, or their slices, for all members of this host. */
+static int receive_half(struct hosts_job *job, int64_t index, struct span span, long slice_ns) {
+    const struct hosts *hosts = job->hosts;
+    int scatters = job->kind == SCATTER;
+    const void *operands[hosts->num_hosts];
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        char *to = scatters ? theirs_of(hosts, h) : of_host(job, hosts->member, span, h);
+        operands[h] = scatters && h == hosts->host ? ring_room(hosts, OURS, index) + h * job->most * size_of(job) : to;
+        if (h != hosts->host && !job->asked) enqueue(&hosts->incoming[h], to, span.count * size_of(job));
+    }
+    job->asked = 1;
+    int outcome = settle(job, job->sent_a[index % QUEUE], slice_ns);
+    if (outcome != COMPLETE) return outcome;
+    if (scatters) add_up(&job->between, hosts->num_hosts, operands, of_host(job, hosts->member, span, hosts->host), span.count);
+    for (int h = 0; h < hosts->num_hosts && !scatters; h++)
+        for (int m = 0; m < hosts->num_local; m++)
+            if (m != hosts->member) memcpy(of_host(job, m, span, h), operands[h], (size_t)(span.count * size_of(job)));
+    return COMPLETE;
+}
+
 /* Receive what the other hosts have of the own part, combine it; that is the result, or it is sent to all. */
 static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
@@ -474,6 +525,7 @@ static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
     }
     int outcome = job->greeting == SENT ? compare(job, slice_ns) : COMPLETE;
     if (outcome != COMPLETE) return outcome;
+    if (job->kind) return receive_half(job, index, span, slice_ns);
     struct span part = part_of(job, span.count, hosts->host);
     char *result = result_place(job, index, span) + part.begin * size_of(job);
     ask(job, span, result, 0);

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from hora.engine.request import Reduce, ReduceOp
+from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import HALVES, Arithmetic, arithmetic_of, single_threaded, staged
 from hora.engine.transport.base import Guard, Tensors, Transport
@@ -148,6 +148,43 @@ class HierarchicalTransport:
         alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in every call, see
         `num_records`."""
         return self._reduce_own_slice(places, reduce, residual, header, most_records)
+
+    def half(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
+        """A reducescatter of data that lies in this host's memory, into the own slice of the own place, or an allgather of
+        the own slices, into all places. Members are numbered host by host, as many on each, and have slices of one length in
+        that order. On nobody's word, as `allreduce_unannounced`."""
+        count = places[0].numel() // self._num_members
+        begin, stride = self._index * count, len(self._here) * count
+        steps, native = self._steps(reduce, places[0].dtype), self._native
+        if native is not None and steps.native is not None and steps.native.stage == 1.0:
+            return native.half(kind, places, begin, count, stride, steps.native, header, most_records)
+        if not self._have_all(header, most_records):
+            return False
+        with single_threaded():
+            self._half(
+                kind, [place.view(len(self._hosts), stride)[:, begin : begin + count] for place in places], reduce
+            )
+        return True
+
+    def _half(self, kind: Kind, places: Tensors, reduce: Reduce) -> None:
+        """`places[m][h]` is the slice, of this member and those of the same number on the other hosts, that is on host h."""
+        assert self._between is not None, "a carrier is connected"
+        mine, dtype, num_hosts, count = places[self._index], places[0].dtype, *places[0].shape
+        steps, whole = self._steps(reduce, dtype), self._buffers.take("whole", num_hosts * count, dtype)
+        counts = [[count] * num_hosts]
+        if kind is Kind.ALLGATHER:
+            self._between.allgather([mine[self._host]], [whole], counts)
+            for place in places:
+                place.copy_(whole.view(num_hosts, count))
+            return
+        inside = arithmetic_of(steps.inside, dtype, len(places))
+        for number, part in enumerate(whole.split(count)):
+            slices = [place[number] for place in places]
+            for each in slices:
+                inside.prepare_(each)
+            inside.reduce(slices, part, self._buffers.take("scratch", count, dtype))
+        self._between.reducescatter([whole], [mine[self._host]], counts, steps.between)
+        steps.end.finish_(mine[self._host])
 
     def refuse(self, most_records: int) -> None:
         """Let the other hosts find a header that is none, instead of the next `allreduce_unannounced` here."""

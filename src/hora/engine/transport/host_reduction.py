@@ -72,13 +72,22 @@ class HostLink:
         self._most_records = max(transport.num_records(*size) for size in self._sizes)
         self._since, self._apart = item, False
 
-    def reduce(
-        self, item: int, index: int, places: Sequence[torch.Tensor], reduce: Reduce, residual: torch.Tensor | None
+    def execute(
+        self,
+        item: int,
+        index: int,
+        kind: Kind,
+        places: Sequence[torch.Tensor],
+        reduce: Reduce,
+        residual: torch.Tensor | None,
     ) -> bool:
         """This member's part of the item. False if it is void."""
-        assert self._transport is not None
+        transport, most = self._transport, self._most_records
+        assert transport is not None
         header = _HEADER.pack(item - self._since, index, self._digest)
-        return self._transport.allreduce_unannounced(places, reduce, residual, header, self._most_records)
+        if kind is Kind.ALLREDUCE:
+            return transport.allreduce_unannounced(places, reduce, residual, header, most)
+        return transport.half(kind, places, reduce, header, most)
 
     def leave(self, *, tell: bool) -> None:
         """From here on items are announced. `tell`: the other hosts do not know it."""
@@ -103,7 +112,8 @@ class HostLink:
 
 class HostReduction(PersistentReduction):
     """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, in the order
-    of the lane. `keeps_losses`: what the code of `reduce` loses in one step is added in the next."""
+    of the lane. `keeps_losses`: what the code of `reduce` loses in one step is added in the next. Or half of one, in which
+    each member has a slice of its place: a reducescatter into the own one, or an allgather of all; where hosts are even."""
 
     def __init__(
         self,
@@ -112,11 +122,16 @@ class HostReduction(PersistentReduction):
         places: Sequence[torch.Tensor],
         *,
         name: str,
+        kind: Kind = Kind.ALLREDUCE,
         reduce: Reduce,
         keeps_losses: bool = False,
     ) -> None:
-        super().__init__(lane, Kind.ALLREDUCE, places[lane.member], name=name, reduce=reduce)
-        self._link, self._places, self._reduce = link, places, reduce
+        mine, queue = places[lane.member], lane.queue
+        count = mine.numel() // len(queue.ranks)
+        self._slice = mine[queue.member * count : (queue.member + 1) * count]
+        out = self._slice if kind is Kind.REDUCESCATTER else None
+        super().__init__(lane, kind, mine, name=name, reduce=reduce, out=out)
+        self._kind, self._link, self._places, self._reduce = kind, link, places, reduce
         # For all of it, though a rank touches its slice alone: the system gives memory to what is touched.
         self._residual = torch.zeros_like(places[0]) if keeps_losses else None
         link.add(self, places[0].numel(), places[0].itemsize)
@@ -128,7 +143,7 @@ class HostReduction(PersistentReduction):
             link.leave(tell=True)
         if not link.connected:
             return False
-        agreed = link.reduce(number, self._index, self._places, self._reduce, self._residual)
+        agreed = link.execute(number, self._index, self._kind, self._places, self._reduce, self._residual)
         if self.lane.end_together(number, void=not agreed):
             return True
         link.leave(tell=False)
@@ -140,11 +155,17 @@ class HostReduction(PersistentReduction):
             self._link.connect(number)
 
     def _execute(self, part: Part, request: Request | None, transport: Transport) -> None:
-        """All members have agreed on it; `request` is None if this rank has joined and adds nothing."""
+        """All members have agreed on it; `request` is None if this rank has joined and adds nothing, to an allreduce."""
         assert isinstance(transport, CompressingTransport), transport
         if request is None:
             self._mine.zero_()
         self._link.all_took_part = None not in part.signatures
         if not self._link.all_took_part:
             transport.barrier()  # a rank that has joined has cleared its data just now
-        transport.allreduce_resident(self._places, self._reduce, self._residual)
+        counts = [[self._slice.numel()] * len(part.signatures)]
+        if self._kind is Kind.ALLREDUCE:
+            transport.allreduce_resident(self._places, self._reduce, self._residual)
+        elif self._kind is Kind.REDUCESCATTER:
+            transport.reducescatter([self._mine.clone()], [self._slice], counts, self._reduce)
+        else:
+            transport.allgather([self._slice.clone()], [self._mine], counts)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from hora.engine.request import Kind
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S
 from hora.engine.shm.native import NOTHING, Library, Patience, Sum, library, new_patience
 from hora.engine.shm.records import RecordsOfOneDirection
@@ -44,6 +45,7 @@ _ON_THE_WAY, _AT_ONCE, _VOID = 1, 2, 2  # `enum check` and `enum outcome` of hos
 _SPARE_BYTES = 16
 # Processors fetch lines in pairs.
 _COUNTER_BYTES = 2 * LINE_BYTES
+_HALVES = {Kind.REDUCESCATTER: 1, Kind.ALLGATHER: 2}  # `enum kind` of hosts.h
 _CODE_NUMBERS = {"": 0, "fp16": 1, "bf16": 2, "int8": 3}
 
 
@@ -57,10 +59,14 @@ class Cut(NamedTuple):
 def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
     """For `count` elements of which every piece has so many slices. The same on all members, with the native part and without:
     blocks of a code begin with a slice, or with a host's part of one."""
-    longest = _MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
-    num_pieces = max(-(-count * itemsize // (longest * num_slices)), 1)
+    num_pieces = max(-(-count * itemsize // (_longest(num_hosts) * num_slices)), 1)
     most = max(-(-count // (num_pieces * num_slices)), 1)
     return Cut(most, num_hosts > 2 and most * itemsize * (num_hosts - 1) > _ONE_STEP_BYTES)
+
+
+def _longest(num_hosts: int) -> int:
+    """The bytes of the longest slice."""
+    return _MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
 
 
 class Numbers(NamedTuple):
@@ -147,6 +153,7 @@ class _Job(ctypes.Structure):
         ("most", ctypes.c_int64),
         ("first", ctypes.c_int64),
         ("num_pieces", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
         ("inside", _Sum),
         ("between", _Sum),
         ("last", _Sum),
@@ -155,6 +162,7 @@ class _Job(ctypes.Structure):
         ("code", ctypes.c_int32),
         ("two_steps", ctypes.c_int32),
         ("window", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
         ("check", ctypes.c_int32),
         ("greeting", ctypes.c_int32),
         ("number", ctypes.c_int64),
@@ -203,8 +211,7 @@ class NativeHosts:
         compiled = library()
         assert compiled is not None, "without a native part there are no native hosts"
         self._run_some = _function(compiled)
-        longest = _MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
-        slice_room = aligned(longest + num_hosts * _SPARE_BYTES, 2 * LINE_BYTES)
+        slice_room = aligned(_longest(num_hosts) + num_hosts * _SPARE_BYTES, 2 * LINE_BYTES)
         self._hosts = _Hosts(
             counter_bytes=_COUNTER_BYTES,
             slice_room=slice_room,
@@ -277,9 +284,39 @@ class NativeHosts:
             most_records=most_records,
         )
 
+    def half(
+        self,
+        kind: Kind,
+        places: Tensors,
+        begin: int,
+        count: int,
+        stride: int,
+        numbers: Numbers,
+        header: bytes,
+        most_records: int,
+    ) -> bool:
+        """A reducescatter or an allgather of resident data, in which this member's slice of the first host has so many
+        elements from `begin` on, and that of each next host begins `stride` later. Otherwise as `allreduce_resident`."""
+        most = max(_longest(self._num_hosts) // (self._num_hosts * places[0].itemsize), 1)
+        return self._run(
+            places,
+            (),
+            (),
+            numbers,
+            Cut(most, two_steps=False),
+            -(-count // most),
+            begin,
+            begin + count,
+            _RESIDENT_WINDOW,
+            header=header,
+            most_records=most_records,
+            kind=_HALVES[kind],
+            stride=stride,
+        )
+
     def num_records(self, count: int, itemsize: int) -> int:
         """Return how many records a checked reduction of so many resident elements takes at most, in each direction."""
-        return 2 * -(-count // cut_for(count, itemsize, 1, self._num_hosts).most) + 1
+        return 2 * -(-count * itemsize // _longest(self._num_hosts)) + 3
 
     def _run(
         self,
@@ -295,6 +332,8 @@ class NativeHosts:
         first: int | None = None,
         header: bytes = b"",
         most_records: int = 0,
+        kind: int = 0,
+        stride: int = 0,
     ) -> bool:
         resident = first is None
         starts = [0, inputs[0].numel()] if resident else [0, *accumulate(tensor.numel() for tensor in inputs)]
@@ -325,6 +364,8 @@ class NativeHosts:
             code=_CODE_NUMBERS[numbers.code],
             two_steps=cut.two_steps,
             window=window,
+            kind=kind,
+            stride=stride,
         )
         if header:
             job.check = _AT_ONCE if residuals or numbers.stage != 1.0 else _ON_THE_WAY

@@ -28,7 +28,7 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction, summed
 
-__all__ = ["SMALL_BYTES", "Bucket", "Buckets", "make_buckets", "release_all", "view_like"]
+__all__ = ["SMALL_BYTES", "Bucket", "Buckets", "host_memory", "make_buckets", "release_all", "view_like"]
 
 # Gradients smaller than this are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
@@ -172,9 +172,12 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
         lane = runtime.lane(memory, options.process_set_id)
         buckets = [_shared_bucket(lane, options, spec, memory) for spec in specs]
     else:
-        memory, near = _host_memory(runtime, options, specs)
-        if memory is None:
+        num_bytes = sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
+        on_cpu = all(spec.device.type == "cpu" for spec in specs)
+        found = host_memory(runtime, options, num_bytes) if on_cpu else None
+        if found is None:
             return [_private_bucket(runtime, options, spec) for spec in specs]
+        memory, near = found
         lane = runtime.lane(memory, options.process_set_id, near)
         link = runtime.host_link(lane)
         buckets = [_host_bucket(lane, link, options, spec, memory) for spec in specs]
@@ -193,18 +196,19 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
     return runtime.shared_memory(options.process_set_id, num_bytes)
 
 
-def _host_memory(
-    runtime: engine.Runtime, options: ReduceOptions, specs: Sequence[BucketSpec]
-) -> tuple[SharedMemory | None, list[int]]:
-    """Room for the buckets of the members on this host, where the set spans hosts; and which members these are."""
-    if any(spec.device.type != "cpu" for spec in specs) or not runtime.spans_hosts(options.process_set_id):
-        return None, []
-    num_bytes = SharedMemory.space(Lane.num_bytes(1), torch.uint8)
-    num_bytes += sum(SharedMemory.space(spec.num_elements, spec.dtype) for spec in specs)
-    memory, near = runtime.host_memory(options.process_set_id, num_bytes)
+def host_memory(
+    runtime: engine.Runtime, options: ReduceOptions, num_bytes: int, *, even: bool = False
+) -> tuple[SharedMemory, list[int]] | None:
+    """So many bytes for each member on this host, and two lanes, where the set spans hosts; and which members these are
+    (collective). None where it does not, or there is too little memory on some host. `even`: see `spans_even_hosts`."""
+    set_id = options.process_set_id
+    if not (runtime.spans_even_hosts(set_id) if even else runtime.spans_hosts(set_id)):
+        return None
+    lanes = 2 * SharedMemory.space(Lane.num_bytes(1), torch.uint8)
+    memory, near = runtime.host_memory(set_id, num_bytes + lanes)
     found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
     everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
-    return (memory if everywhere else None), near
+    return (memory, near) if everywhere and memory is not None else None
 
 
 def _host_bucket(lane: Lane, link: HostLink, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory) -> Bucket:

@@ -25,6 +25,7 @@ from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
 from hora.torch.optimizer.base import SliceNorm, StepState, _DistributedOptimizer, bare_copy
 from hora.torch.optimizer.bucket_plan import plan_buckets
+from hora.torch.optimizer.buckets import host_memory
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.sharded.shards import Shards
@@ -218,11 +219,12 @@ class ShardedOptimizer(_DistributedOptimizer):
             label=order.label,
         )
         state = ShardState(self, specs, kinds)
-        memory = None
+        memory, hosts = None, None
         if all(p.device.type == "cpu" for p in hooked):
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
             memory = self._runtime.shared_memory(self._options.process_set_id, num_bytes)
-        shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory)
+            hosts = host_memory(self._runtime, self._options, Shards.num_bytes_in_hosts(specs), even=True)
+        shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory, hosts)
         inner = bare_copy(self, self._base_class)
         inner.state = defaultdict(dict)
         inner.param_groups = shards.inner_groups([self.param_groups[group] for group in kinds.groups])

@@ -2,7 +2,8 @@
 
 Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. Where all members share memory (`shared`),
 parameters lie in it once, every member's gradients beside them, and so does the optimizer state: each member reduces
-and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered.
+and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered, between hosts
+with as many members each in lanes, without a word about it.
 Called by `ShardedOptimizer`.
 
 A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the
@@ -20,9 +21,10 @@ import torch
 
 from hora import engine
 from hora.engine.lane import Lane
-from hora.engine.request import Kind, ReduceOp
+from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
+from hora.engine.transport.host_reduction import HostReduction
 from hora.errors import HorovodInternalError
 from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.buckets import SMALL_BYTES, release_all, view_like
@@ -53,6 +55,7 @@ class Shards:
         specs: Sequence[BucketSpec],
         kind_of: Callable[[torch.Tensor], int],
         memory: SharedMemory | None,
+        hosts: tuple[SharedMemory, Sequence[int]] | None = None,
     ) -> None:
         self.runtime = runtime
         self.shared = memory is not None
@@ -62,7 +65,10 @@ class Shards:
         self.buckets: list[ShardBucket] = []
         self._lane = None if memory is None else runtime.lane(memory, self._set_id)
         places = None if memory is None else GradientPlaces(specs, self._size, memory)
-        for index, spec in enumerate(specs):
+        self._gathers: list[HostReduction] = []  # of the parameters, where hosts have memory and lanes of their own
+        if hosts is not None:
+            self._make_host_buckets(specs, *hosts)
+        for index, spec in enumerate(specs if hosts is None else ()):
             if memory is None or places is None or self._lane is None:
                 self.buckets.append(self._private_bucket(spec))
             else:
@@ -77,7 +83,7 @@ class Shards:
         }
         self._locations_by_id = {id(parameter): location for parameter, location in self.locations.items()}
         bound = [bucket.bound for bucket in self.buckets if bucket.bound is not None]
-        self._finalizer = weakref.finalize(self, release_all, bound)
+        self._finalizer = weakref.finalize(self, release_all, [*bound, *self._gathers])
         self._holding: list[ShardBucket] = []  # buckets whose place was in use when their gradients came
         self._move_parameters()
 
@@ -125,6 +131,28 @@ class Shards:
             bucket.comes_after(self.buckets[index - NUM_PLACES] if index >= NUM_PLACES else None)
         return bucket
 
+    def _make_host_buckets(self, specs: Sequence[BucketSpec], memory: SharedMemory, near: Sequence[int]) -> None:
+        """Each member's own parameters and gradients, in places that all members of its host can write to (collective)."""
+        runtime, options = self.runtime, self._options
+        reducing, giving = (runtime.lane(memory, self._set_id, near) for _ in range(2))
+        links = runtime.host_link(reducing), runtime.host_link(giving)
+        me = reducing.member
+
+        def take(spec: BucketSpec, dtype: torch.dtype) -> list[torch.Tensor]:
+            return [memory.take(spec.num_elements, dtype, copied=m == me) for m in range(len(near))]
+
+        for spec in specs:
+            values, gradients = take(spec, spec.parameters[0].dtype), take(spec, spec.dtype)
+            reduce = options.reduce_after_early_scale(spec.dtype)
+            kind, given = Kind.REDUCESCATTER, f"parameters.{spec.name}"
+            scatter = HostReduction(reducing, links[0], gradients, name=spec.name, kind=kind, reduce=reduce)
+            gather = HostReduction(giving, links[1], values, name=given, kind=Kind.ALLGATHER, reduce=Reduce())
+            begin, end = self._slice_of(spec)
+            scale = options.early_scale(spec.dtype)
+            self.buckets.append(ShardBucket(spec, values[me], gradients[me], begin, end, scatter, scale=scale))
+            self._gathers.append(gather)
+        runtime.barrier(self._set_id)  # a reduction may start only when all members have made it
+
     def _slice_of(self, spec: BucketSpec) -> tuple[int, int]:
         """The elements of a bucket that this rank owns: begin and end."""
         share = spec.num_elements // self._size
@@ -136,6 +164,12 @@ class Shards:
         values = sum(SharedMemory.space(spec.num_elements, spec.parameters[0].dtype) for spec in specs)
         lane = SharedMemory.space(Lane.num_bytes(num_members), torch.uint8)
         return values + GradientPlaces.num_bytes(specs, num_members) + lane
+
+    @staticmethod
+    def num_bytes_in_hosts(specs: Sequence[BucketSpec]) -> int:
+        """What one member's parameters and gradients need of its host's memory."""
+        dtypes = [(spec.num_elements, dtype) for spec in specs for dtype in (spec.dtype, spec.parameters[0].dtype)]
+        return sum(SharedMemory.space(count, dtype) for count, dtype in dtypes)
 
     def _divide(self, index: int, kind_of: Callable[[torch.Tensor], int]) -> list[Shard]:
         """This rank's slice of a bucket, divided where the kind changes."""
@@ -295,6 +329,12 @@ class Shards:
         """Give the stepped slices to all members: meet where memory is shared, otherwise all-gather them."""
         if self._lane is not None:
             self.meet()
+            return
+        if self._gathers:
+            for gather in self._gathers:
+                gather.start(background=False)
+            for gather in self._gathers:
+                gather.wait()
             return
         handles = [
             self.runtime.submit(
