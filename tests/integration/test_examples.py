@@ -113,6 +113,7 @@ def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.spark
+@pytest.mark.timeout(1200)
 def test_the_tour_runs_from_top_to_bottom(tmp_path):
     notebook = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}
