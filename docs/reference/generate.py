@@ -20,6 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from hora.cli.dispatch import COMMANDS
 from horovod._modules import _MODULES as OLD_MODULES
 
 ROOT = Path(__file__).parents[2]
@@ -57,17 +58,7 @@ EXPLAINED = ("hora", "horovod.torch", "horovod.torch.elastic", "sparkdl", "spark
 MADE = {"LogCallback": ("log_callback_class", "ProgressLog")}
 # Files of the repository's root that pages link to.
 ROOT_FILES = ("ARCHITECTURE.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
-COMMANDS: dict[str, tuple[str, list[str]]] = {
-    "hora run, horovodrun": ("hora.cli.run:main", []),
-    "hora init": ("hora.cli.init:main", []),
-    "hora doctor": ("hora.cli.doctor:main", []),
-    "hora top": ("hora.cli.watch:top", []),
-    "hora view": ("hora.cli.watch:view", []),
-    "hora workers": ("hora.cli.workers:main", []),
-    "hora kubernetes": ("hora.cli.kubernetes:main", []),
-    "hora demo penguins": ("hora.cli.demo:main", ["penguins"]),
-    "hora demo images": ("hora.cli.demo:main", ["images"]),
-}
+DEMOS = ("penguins", "images")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -168,20 +159,24 @@ def _old_names() -> Iterator[str]:
 
 def _commands() -> Iterator[str]:
     yield "# Commands\n"
-    yield "`hora mpirun` takes Open MPI's options; [Launchers](../launchers.md) says which have an effect.\n"
-    for title, (target, arguments) in COMMANDS.items():
-        module, _, function = target.partition(":")
-        main = getattr(__import__(module, fromlist=[function]), function)
-        yield f"\n## {title}\n"
-        yield from _options(_parser_of(main, arguments), level=3)
+    for name, command in COMMANDS.items():
+        for lab in DEMOS if name == "demo" else (None,):
+            title = {"run": "hora run, horovodrun"}.get(name, f"hora {name}{f' {lab}' if lab else ''}")
+            yield f"\n## {title}\n"
+            yield command.summary.partition(":")[0].capitalize() + ".\n"
+            parser = _parser_of(command, [lab] if lab else [])
+            if parser is None:  # another program's command line, which is not argparse's
+                yield "It takes Open MPI's options; [Launchers](../launchers.md) says which have an effect.\n"
+            else:
+                yield from _options(parser, level=3)
 
 
 class _Found(Exception):  # noqa: N818 - carries a result, no failure
     pass
 
 
-def _parser_of(main: Callable[[list[str]], Any], arguments: list[str]) -> argparse.ArgumentParser:
-    """Return the parser that a command makes, caught where it would begin to parse."""
+def _parser_of(main: Callable[[list[str]], Any], arguments: list[str]) -> argparse.ArgumentParser | None:
+    """Return the parser that a command makes, caught where it would begin to parse; None if it makes none."""
 
     def parse_args(parser: argparse.ArgumentParser, *_: object) -> None:
         raise _Found(parser)
@@ -191,7 +186,7 @@ def _parser_of(main: Callable[[list[str]], Any], arguments: list[str]) -> argpar
             main(arguments)
         except _Found as found:
             return found.args[0]
-    raise SystemExit(f"docs: {main.__module__} parses no arguments")
+    return None
 
 
 def _options(parser: argparse.ArgumentParser, *, level: int) -> Iterator[str]:
