@@ -1,4 +1,4 @@
-"""Groups between the ranks of a pool, below the engine: over gloo, over plain streams, over encrypted ones."""
+"""Groups between the ranks of a pool, below the engine: over gloo, and over streams plain, in clear, or encrypted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ def make_group(kind, store, member, num_members, guard=lambda: None, limit_s=600
         return GlooGroup(store, member, num_members, address="127.0.0.1", guard=guard, limit_s=limit_s)
     what = f"{num_members} members to connect over {kind}"
     streams = connect(
-        lambda: _streams(store, member, num_members, kind == "encrypted"),
+        lambda: _streams(store, member, num_members, kind),
         what=what, guard=guard, limit_s=limit_s,
     )  # fmt: skip
     return StreamGroup(streams, member, num_members, guard=guard, limit_s=limit_s)
 
 
-def _streams(store, member, num_members, encrypted) -> Streams:
+def _records(kind: str) -> Records | None:
+    return {"tcp": None, "encrypted": Records(SECRET), "clear": Records(SECRET).in_clear()}[kind]
+
+
+def _streams(store, member, num_members, kind) -> Streams:
     """As the hub makes them, but without a handshake."""
     outgoing, incoming = {}, {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -36,9 +40,9 @@ def _streams(store, member, num_members, encrypted) -> Streams:
                 sock = socket.create_connection(("127.0.0.1", int(store.get(f"port/{receiver}"))))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.sendall(bytes([member]))
-                outgoing[receiver] = Stream(sock, Records(SECRET) if encrypted else None)
+                outgoing[receiver] = Stream(sock, _records(kind))
             elif receiver == member:
                 sock, _ = listener.accept()
                 sender = sock.recv(1)[0]
-                incoming[sender] = Stream(sock, Records(SECRET) if encrypted else None)
+                incoming[sender] = Stream(sock, _records(kind))
     return Streams(outgoing, incoming)

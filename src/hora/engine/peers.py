@@ -351,9 +351,15 @@ class Peers:
         )
 
     def _protected(self, stream: Stream, rank: int) -> Stream:
-        """The stream to or from this rank, in clear where the user has it so. Both ends come to the same decision."""
-        wish, near = self.config.encrypt, bool(self.near([rank]))
-        return stream if wish == "always" or (wish == "auto" and not near) else Stream(stream.sock)
+        """The stream to or from this rank: in clear where the user has it so, and as it is between processes of one host.
+        Both ends come to the same decision."""
+        wish = self.config.encrypt
+        if wish == "always":
+            return stream
+        if self.near([rank]):
+            return Stream(stream.sock)
+        assert stream.records is not None
+        return Stream(stream.sock, stream.records.in_clear()) if wish == "never" else stream
 
     def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
         """Return the topology of these ranks for a transport. `label` names their set for good."""
@@ -369,10 +375,7 @@ class Peers:
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
             address=self._address(),
             cuda_ipc=self.config.cuda_ipc,
-            native=all(
-                peer.has_native and (peer.encrypts_natively or self.config.encrypt == "never")
-                for peer in self._introductions
-            ),
+            native=all(peer.has_native and peer.encrypts_natively for peer in self._introductions),
             guard=guard,
         )
 

@@ -88,7 +88,7 @@ def _receive_answer(sock: socket.socket, num_bytes: int, deadline: float) -> byt
 
 @dataclass(frozen=True)
 class Stream:
-    """A connection that carries bytes in one direction, and messages no more. Without `records` they are in clear."""
+    """A connection that carries bytes in one direction, and messages no more. Without `records` they pass as they are."""
 
     sock: socket.socket
     records: Records | None = None
