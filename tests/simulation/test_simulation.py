@@ -99,7 +99,8 @@ class Run:
                 victim.cut()
             case "stop":
                 # A job of a fixed size has no limit for a rank that never runs again.
-                victim.stopped_until = now + rng.choice([1.0, 8.0, 60.0, 1e9 if self.elastic else 600.0])
+                until = now + rng.choice([1.0, 8.0, 60.0, 1e9 if self.elastic else 600.0])
+                victim.stopped_until = max(victim.stopped_until, until)
             case "silence":
                 self.network.silence(host, now + rng.choice([0.5, 5.0, 40.0]))
             case "hosts":

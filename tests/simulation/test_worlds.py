@@ -60,7 +60,7 @@ class Run:
                 world.harmed.add(victim.rank)
                 victim.kill()
             case "stop":
-                victim.stopped_until = now + rng.choice([0.5, 3.0, 20.0, 60.0])
+                victim.stopped_until = max(victim.stopped_until, now + rng.choice([0.5, 3.0, 20.0, 60.0]))
             case "silence":
                 lasts_s = rng.choice([0.3, 4.0, 15.0])
                 self.network.silence(victim.host, now + lasts_s)

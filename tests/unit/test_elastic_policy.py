@@ -76,6 +76,7 @@ def workers(*states: WorkerState, host: str = "a", generation: int = 0, first: i
                 state=state,
                 generation=since,
                 first_generation=since,
+                joined=state is not STARTING,
                 exited=state in (SUCCEEDED, FAILED),
                 written_off=state is FAILED,
             )
@@ -225,6 +226,16 @@ def test_a_worker_that_is_silent_for_ever_is_not_waited_for_by_those_that_finish
     members[0] = replace(members[0], silent_since=100.0)
     assert decide(facts(members, where="a:0-1", notified=True, limits=limits), 149) == Wait(150)
     decision = decide(facts(members, where="a:0-1", notified=True, limits=limits), 150)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((0,), True)
+
+
+def test_a_worker_that_never_came_is_not_waited_for_by_a_newcomer_that_is_ready():
+    members = workers(WORKING, READY)
+    members[0] = replace(members[0], joined=False)
+    members[1] = replace(members[1], generation=-1, first_generation=-1, since=10.0)
+    assert decide(facts(members, where="a:0-1", notified=True), 69) == Wait(70)  # elastic_timeout_s
+    decision = decide(facts(members, where="a:0-1", notified=True), 70)
     assert isinstance(decision, End)
     assert (decision.workers, decision.failed) == ((0,), True)
 

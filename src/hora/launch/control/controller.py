@@ -183,7 +183,7 @@ class _Controller:
         return replace(worker, silent_since=max(heard, self._ping_at))
 
     def _one_waits_for_another(self) -> bool:
-        """Whether a member works on while another worker is ready for the next generation, or has finished."""
+        """Return whether a member works on while another worker is ready for the next generation, or has finished."""
         working = any(w.generation == self._generation and w.state is WorkerState.WORKING for w in self._roster)
         return working and any(w.state in (WorkerState.READY, WorkerState.SUCCEEDED) for w in self._roster)
 

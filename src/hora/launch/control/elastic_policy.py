@@ -54,7 +54,8 @@ COMPANY_LIMIT_S = 10.0
 class Limits:
     """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer is
     ready or another one has finished; `silent_s`: how long it may be silent while another one waits for it.
-    `stall_shutdown_s`: how long it may be silent in any case (None: for ever)."""
+    `stall_shutdown_s`: how long it may be silent in any case (None: for ever). `elastic_timeout_s`: how long to wait for enough
+    workers, and for one of which nothing was ever heard while another is ready."""
 
     num_proc: int
     min_num_proc: int
@@ -185,6 +186,9 @@ class ElasticPolicy:
         others = [w.since for w in facts.workers if w.state in (WorkerState.READY, WorkerState.SUCCEEDED)]
         if others and silent is not None:
             deadlines.append(max(min(others), silent) + limits.stuck_s)
+        ready = [w.since for w in facts.workers if w.state is WorkerState.READY]
+        if ready and not worker.joined:  # nothing was ever heard of it
+            deadlines.append(max(min(ready), worker.since) + limits.elastic_timeout_s)
         return min(deadlines, default=None)
 
     def _meanwhile(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:
