@@ -410,6 +410,183 @@ def test_names_of_hosts_and_files_of_settings_run_nothing(tmp_path: Path):
     assert not trap.exists()
 
 
+# Another user: watches for the victim's listeners and connects first, with the numbers that gloo counts up from 0; then says
+# what a peer of gloo says, with a pickle in an object's place.
+HIJACK = """
+evil, size, end = base64.b64decode(sys.argv[1]), int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+words, known, socks, heard, left, num_taken = struct.Struct("<6Q"), set(), {}, {}, {}, 0
+
+def listeners():
+    with open("/proc/net/tcp") as file:
+        rows = [line.split() for line in file][1:]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[7] == "0"]
+
+def say(sock, data):
+    sock.setblocking(True)
+    with contextlib.suppress(OSError):
+        sock.sendall(data)
+    sock.setblocking(False)
+
+known.update(listeners())
+print("watching", flush=True)
+while time.monotonic() < end:
+    for port in listeners():
+        if port not in known:
+            known.add(port)
+            for number in (0, 1):
+                sock = socket.socket()
+                sock.settimeout(1)
+                with contextlib.suppress(OSError):
+                    sock.connect(("127.0.0.1", port))
+                    sock.sendall(struct.pack("<q", number))
+                    sock.setblocking(False)
+                    socks[sock.fileno()], heard[sock.fileno()] = sock, b""
+    for fd in select.select(list(socks), [], [], 0.001)[0]:
+        sock = socks[fd]
+        try:
+            data = sock.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            del socks[fd]
+            continue
+        heard[fd] += data
+        while len(heard[fd]) >= words.size:
+            total, code, slot, _, length, _ = words.unpack_from(heard[fd])
+            if code not in (1, 2, 3) or (total > words.size and len(heard[fd]) < total):
+                break
+            heard[fd] = heard[fd][max(total, words.size):]
+            if code == 3:
+                rest = left.setdefault(fd, struct.pack("<q", size) + evil)
+                body, left[fd] = (rest[:length] + bytes(length))[:length], rest[length:]
+                num_taken += 1
+                head = words.pack(words.size, 2, slot, 0, length, 0)
+                say(sock, head + words.pack(words.size + length, 1, slot, 0, length, 0) + body)
+            elif code == 2:
+                say(sock, words.pack(words.size, 3, slot, 0, length, 0))
+print(len(known), num_taken, flush=True)
+"""
+
+OBJECTS = """
+import time
+import horovod.torch as hvd
+hvd.init()
+if hvd.rank() == 0:
+    time.sleep(1.0)
+got = hvd.allgather_object({"rank": hvd.rank(), "pad": "x" * 300})
+assert [one["rank"] for one in got] == [0, 1], got
+print("got both objects", flush=True)
+"""
+
+
+@pytest.mark.security
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_who_takes_a_ranks_place_at_gloos_listener_runs_nothing(tmp_path: Path):
+    """Over gloo, which a user has to ask for. The job may fail there, in words; what must not be is that it runs the pickle."""
+    trap = tmp_path / "executed"
+    evil = pickle.dumps(_Touch(trap))
+    evil += b"." * (400 - len(evil))
+    job = script(tmp_path, OBJECTS)
+    thief = other_user.start(HIJACK, base64.b64encode(evil).decode(), str(len(evil)), "20")
+    try:
+        assert thief.stdout is not None
+        assert thief.stdout.readline() == "watching\n"
+        line = ["horovodrun", "-np", "2", sys.executable, job]
+        status, out, err = run_command(*line, env={"HORA_TRANSPORT": "gloo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "15"})
+        said, _ = thief.communicate(timeout=60)
+    finally:
+        thief.kill()
+    assert not trap.exists()
+    assert status == 0 or "Error" in err, err
+    assert status != 0 or out.count("got both objects") == 2
+    assert int(said.split()[0]) > 0, said
+
+
+class _Touch:
+    """Unpickling it leaves a trace."""
+
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
+    def __reduce__(self) -> tuple:
+        return exec, (f"open({str(self.trap)!r}, 'w')",)
+
+
+WAITS = """
+import pathlib, sys, time, torch
+import horovod.torch as hvd
+hvd.init()
+print("rank up", flush=True)
+while not hvd.allreduce(torch.tensor([float(pathlib.Path(sys.argv[1]).exists())])).item():
+    time.sleep(0.02)
+print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+"""
+
+
+@pytest.mark.security
+@pytest.mark.skipif(os.geteuid() != 0, reason="listening on the network needs root")
+def test_a_handshake_that_was_heard_is_worth_nothing(tmp_path: Path):
+    """Said again, answered with what the server said, spliced with another one, cut short, or a byte at a time."""
+    flag = tmp_path / "finish"
+    heard: dict[int, bytes] = {}  # port -> the first words of a genuine client
+    over = threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                packet = listener.recv(70_000)[14:]  # behind the link's header: IP, TCP
+                body = packet[(packet[0] & 15) * 4 :]
+                data = body[(body[12] >> 4) * 4 :]
+                if packet[9] == 6 and data.startswith(b"HORA/"):
+                    heard.setdefault(int.from_bytes(body[2:4], "big"), bytes(data))
+
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800)) as listener:
+        listener.bind(("lo", 0))
+        listener.settimeout(0.2)
+        thread = threading.Thread(target=listen)
+        thread.start()
+        job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, WAITS), str(flag)], tmp_path)
+        try:
+            wait_until("both ranks are up", lambda: job.text().count("rank up") == 2)
+            over.set()
+            thread.join(30)
+            mine = {c.laddr.port for p in job.processes() for c in p.net_connections("tcp") if c.status == "LISTEN"}
+            ports = heard.keys() & mine
+            assert ports, "a genuine handshake was heard"
+            for port in ports:
+                hello = heard[port]
+                first, second = _opened(port), _opened(port)
+                answers = [_say(first, hello), _say(second, hello)]
+                # Each answer is fresh, so who has no key cannot go on, neither with the server's own words nor with another's.
+                assert answers[0] != answers[1] or not answers[0]
+                assert _say(first, answers[0] or b"x" * 48) == b""
+                assert _say(second, answers[0] or b"y" * 48) == b""
+                flipped = bytes([*hello[:-1], hello[-1] ^ 1])
+                assert _say(_opened(port), flipped) in (b"", b"refused\n")
+                with _opened(port) as slow:
+                    for number in range(6):
+                        slow.sendall(hello[number : number + 1])
+            flag.touch()
+            assert job.wait() == 0, job.text()
+            assert job.text().count("sum 2.0") == 2
+        finally:
+            over.set()
+            job.kill()
+
+
+def _opened(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def _say(sock: socket.socket, data: bytes) -> bytes:
+    """Return the answer, nothing where the server hangs up."""
+    try:
+        sock.sendall(data)
+        return sock.recv(4096)
+    except OSError:
+        return b""
+
+
 SQUAT = """
 held = []
 for name in sys.argv[1:]:
@@ -474,6 +651,33 @@ def test_another_user_who_takes_a_sessions_name_does_not_keep_it_from_starting(t
             assert "running" in listed.stdout, listed.stderr
     finally:
         squatter.communicate("\n", timeout=60)
+
+
+@pytest.mark.security
+@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
+def test_another_user_who_takes_a_gpus_name_keeps_that_one_alone_and_is_named(tmp_path: Path):
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "97,98"}
+
+    def workers(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [BIN / "hora", "workers", *words]
+        return subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+
+    def launched() -> subprocess.CompletedProcess[str]:
+        small = ["--cpu", "0.1", "--memory", "0.1", "--all-or-nothing"]
+        return workers("launch", *small, "--gpus", "1", "--code", "import time; time.sleep(600)")
+
+    squatter = other_user.start(SQUAT, "hora-gpu-97")
+    try:
+        assert squatter.stdout is not None
+        assert squatter.stdout.readline() == "held\n"
+        first, second = launched(), launched()
+        assert first.returncode == 0, first.stderr
+        assert second.returncode != 0
+        assert f"GPU 97: process {squatter.pid} of user {other_user.UID}" in second.stdout, second.stdout
+    finally:
+        squatter.communicate("\n", timeout=60)
+        ended = workers("end")
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.security

@@ -194,3 +194,35 @@ def test_a_limit_of_a_month_is_a_limit_like_any_other(tmp_path: Path):
     print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
     """
     assert said_by(tmp_path, 2, script, "--gloo-timeout-seconds", "3000000") == [["2.0"], ["2.0"]]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_an_elastic_training_in_which_nothing_fails_is_the_training_of_one_process(tmp_path: Path, sharded: bool):
+    script = f"""
+    hvd.init()
+    def network():
+        torch.manual_seed(5)
+        return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    alone, model = network(), network()
+    other = torch.optim.Adam(alone.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), sharded={sharded})
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
+    @hvd.elastic.run
+    def train(state):
+        while state.step < 6:
+            rows = 12 // hvd.size()
+            data = torch.randn(12, 6, generator=torch.Generator().manual_seed(state.step))
+            mine = data[hvd.rank() * rows : (hvd.rank() + 1) * rows]
+            for net, steps, inputs in ((alone, other, data), (model, optimizer, mine)):
+                steps.zero_grad()
+                net(inputs).square().mean().backward()
+                steps.step()
+            state.step += 1
+            state.commit()
+    train(state)
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    counts = [entry["step"].item() for entry in optimizer.state_dict()["state"].values()]
+    print(max((one - same).abs().max().item() for one, same in pairs) < 1e-6, set(counts))
+    """
+    assert said_by(tmp_path, 3, script, "--min-np", "2") == [["True {6.0}"]] * 3

@@ -130,28 +130,21 @@ def test_a_cluster_without_authentication_is_refused_if_the_user_is_strict(spark
         HorovodRunner(np=1).run(os.getpid)
 
 
-# A job in local mode, without torch. It writes down the stage's secret, and waits to be attacked.
+# A job in local mode, without torch: shows where its rank's key lies, and waits to be attacked.
 LOCAL_JOB = """
-import pathlib, sys
+import os, sys
 from pyspark.sql import SparkSession
-import hora.launch.spark.driver as driver
-from hora.launch.spark.launcher import SparkJob, run_on_spark
-import cloudpickle
-
-def secret(new=driver.new_secret):
-    made = new()
-    pathlib.Path("secret").write_bytes(made)
-    return made
+import horovod.spark
 
 def work(flag):
     import hashlib, os, pathlib, time
+    pathlib.Path(flag).with_name("secret").write_bytes(pathlib.Path(os.environ["HORA_SECRET_FILE"]).read_bytes())
     print("working", os.environ["HOROVOD_RANK"], flush=True)
     while not pathlib.Path(flag).exists():
         time.sleep(0.05)
     return hashlib.sha256(os.environ["TOKEN"].encode()).hexdigest()
 
 if __name__ == "__main__":
-    driver.new_secret = secret
     spark = (
         SparkSession.builder.master("local[1]")
         .config("spark.ui.enabled", "false")
@@ -161,10 +154,8 @@ if __name__ == "__main__":
         .config("spark.driver.bindAddress", "127.0.0.1")
         .getOrCreate()
     )
-    wanted = SparkJob(
-        function=cloudpickle.dumps((work, (sys.argv[1],), {})), num_proc=1, group="job", env={"TOKEN": sys.argv[2]}
-    )
-    print("RESULT", run_on_spark(spark.sparkContext, wanted).results, flush=True)
+    env = {"PATH": os.environ["PATH"], "TOKEN": sys.argv[2]}
+    print("RESULT", horovod.spark.run(work, (sys.argv[1],), num_proc=1, env=env), flush=True)
     spark.stop()
 """
 
