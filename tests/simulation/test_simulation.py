@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 from simulated_workers import Referee, Worker
-from simulator import Discovery, Network, Simulation, VirtualLauncher, VirtualServer
+from simulator import LONGEST_RUN_S, Discovery, Network, Simulation, StuckError, VirtualLauncher, VirtualServer
 
 from hora.errors import JobFailedError, StartTimeoutError
 from hora.launch.control import elastic, job_run
@@ -74,10 +74,21 @@ class Run:
             try:
                 result = run_job(job, self.launcher, spec if self.elastic else None)
                 self.outcome = "done"
-                assert len(result.results) == len(self.referee.published[max(self.referee.published)])
+                assert len(result.results) == len(self.referee.published[self._last_generation()])
+            except StuckError:
+                # Whoever stops all that is left of a job may let it go on one day: it waits, unless it was given a limit.
+                members = [
+                    self.launcher.processes[number] for number in self.referee.published[self._last_generation()]
+                ]
+                if self.stall_shutdown_s is not None or any(one.stopped_until < LONGEST_RUN_S for one in members):
+                    raise
+                self.outcome = "stopped for ever"
             except (JobFailedError, StartTimeoutError) as error:
                 self.outcome = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         assert all(process.dead for process in self.launcher.processes.values())
+
+    def _last_generation(self) -> int:
+        return max(self.referee.published)
 
     def _process(self, spec, ended) -> Worker:
         return Worker(self.simulation, self.referee, spec, ended, self.num_steps)
