@@ -305,7 +305,7 @@ class LocalOptimizer(_DistributedOptimizer):
 
     def _check_agreement(self) -> None:
         settings = self._settings
-        trial = settings.outer([torch.zeros(1)])
+        trial = settings.outer([torch.zeros(1, device="cpu")])
         outer = f"{type(trial).__name__}({', '.join(f'{k}={v}' for k, v in sorted(trial.defaults.items()))})"
         told = [f"{name}={getattr(settings, name)}" for name in ("every", "fragments", "overlap")]
         told += [

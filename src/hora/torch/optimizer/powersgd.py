@@ -58,12 +58,14 @@ class PowerSGDMemory:
         """The factors Q of these parameters, which are all that are compressed; drawn anew unless there are some of all."""
         shapes = {p: (p.numel() // p.shape[0], self.rank_of(p)) for p in parameters}
         if any(p not in self._factors or self._factors[p].shape != shapes[p] for p in parameters):
-            generator = torch.Generator().manual_seed(self.settings.seed)
+            generator = torch.Generator("cpu").manual_seed(self.settings.seed)
             by_shape: dict[torch.Size, list[torch.Tensor]] = {}
             for parameter in parameters:
                 by_shape.setdefault(parameter.shape, []).append(parameter)
             for parameter in (p for alike in by_shape.values() for p in alike):
-                drawn = torch.randn(shapes[parameter], generator=generator, dtype=working_dtype(parameter))
+                drawn = torch.randn(
+                    shapes[parameter], generator=generator, dtype=working_dtype(parameter), device="cpu"
+                )
                 self._factors[parameter] = drawn.to(parameter.device)
         return [self._factors[parameter] for parameter in parameters]
 
