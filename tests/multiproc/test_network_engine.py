@@ -108,9 +108,10 @@ def test_ranks_that_disagree_on_compression_are_told():
 
 
 @pytest.mark.ranks(2, env=tcp)
-def test_a_rank_that_wants_more_encryption_than_rank_0_is_heard_by_all(monkeypatch):
+def test_a_rank_that_wants_more_encryption_than_rank_0_is_heard_by_all():
     """On the setting of rank 0 alone it would send in clear what its user does not want to be read."""
-    if os.environ["HOROVOD_RANK"] == "1":
-        monkeypatch.setenv("HORA_ENCRYPT", "always")
-    with pytest.raises(ValueError, match=r"HORA_ENCRYPT=always on rank\(s\) \[1\], but auto on rank 0"):
-        hvd.init()
+    with pytest.MonkeyPatch.context() as patch:  # undone here, in this rank: the fixture's is undone elsewhere
+        if os.environ["HOROVOD_RANK"] == "1":
+            patch.setenv("HORA_ENCRYPT", "always")
+        with pytest.raises(ValueError, match=r"HORA_ENCRYPT=always on rank\(s\) \[1\], but auto on rank 0"):
+            hvd.init()
