@@ -72,7 +72,7 @@ class LaneReduction(Protocol):
 
 
 class Link(Protocol):
-    """What connects a lane with other hosts; see `HostLink`."""
+    """The connections of a lane with other hosts; see `HostLink`."""
 
     def leave(self, *, tell: bool) -> None:
         """From here on items are announced. `tell`: the other hosts do not know it."""

@@ -148,7 +148,7 @@ class ProcessSets:
         return (None if answer is None else _segment(answer)), near
 
     def link(self, lane: Lane) -> HostLink:
-        """What connects a lane of a set that spans hosts with the other hosts. Members make their links in one order."""
+        """Connect a lane of a set that spans hosts with the other hosts. Members make their links in one order."""
         queue, peers = lane.queue, self.peers
         assert peers is not None
         number, ranks, agreement = queue.process_set_id, queue.ranks, queue.agreement

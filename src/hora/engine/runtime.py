@@ -255,7 +255,7 @@ class Runtime:
         return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)
 
     def host_link(self, lane: Lane) -> HostLink:
-        """What connects a lane of this host's members with other hosts (collective)."""
+        """Connect a lane of this host's members with other hosts (collective)."""
         return self.process_sets.link(lane)
 
     # The end.

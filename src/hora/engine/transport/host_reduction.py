@@ -34,7 +34,7 @@ _HEADER = struct.Struct("<qq16s")
 
 
 class HostLink:
-    """What connects this member of a lane with other hosts. `connect(number, guard)` makes the connections for the
+    """The connections of this member of a lane with other hosts. `connect(number, guard)` makes the connections for the
     `number`-th time (collective); `lacking(key, members)`: those of these members that do not wait for this."""
 
     def __init__(

@@ -167,7 +167,7 @@ class Shards:
 
     @staticmethod
     def num_bytes_in_hosts(specs: Sequence[BucketSpec]) -> int:
-        """What one member's parameters and gradients need of its host's memory."""
+        """Return the bytes that one member's parameters and gradients need of its host's memory."""
         dtypes = [(spec.num_elements, dtype) for spec in specs for dtype in (spec.dtype, spec.parameters[0].dtype)]
         return sum(SharedMemory.space(count, dtype) for count, dtype in dtypes)
 
