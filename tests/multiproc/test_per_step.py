@@ -238,6 +238,7 @@ def test_newcomers_take_everything_from_the_lowest_rank_that_has_it():
 @session
 def test_newcomers_alone_do_not_begin_again():
     training = Training({})
+    assert training.state._origin == -1
     training.state._origin = -2  # as for a rank that has come in a later generation
     with raises(RuntimeError, "no rank has the state of the training any more"):
         training.state.sync()

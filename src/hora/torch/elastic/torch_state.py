@@ -63,7 +63,8 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, handler.value)
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
-        if engine.is_initialized() and engine.current_runtime().world.generation > 0:
+        has_come = engine.is_initialized() and engine.current_runtime().world.generation > 0
+        if has_come and not TorchState._established:
             self._origin = _NEWCOMER
         if _wants_steps(handlers, per_step):
             # What a failed step leaves as it is; and everything else, which is copied when a step begins, but for
@@ -213,7 +214,7 @@ class TorchState(ObjectState):
             for handler in self._handlers.values():
                 handler.sync()
             super().sync()
-        self._synced = True
+        self._synced = TorchState._established = True
 
     def _sync_steps(self, last: LastStep, numbers: list[int]) -> None:
         newest = max(numbers)
@@ -299,6 +300,7 @@ class TorchState(ObjectState):
     _in_place: Sequence[SnapshotHandler] = ()
     _small: Mapping[str, StateHandler]
     _copied: Sequence[StateHandler]
+    _established = False  # this process has taken part in a training before, perhaps with another state
     _origin = _FOUNDER
     _synced = False
     _durable: DurableCommits | None = None
@@ -317,7 +319,7 @@ def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bo
     obstacle = _obstacle(handlers) if wanted else ""
     if obstacle and asked:
         raise ValueError(f"per_step=True {obstacle}")
-    if obstacle:
+    if obstacle and any(isinstance(handler.value, _DistributedOptimizer) for handler in handlers.values()):
         log.warning("HORA_ELASTIC_PER_STEP=1 %s: a failure goes back to the last commit", obstacle)
     return wanted and not obstacle
 
