@@ -203,24 +203,38 @@ def test_as_between_hosts():
 @session
 def test_a_rank_that_dies_while_it_passes_its_step_on_leaves_the_others_a_whole_state():
     training = Training({})
-    state, before = training.state, None
+    state = training.state
     training.run()
-    before = training.report()["net"]
-    state._last.number -= hvd.rank() != 0  # all others lack a step
-    if hvd.rank() == 0:
+    before = training.report()
+    if hvd.rank() == 0:  # all others lack a step
         with torch.no_grad():
             training.net[0].weight.add_(1.0)
-    failing = state._take_values
-    state._take_values = lambda root: (_ for _ in ()).throw(hvd.HorovodInternalError("injected"))
-    with raises(hvd.HorovodInternalError, "injected"):
-        state.sync()
-    if hvd.rank() != 0:
-        assert_same(dict(training.net.state_dict()), dict(before))
-    state._take_values = failing
+            training.optimizer.state[training.net[0].weight]["exp_avg"].add_(1.0)
+    else:
+        state._last.number -= 1
+    model, optimizer = state._in_place
+    for owner, method in ((model, "broadcast"), (optimizer, "broadcast"), (state, "_take_values")):
+        real = getattr(owner, method)
+
+        def breaking(root, real=real):
+            real(root)
+            raise hvd.HorovodInternalError("injected")
+
+        object.__setattr__(owner, method, breaking)
+        with raises(hvd.HorovodInternalError, "injected"):
+            state.sync()
+        object.__delattr__(owner, method)
+        if hvd.rank() != 0:
+            after = training.report()
+            assert_same(
+                {name: after[name] for name in ("net", "optimizer")},
+                {name: before[name] for name in ("net", "optimizer")},
+            )
     state.sync()
-    (first, *others) = hvd.allgather_object(training.net[0].weight.detach())
-    assert all(torch.equal(other, first) for other in others)
-    assert not torch.equal(first, before["0.weight"])
+    whole = hvd.allgather_object({name: training.report()[name] for name in ("net", "optimizer")})
+    for other in whole:
+        assert_same(other, whole[0])
+    assert not torch.equal(whole[0]["net"]["0.weight"], before["net"]["0.weight"])
 
 
 @session
