@@ -171,7 +171,25 @@ def fail(how: str, when: str) -> None:
         raise RuntimeError("as planned")
     if how == "exit":
         os._exit(3)
+    if how == "cut off":
+        cut_off(5.0)
+        return
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def cut_off(seconds: float) -> None:
+    """For so long this rank cannot reach the launcher; the other ranks it can."""
+    client, until = engine.control_connection(), time.monotonic() + seconds
+    assert client is not None
+    reopen = client._reopen
+
+    def in_vain(limit_s: float) -> Any:
+        if time.monotonic() < until:
+            raise ConnectionError("the network is unreachable")
+        return reopen(limit_s)
+
+    client._reopen = in_vain
+    client._connection.shutdown()
 
 
 def progress(plan: dict[str, Any], state: Any) -> None:

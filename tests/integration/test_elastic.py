@@ -80,6 +80,15 @@ def test_by_the_step_two_deaths_cost_nothing_that_was_done(tmp_path: Path):
     assert results[0]["sizes"][3:10] == [4, 3, 3, 3, 3, 3, 2]
 
 
+def test_ranks_that_cannot_reach_the_launcher_for_five_seconds_train_on(tmp_path: Path):
+    faults = [fault(0, 3, "cut off"), fault(1, 4, "cut off")]
+    job = ElasticJob(tmp_path, {"faults": faults, "pause_s": 0.5, "per_step": True}, num_proc=2, min_num_proc=1)
+    results = job.results()
+    assert_good_ending(job, results)
+    assert set(results[0]["sizes"]) == {2}
+    assert len(job.notes()) == 2, "no world but the first"
+
+
 def test_too_few_are_left(tmp_path: Path):
     job = ElasticJob(tmp_path, {"faults": [fault(0, 3, "kill"), fault(1, 3, "raise")]}, num_proc=3, min_num_proc=2)
     assert job.wait() == 1
