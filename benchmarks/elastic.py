@@ -258,9 +258,9 @@ def work_overhead_torchft(folder: Path) -> None:
 
 def keep_replicas(folder: Path, worker: str, count: int) -> None:
     """torchft's launcher for one machine: a lighthouse, and replicas that are started again a second after their death."""
-    import torchft
+    from torchft.coordination import LighthouseServer
 
-    lighthouse = torchft.coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **LIGHTHOUSE)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **LIGHTHOUSE)
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
 
     def start(number: int) -> subprocess.Popen[bytes]:
