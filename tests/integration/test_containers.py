@@ -98,7 +98,7 @@ def test_an_image_trains_on_two_ranks(kind, buildah):
     index = settings.get("index-url", "https://pypi.org/simple")
     build = ["--build-arg", "BASE=localhost/base"]
     if kind == "cpu":
-        build += ["--build-arg", "JAVA=", "--build-arg", f"TORCH_INDEX={index}"]
+        build += ["--build-arg=JAVA=", "--build-arg=EXTRAS=examples", f"--build-arg=TORCH_INDEX={index}"]
     variables = [f"--env=PIP_{name.upper().replace('-', '_')}={value}" for name, value in settings.items()]
     buildah(
         "build", "--isolation", "chroot", *mounts(), *build, *variables,
