@@ -15,15 +15,15 @@ KINDS = ["gloo", "tcp", "encrypted"]
 SECRET = b"s" * 32
 
 
-def make_group(kind, store, member, num_members, guard=lambda: None, limit_s=600.0) -> Group:
+def make_group(kind, store, member, num_members, check_alive=lambda: None, limit_s=600.0) -> Group:
     if kind == "gloo":
-        return GlooGroup(store, member, num_members, address="127.0.0.1", guard=guard, limit_s=limit_s)
+        return GlooGroup(store, member, num_members, address="127.0.0.1", check_alive=check_alive, limit_s=limit_s)
     what = f"{num_members} members to connect over {kind}"
     streams = connect(
         lambda: _streams(store, member, num_members, kind),
-        what=what, guard=guard, limit_s=limit_s,
+        what=what, check_alive=check_alive, limit_s=limit_s,
     )  # fmt: skip
-    return StreamGroup(streams, member, num_members, guard=guard, limit_s=limit_s)
+    return StreamGroup(streams, member, num_members, check_alive=check_alive, limit_s=limit_s)
 
 
 def _records(kind: str) -> Records | None:

@@ -71,13 +71,13 @@ def test_the_store_behaves_as_torch_expects(client):
 
 
 def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
-    def guard():
+    def check_alive():
         raise HorovodInternalError("rank 1 is dead")
 
     with pytest.raises(TimeoutError, match=r"waited 0\.2 s for the key 'a/missing'"):
         ControlStore(client, prefix="a", timeout_s=0.2).get("missing")
     with pytest.raises(HorovodInternalError, match="rank 1 is dead"):
-        ControlStore(client, prefix="a", timeout_s=60, guard=guard).get("missing")
+        ControlStore(client, prefix="a", timeout_s=60, check_alive=check_alive).get("missing")
 
 
 @pytest.mark.ranks(3)

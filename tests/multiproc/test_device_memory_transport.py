@@ -55,7 +55,7 @@ class Mapped(Memory):
 
 
 @contextlib.contextmanager
-def made(place, guard=lambda: None, refuses=1 << 40):
+def made(place, check_alive=lambda: None, refuses=1 << 40):
     """The transport of this member, with slots that begin small. `refuses`: so many bytes cannot be had here."""
     cpu = DistributedTransport(make_group("gloo", place.store, place.rank, place.size), place.rank, place.size)
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +73,7 @@ def made(place, guard=lambda: None, refuses=1 << 40):
                 place.rank,
                 place.size,
                 device=torch.device("cpu"),
-                guard=guard,
+                check_alive=check_alive,
                 limit_s=LIMIT_S,
                 complete=lambda: None,
                 staged=cuda_staging.CudaStagingTransport(cpu),
@@ -109,7 +109,7 @@ def test_the_guard_ends_the_wait_for_a_member_that_does_not_come(place):
     def gone():
         raise HorovodInternalError("rank 0 is gone")
 
-    with made(place, guard=gone) as transport:
+    with made(place, check_alive=gone) as transport:
         if place.rank == 1:
             with pytest.raises(HorovodInternalError, match="rank 0 is gone"):
                 transport.broadcast([torch.ones(1000)], 0)

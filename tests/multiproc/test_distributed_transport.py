@@ -23,11 +23,11 @@ LIMIT_S = 600.0  # longer than a test may take: no test passes because a wait wa
 
 
 @contextlib.contextmanager
-def made(place, kind, guard=lambda: None, limit_s=LIMIT_S, store=None):
+def made(place, kind, check_alive=lambda: None, limit_s=LIMIT_S, store=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(stream, "_DIRECT_BYTES", PORTION_BYTES // 4)
-        group = make_group(kind, store or place.store, place.rank, place.size, guard, limit_s)
+        group = make_group(kind, store or place.store, place.rank, place.size, check_alive, limit_s)
         transport = DistributedTransport(group, place.rank, place.size)
         try:
             yield transport
@@ -142,14 +142,14 @@ def test_a_child_of_the_killed_peer_does_not_keep_its_connections_alive(place, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2)
 def test_the_guard_ends_a_wait_and_the_peer_notices(place, kind):
-    """Member 0 waits for member 1 until its guard raises; member 1 comes too late and finds it gone."""
+    """Member 0 waits for member 1 until its check_alive raises; member 1 comes too late and finds it gone."""
     waiting = False
 
-    def guard():
+    def check_alive():
         if waiting:
             raise HorovodInternalError("rank 1 is dead")
 
-    with made(place, kind, guard) as transport:
+    with made(place, kind, check_alive) as transport:
         before = len(os.listdir("/proc/self/task"))
         if place.rank == 0:
             waiting = True
@@ -168,12 +168,12 @@ def test_the_guard_ends_a_wait_and_the_peer_notices(place, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.ranks(2)
 def test_connecting_to_a_missing_peer_ends_by_the_guard_or_the_limit(place, kind):
-    def guard():
+    def check_alive():
         raise HorovodInternalError("rank 1 is dead")
 
     if place.rank == 1:
         return
-    with pytest.raises(HorovodInternalError, match=r"^rank 1 is dead$"), made(place, kind, guard):
+    with pytest.raises(HorovodInternalError, match=r"^rank 1 is dead$"), made(place, kind, check_alive):
         pass
     again = dist.PrefixStore("again", place.store)
     with pytest.raises(HorovodInternalError, match=r"waited 0\.3 s for 2 members to connect over "):

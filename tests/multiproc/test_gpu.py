@@ -50,7 +50,7 @@ def on_gpu(body):
 
 
 def nothing_to_report() -> None:
-    """A guard."""
+    """A liveness check."""
 
 
 @pytest.mark.ranks(1, 2)

@@ -58,7 +58,7 @@ def within(place, name):
 
 
 @contextlib.contextmanager
-def made(place, hosts, guard=lambda: None, native=None, kind="tcp", name=""):
+def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name=""):
     """`native`: as the engine would do it, unless a test says what it wants."""
     native = library() is not None and kind != "gloo" if native is None else native
     place = within(place, name) if name else place
@@ -66,7 +66,7 @@ def made(place, hosts, guard=lambda: None, native=None, kind="tcp", name=""):
     host = hosts[number]
     near, index = dist.PrefixStore(f"host{number}", place.store), host.index(place.rank)
     share = shared_memory(near, index, len(host))
-    local = ShmTransport(share, index, len(host), guard, LIMIT_S) if len(host) > 1 else LocalTransport()
+    local = ShmTransport(share, index, len(host), check_alive, LIMIT_S) if len(host) > 1 else LocalTransport()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(hierarchical, "_PORTION_BYTES", 2**17)
@@ -75,10 +75,17 @@ def made(place, hosts, guard=lambda: None, native=None, kind="tcp", name=""):
 
         def connect(name, members):
             store = dist.PrefixStore(name, place.store)
-            return make_group(kind, store, list(members).index(place.rank), len(members), guard, LIMIT_S)
+            return make_group(kind, store, list(members).index(place.rank), len(members), check_alive, LIMIT_S)
 
         transport = HierarchicalTransport(
-            local, hosts, place.rank, share=share, connect=connect, native=native, guard=guard, limit_s=LIMIT_S
+            local,
+            hosts,
+            place.rank,
+            share=share,
+            connect=connect,
+            native=native,
+            check_alive=check_alive,
+            limit_s=LIMIT_S,
         )
         try:
             yield transport
@@ -242,11 +249,11 @@ def test_what_is_changed_between_hosts_is_an_error_on_both(place, altered, monke
     tensor = torch.ones(100_000)
     lost = []
 
-    def guard():
+    def check_alive():
         if place.store.check(["lost"]):
-            raise HorovodInternalError("the guard knows")
+            raise HorovodInternalError("the liveness check knows")
 
-    with made(place, PLACES["even"], guard, kind="encrypted") as transport:
+    with made(place, PLACES["even"], check_alive, kind="encrypted") as transport:
         transport.allreduce([tensor], [tensor], Reduce(ReduceOp.SUM))
         assert torch.equal(tensor, torch.full_like(tensor, 4.0))
         if place.rank == 0:
@@ -333,7 +340,7 @@ def test_data_in_a_hosts_memory_is_reduced_there(place, hosts, code):
 def test_a_killed_member_is_an_error_on_every_other_one(place):
     """Only those who talk to the lost member notice by themselves; they tell the rest, as the engine does."""
 
-    def guard():
+    def check_alive():
         if place.store.check(["lost"]):
             raise HorovodInternalError("a rank is lost")
 
@@ -344,7 +351,7 @@ def test_a_killed_member_is_an_error_on_every_other_one(place):
                 os.kill(os.getpid(), signal.SIGKILL)
             transport.allreduce([tensor], [tensor], Reduce(ReduceOp.AVERAGE))
 
-    with made(place, [[0, 1], [2, 3]], guard) as transport:
+    with made(place, [[0, 1], [2, 3]], check_alive) as transport:
         transport.barrier()
         with pytest.raises(HorovodInternalError):
             train(transport)

@@ -193,7 +193,7 @@ def test_random_mixtures_are_right(num_threads):
 
 def _waiting(agreement) -> int:
     """How many ranks wait in a repeated call."""
-    return sum(signature is not None for row in agreement.lone_requests().values() for signature in row)
+    return sum(signature is not None for row in agreement.unannounced_requests().values() for signature in row)
 
 
 @pytest.mark.parametrize("size", [5, 300_000])  # staged or not

@@ -48,9 +48,9 @@ class Provider:
 
 
 @contextlib.contextmanager
-def made(place, guard=lambda: None, limit_s=LIMIT_S, store=None):
+def made(place, check_alive=lambda: None, limit_s=LIMIT_S, store=None):
     provider = Provider(place, store or place.store)
-    transport = ShmTransport(provider, place.rank, place.size, guard, limit_s)
+    transport = ShmTransport(provider, place.rank, place.size, check_alive, limit_s)
     try:
         yield transport
     finally:
@@ -292,7 +292,7 @@ def is_alive(process_id):
 def _die_in_the_middle(place, victim):
     victim_pid = place.gather(os.getpid())[victim]
 
-    def guard():
+    def check_alive():
         if not is_alive(victim_pid):
             raise HorovodInternalError(f"rank {victim} died")
 
@@ -304,7 +304,7 @@ def _die_in_the_middle(place, victim):
                 os.kill(os.getpid(), signal.SIGKILL)
             transport.allreduce([tensor], [tensor], Reduce(ReduceOp.AVERAGE))
 
-    with made(place, guard) as transport, pytest.raises(HorovodInternalError, match=f"^rank {victim} died$"):
+    with made(place, check_alive) as transport, pytest.raises(HorovodInternalError, match=f"^rank {victim} died$"):
         train(transport)
 
 

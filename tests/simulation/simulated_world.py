@@ -289,7 +289,7 @@ class Rank(Process):
         closing = self.status.closing
         batches = self.agreement.poll(self.planner)
         if batches is None:
-            self.status.guard()
+            self.status.check_alive()
             if closing:
                 raise self.status.error()
             self.agreement.wait()
@@ -302,7 +302,7 @@ class Rank(Process):
     def _execute(self, name: str) -> None:
         self.world.enter(self.rank, name)
         while not self.world.all_came(name):
-            self.status.guard()
+            self.status.check_alive()
             pause(0.02)
         self.executed.append(name)
         self.num_in_flight -= 1

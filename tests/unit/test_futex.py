@@ -19,12 +19,12 @@ def pair():
     return Counter.at(memory, 64), Counter.at(memory, 64)
 
 
-def wait(counter, target, guard=lambda: None, limit_s=30.0):
-    counter.wait_for(target, guard=guard, limit_s=limit_s, what="member 3")
+def wait(counter, target, check_alive=lambda: None, limit_s=30.0):
+    counter.wait_for(target, check_alive=check_alive, limit_s=limit_s, what="member 3")
 
 
 def once(action):
-    """A guard that does this at its first call."""
+    """A liveness check that does this at its first call."""
     calls = []
     return lambda: calls.append(1) if calls else (calls.append(1), action())
 
@@ -41,7 +41,7 @@ def test_what_one_sets_the_other_sees(pair):
 def test_a_sleeper_is_woken_at_once(pair):
     owner, reader = pair
     waker = threading.Thread(target=owner.set, args=(1,))
-    wait(reader, 1, once(waker.start))  # the guard is called when looking was in vain, before the first sleep
+    wait(reader, 1, once(waker.start))  # the liveness check is called when looking was in vain, before the first sleep
     assert reader.value == 1
     waker.join()
 
@@ -65,13 +65,13 @@ def test_wait_beyond_returns_on_change_and_after_a_while_without_one(pair):
 def test_the_guard_ends_a_wait(pair):
     calls = []
 
-    def guard():
+    def check_alive():
         calls.append(1)
         if len(calls) == 3:  # it has slept twice
             raise HorovodInternalError("rank 3 died")
 
     with pytest.raises(HorovodInternalError, match="rank 3 died"):
-        wait(pair[1], 1, guard)
+        wait(pair[1], 1, check_alive)
 
 
 def test_a_limit_ends_a_wait_and_says_what_was_waited_for(pair):

@@ -98,22 +98,22 @@ def worlds():
 def test_a_rank_fetches_what_another_one_offers(hubs):
     offered = hubs[0].offer("some", 100, 1)
     offered.memory[0] = 7
-    assert hubs[1].fetch(0, hubs[0].name, "some", limit_s=LIMIT_S, guard=lambda: None).memory[0] == 7
+    assert hubs[1].fetch(0, hubs[0].name, "some", limit_s=LIMIT_S, check_alive=lambda: None).memory[0] == 7
 
 
 def test_a_rank_does_not_wait_for_an_offer_when_the_world_has_ended(hubs):
     num_looks = 0
 
-    def guard():
+    def check_alive():
         nonlocal num_looks
         num_looks += 1
         if num_looks == 2:
             raise HorovodInternalError("rank 2 was lost")
 
     with pytest.raises(HorovodInternalError, match="rank 2 was lost"):
-        hubs[1].fetch(0, hubs[0].name, "never", limit_s=LIMIT_S, guard=guard)
+        hubs[1].fetch(0, hubs[0].name, "never", limit_s=LIMIT_S, check_alive=check_alive)
     with pytest.raises(TimeoutError, match=r"waited 0\.1 s for shared memory 'never'"):
-        hubs[1].fetch(0, hubs[0].name, "never", limit_s=0.1, guard=lambda: None)
+        hubs[1].fetch(0, hubs[0].name, "never", limit_s=0.1, check_alive=lambda: None)
 
 
 def a_member(hub: Hub, rank: int) -> Connection:

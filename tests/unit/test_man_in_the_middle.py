@@ -277,7 +277,7 @@ def received(data: bytes, key: bytes, pool: ThreadPoolExecutor, encrypted: bool)
     back, sink = socket.socketpair()
     group = StreamGroup(
         Streams({0: Stream(back, records(key, encrypted))}, {0: Stream(into, records(key, encrypted))}),
-        1, 2, guard=lambda: None, limit_s=LIMIT_S,
+        1, 2, check_alive=lambda: None, limit_s=LIMIT_S,
     )  # fmt: skip
     got: list[bytes] = []
 

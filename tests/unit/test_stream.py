@@ -59,7 +59,7 @@ def two_members(*, records: str, at: int = -1, how: str = "") -> Iterator[tuple[
     back_out, back_in = socket.socketpair()
     Wire(wire_in, wire_out, at, how).start()
     there, back = pair(records), pair(records)
-    limits = {"guard": lambda: None, "limit_s": 60.0}
+    limits = {"check_alive": lambda: None, "limit_s": 60.0}
     first = StreamGroup(Streams({1: Stream(out, there[0])}, {1: Stream(back_in, back[1])}), 0, 2, **limits)
     second = StreamGroup(Streams({0: Stream(back_out, back[0])}, {0: Stream(into, there[1])}), 1, 2, **limits)
     try:

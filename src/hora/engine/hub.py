@@ -144,16 +144,16 @@ class Hub:
         self._server.call(self._serve_segments)
         return segment
 
-    def fetch(self, rank: int, name: str, key: str, *, limit_s: float, guard: Callable[[], None]) -> Segment:
+    def fetch(self, rank: int, name: str, key: str, *, limit_s: float, check_alive: Callable[[], None]) -> Segment:
         """Fetch the segment that this rank, listening at `name`, offers. OSError when it is not on this host.
 
-        `guard` raises when waiting has become pointless: some rank, not only that one, may have ended the world.
+        `check_alive` raises when waiting has become pointless: some rank, not only that one, may have ended the world.
         """
         deadline = time.monotonic() + limit_s
         with self._connect(rank, name, limit_s) as connection:
             connection.send({"want": "segment", "key": key})
             while time.monotonic() < deadline:
-                guard()
+                check_alive()
                 with contextlib.suppress(TimeoutError):
                     descriptor = connection.receive_descriptor(limit_s=_FETCH_SLICE_S)
                     if descriptor is None:

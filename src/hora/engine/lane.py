@@ -229,7 +229,7 @@ class Lane:
         left = self._left[self.member].value + (1 if any(item.leaves for item in [*self._items]) else 0)
         for peer, counter in enumerate(self._left):
             what = f"member {peer} of a lane to join"
-            counter.wait_for(left, guard=self.queue.status.guard, limit_s=_LIMIT_S, what=what)
+            counter.wait_for(left, check_alive=self.queue.status.check_alive, limit_s=_LIMIT_S, what=what)
         self._num_items = max(counter.value for counter in self._came)
         self._counters.publish(2 * self._num_items)
 
@@ -299,7 +299,7 @@ class Lane:
         if void:
             self._void[self.member].store(number)
         self._counters.publish(2 * number + 1)
-        self._counters.wait(2 * number + 1, self.queue.status.guard, limit_s=_LIMIT_S, what="a reduction")
+        self._counters.wait(2 * number + 1, self.queue.status.check_alive, limit_s=_LIMIT_S, what="a reduction")
         return self.link is None or number not in [counter.value for counter in self._void]
 
     def _meet(self, value: int) -> None:
@@ -316,7 +316,7 @@ class Lane:
     def look_beyond(self, late: Callable[[Key], Sequence[int]]) -> None:
         """While this member waits for other hosts, which may have done their part: the same. `late(key)`: the members of the
         set that have not come to this."""
-        self.queue.status.guard()
+        self.queue.status.check_alive()
         reduction = self._items[0].reduction
         assert reduction is not None, self._items[0].name
         key = reduction.signature.key(0)

@@ -52,7 +52,7 @@ class Meeting(Protocol):
     def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
         """This rank's keys in its world, of which `epoch` names this initialisation."""
 
-    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
+    def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
         """A torch store for gloo and NCCL whose keys cannot clash with other prefixes."""
 
 
@@ -79,8 +79,8 @@ class _TableMeeting:
         except TimeoutError as error:
             raise HorovodInternalError(f"{error} (limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})") from error
 
-    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
-        return ControlStore(self.client, prefix=f"{prefix}/", timeout_s=limit_s, guard=guard)
+    def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
+        return ControlStore(self.client, prefix=f"{prefix}/", timeout_s=limit_s, check_alive=check_alive)
 
 
 class _StoreMeeting:
@@ -124,7 +124,7 @@ class _StoreMeeting:
                 f"(limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})"
             ) from error
 
-    def store(self, prefix: str, *, limit_s: float, guard: Callable[[], None]) -> Store:
+    def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
         # A connection of its own: a TCPStore lets one thread at a time use it, also while that one waits for a key.
         # Two process sets that connect at the same time would wait for one another.
         return PrefixStore(prefix, _own_keys(self._point, _tcp_store(self._point, limit_s)))

@@ -90,17 +90,17 @@ class _Introduction:
 
 
 class Peers:
-    """The ranks of a world of several. `epoch` tells one initialisation of this world from another; `guard` raises when
+    """The ranks of a world of several. `epoch` tells one initialisation of this world from another; `check_alive` raises when
     it has become pointless to wait for one of them."""
 
     def __init__(
-        self, world: World, config: EngineConfig, epoch: str, events: HubEvents, guard: Callable[[], None]
+        self, world: World, config: EngineConfig, epoch: str, events: HubEvents, check_alive: Callable[[], None]
     ) -> None:
         self.hosts: list[list[int]] = []  # ranks that proved to share memory
         self.config = config  # from `meet` on with rank 0's values where all ranks must have the same
         self._world = world
         self._epoch = epoch
-        self._guard = guard
+        self._check_alive = check_alive
         self._keys: RankKeys | None = None  # from `meet` on
         self._introductions: list[_Introduction] = []
         self._near: dict[int, str] = {}  # the ranks of this host, and the names of their hubs
@@ -225,7 +225,7 @@ class Peers:
         else:
             try:
                 where = near[leader].decode()
-                self.hub.fetch(leader, where, "probe", limit_s=_PROBE_LIMIT_S, guard=self._guard).close()
+                self.hub.fetch(leader, where, "probe", limit_s=_PROBE_LIMIT_S, check_alive=self._check_alive).close()
                 proven = True
             except OSError as error:
                 log.warning("rank %d cannot share memory with rank %d: %s", rank, leader, error)
@@ -311,7 +311,7 @@ class Peers:
             return self.hub.offer(name, num_bytes, len(ranks) - 1)
         try:
             limit_s = self.config.init_timeout_s
-            return self.hub.fetch(ranks[0], self._near[ranks[0]], name, limit_s=limit_s, guard=self._guard)
+            return self.hub.fetch(ranks[0], self._near[ranks[0]], name, limit_s=limit_s, check_alive=self._check_alive)
         except ConnectionError:  # the hub will tell the same, in a moment
             raise HorovodInternalError(self.lost(ranks[0])) from None
 
@@ -361,7 +361,7 @@ class Peers:
         assert stream.records is not None
         return Stream(stream.sock, stream.records.in_clear()) if wish == "never" else stream
 
-    def topology(self, label: str, device: str, ranks: Sequence[int], guard: Callable[[], None]) -> Topology:
+    def topology(self, label: str, device: str, ranks: Sequence[int], check_alive: Callable[[], None]) -> Topology:
         """Return the topology of these ranks for a transport. `label` names their set for good."""
         prefix, limit_s = f"{self._epoch}/{label}/{device}", self.config.init_timeout_s
         return Topology(
@@ -372,11 +372,11 @@ class Peers:
             streams=None
             if self.config.transport == "gloo"
             else lambda name, some: self._streams(f"{label}/{device}/{name}", some),
-            store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, guard=guard),
+            store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),
             address=self._address(),
             cuda_ipc=self.config.cuda_ipc,
             native=all(peer.has_native and peer.encrypts_natively for peer in self._introductions),
-            guard=guard,
+            check_alive=check_alive,
         )
 
 

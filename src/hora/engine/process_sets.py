@@ -30,7 +30,7 @@ from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment
 from hora.engine.stall import StallInspector, StallLimits
 from hora.engine.status import WorldStatus
-from hora.engine.transport.base import Guard, Transport
+from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
@@ -157,8 +157,8 @@ class ProcessSets:
         self._num_links[label] = self._num_links.get(label, 0) + 1
         label = f"{label}/lane{self._num_links[label]}"
 
-        def connect(times: int, guard: Guard) -> HierarchicalTransport:
-            return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, guard), LocalTransport())
+        def connect(times: int, check_alive: AliveCheck) -> HierarchicalTransport:
+            return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, check_alive), LocalTransport())
 
         def lacking(key: Key, members: Sequence[int]) -> list[int]:
             return [ranks.index(rank) for rank in agreement.lacking(key, [ranks[member] for member in members])]
@@ -336,7 +336,7 @@ class ProcessSets:
     def _make_transport(self, number: int, ranks: tuple[int, ...], device: str) -> Transport:
         if self.peers is None or len(ranks) == 1:
             return LocalTransport()
-        topology = self.peers.topology(self._label(number), device, ranks, self._status.guard)
+        topology = self.peers.topology(self._label(number), device, ranks, self._status.check_alive)
         return make_transport(topology, device, lambda other: self._queues[number].transport(other))
 
     def _make_stall_inspector(self, number: int, ranks: Sequence[int], member: int) -> StallInspector | None:

@@ -293,7 +293,7 @@ class OperationQueue:
                 self.agreement.flush()
         batches = self._poll()
         if batches is None:
-            self.status.guard()
+            self.status.check_alive()
             if closing:
                 raise self.status.error()
             return False
@@ -452,7 +452,7 @@ class OperationQueue:
         said before it turned out that a member has not come."""
         if self.progress.stopping:
             raise self._error()
-        self.status.guard()
+        self.status.check_alive()
         if closing:
             raise self.status.error()
         self.planner.now = time.monotonic()

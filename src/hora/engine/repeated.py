@@ -210,7 +210,7 @@ class RepeatedAllreduce:
                 if state == _WAITING:
                     queue.look_around(closing)
                 elif state == _MOVING:  # agreed on: carried out also while the world closes
-                    queue.status.guard()
+                    queue.status.check_alive()
         finally:
             meter.blocked = None
         return state

@@ -64,7 +64,7 @@ class Runtime:
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
-                self._peers = Peers(self.world, self.config, self._epoch, self._hub_events(), self.status.guard)
+                self._peers = Peers(self.world, self.config, self._epoch, self._hub_events(), self.status.check_alive)
                 self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
                 self.config = self._peers.config

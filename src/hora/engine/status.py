@@ -81,7 +81,7 @@ class WorldStatus:
         if not self.is_open:
             raise self.error()
 
-    def guard(self) -> None:
+    def check_alive(self) -> None:
         """Raise when it has become pointless to wait for a peer."""
         if self._fault or (self._closing and time.monotonic() - self._closing_since > _GRACE_S):
             raise self.error()

@@ -17,21 +17,21 @@ from hora.net.client import ControlClient
 
 __all__ = ["ControlStore"]
 
-# How long one request may wait at the server before the guard is asked again.
+# How long one request may wait at the server before the liveness check is asked again.
 _SLICE_S = 0.5
 
 
 class ControlStore(Store):
-    """Keys live under `prefix`. Waiting ends after `timeout_s`, or when `guard` raises."""
+    """Keys live under `prefix`. Waiting ends after `timeout_s`, or when `check_alive` raises."""
 
     def __init__(
-        self, client: ControlClient, *, prefix: str, timeout_s: float, guard: Callable[[], None] = lambda: None
+        self, client: ControlClient, *, prefix: str, timeout_s: float, check_alive: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
         self._client = client
         self._prefix = prefix
         self._timeout_s = timeout_s
-        self._guard = guard
+        self._check_alive = check_alive
 
     def set(self, key: str, value: str | bytes) -> None:
         self._client.set(self._key(key), _bytes(value))
@@ -101,7 +101,7 @@ class ControlStore(Store):
             try:
                 return self._client.get(self._key(key), timeout_s=max(min(left_s, _SLICE_S), 0.001))
             except TimeoutError:
-                self._guard()
+                self._check_alive()
                 if left_s <= _SLICE_S:
                     raise TimeoutError(f"waited {limit_s:g} s for the key {self._key(key)!r}") from None
 

@@ -18,10 +18,10 @@ from typing import Protocol
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Signature
 
-__all__ = ["Agreement", "LocalAgreement", "LoneRequests"]
+__all__ = ["Agreement", "LocalAgreement", "UnannouncedRequests"]
 
 # By request, with its running number: the signature at the places of the members that wait for it.
-LoneRequests = dict[tuple[Signature, int], list[Signature | None]]
+UnannouncedRequests = dict[tuple[Signature, int], list[Signature | None]]
 
 
 class Agreement(Protocol):
@@ -46,7 +46,7 @@ class Agreement(Protocol):
     def flush(self) -> None:
         """Send what could not be sent before. Under the same lock as `announce`."""
 
-    def lone_requests(self) -> LoneRequests:
+    def unannounced_requests(self) -> UnannouncedRequests:
         """Return the requests that members wait for without having announced them, by signature, with those members."""
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class LocalAgreement:
     def flush(self) -> None:
         """Nothing is kept back."""
 
-    def lone_requests(self) -> LoneRequests:
+    def unannounced_requests(self) -> UnannouncedRequests:
         return {}
 
     def close(self) -> None:

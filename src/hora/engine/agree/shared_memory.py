@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import eq, sub
 
-from hora.engine.agree.agreement import LoneRequests
+from hora.engine.agree.agreement import UnannouncedRequests
 from hora.engine.agree.announcement import RECORD, Announcer, Reader
 from hora.engine.agree.repeated import TICKETS_PER_ROUND, RepeatedRecords
 from hora.engine.plan import Batch, Planner
@@ -128,8 +128,8 @@ class SharedMemoryAgreement:
         job.group, job.heads, job.round = self.repeated.tickets.group, self._heads[0].address, self._round.address
         job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 3 * LINE_BYTES
 
-    def lone_requests(self) -> LoneRequests:
-        found: LoneRequests = {}
+    def unannounced_requests(self) -> UnannouncedRequests:
+        found: UnannouncedRequests = {}
         for member, record in enumerate(self.repeated.waiting(self.ticket)):
             signature = None if record is None else self._by_digest(record[1])
             if record is not None and signature is not None:
@@ -157,7 +157,7 @@ class SharedMemoryAgreement:
                 self._fed = [fed + num_bytes for fed in self._fed]
                 self._publish()
                 return self._end_round(planner.plan_alike(*alike))
-            if self._hopes(heads):
+            if self._batching(heads):
                 return None
         self._hoping_since = 0.0
         self._feed(planner, heads)
@@ -200,7 +200,7 @@ class SharedMemoryAgreement:
         simple = _is_simple(same[0]) if len(same) == 1 else all(map(_is_fusible, same))
         return (same, instances) if simple else None
 
-    def _hopes(self, heads: Sequence[int]) -> bool:
+    def _batching(self, heads: Sequence[int]) -> bool:
         """Return whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs
         may be the same."""
         num_missing = sum(map(eq, heads, self._fed))

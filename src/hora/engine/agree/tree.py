@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from hora.engine.agree.agreement import LoneRequests
+from hora.engine.agree.agreement import UnannouncedRequests
 from hora.engine.agree.announcement import Announcer, Reader
 from hora.engine.hub import Hub, cut_parts, join_parts
 from hora.engine.plan import Batch, Planner
@@ -207,12 +207,12 @@ class TreeAgreement:
     def flush(self) -> None:
         """Nothing is kept back."""
 
-    def lone_requests(self) -> LoneRequests:
+    def unannounced_requests(self) -> UnannouncedRequests:
         """Return what the root knows of requests that some members have not announced. Of ranks that speak through a missing
         one it knows from themselves; a request about which they have not been asked yet is left out."""
         if self._rank != self._tree.root:
             return {}
-        found: LoneRequests = {}
+        found: UnannouncedRequests = {}
         for key, instance, since, signatures in self._collector.held():
             missing = self._members.keys() - signatures.keys()
             doubtful = self._doubtful(missing)

@@ -28,7 +28,7 @@ _NEEDS_FENCES = _MACHINE == "aarch64"
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _ALL_WAITERS = 2**31 - 1
-# A sleeping waiter looks up this often to ask its guard whether the peer it waits for is still alive.
+# A sleeping waiter looks up this often to ask its check_alive whether the peer it waits for is still alive.
 SLICE_S = 0.05
 # How many looks before sleeping, about 50 ns each. To be woken takes tens of microseconds, so spinning pays
 # when peers are in step and have cores of their own. Otherwise it steals time from the peer that is waited for. So
@@ -124,11 +124,11 @@ class Counter:
         self.learn(time.monotonic() - begin)
 
     def wait_for(
-        self, target: int, *, guard: Callable[[], None], limit_s: float, what: str, looks: int | None = None
+        self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str, looks: int | None = None
     ) -> None:
         """Wait until the value is at least `target`. `looks` before sleeping; None: as many as are worth while.
 
-        `guard` is called while waiting and raises when waiting has become pointless (a peer died, a
+        `check_alive` is called while waiting and raises when waiting has become pointless (a peer died, a
         shutdown); after `limit_s` seconds TimeoutError names `what`.
         """
         word = self._word
@@ -136,7 +136,7 @@ class Counter:
             return
         begin = time.monotonic()
         while (seen := word.value) < target:
-            guard()
+            check_alive()
             if time.monotonic() - begin > limit_s:
                 raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
             self.sleep(seen)
@@ -207,9 +207,9 @@ class _FencedCounter(Counter):
         return found
 
     def wait_for(
-        self, target: int, *, guard: Callable[[], None], limit_s: float, what: str, looks: int | None = None
+        self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str, looks: int | None = None
     ) -> None:
-        super().wait_for(target, guard=guard, limit_s=limit_s, what=what, looks=looks)
+        super().wait_for(target, check_alive=check_alive, limit_s=limit_s, what=what, looks=looks)
         fence()
 
 

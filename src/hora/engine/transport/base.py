@@ -17,10 +17,10 @@ import torch
 
 from hora.engine.request import Reduce
 
-__all__ = ["CompressingTransport", "Guard", "Transport"]
+__all__ = ["CompressingTransport", "AliveCheck", "Transport"]
 
 # Raises HorovodInternalError when waiting has become pointless: a peer is dead, or the runtime was shut down.
-Guard = Callable[[], None]
+AliveCheck = Callable[[], None]
 Tensors = Sequence[torch.Tensor]
 
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from hora.engine.request import Reduce
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.base import Guard, Tensors, Transport
+from hora.engine.transport.base import AliveCheck, Tensors, Transport
 from hora.engine.transport.cuda_ipc import DriverError
 from hora.engine.transport.cuda_staging import CudaStagingTransport, mark
 from hora.engine.transport.device_memory import DeviceMemoryTransport
@@ -47,13 +47,13 @@ class CudaTransport:
         store: Store,
         member: int,
         num_members: int,
-        guard: Guard,
+        check_alive: AliveCheck,
         limit_s: float,
         make_cpu: Callable[[], Transport],
         share: Callable[[int], Segment] | None = None,
     ) -> None:
         self._store, self._member, self._num_members = store, member, num_members
-        self._guard, self._limit_s = guard, limit_s
+        self._check_alive, self._limit_s = check_alive, limit_s
         self._make_cpu, self._share = make_cpu, share
         self._chosen: Chosen | None = None
         self._num_exchanges = 0
@@ -98,13 +98,13 @@ class CudaTransport:
     def barrier(self) -> None:
         self._choose(torch.device("cuda", torch.cuda.current_device())).barrier()
         self._mark()
-        self.settle(self._guard)
+        self.settle(self._check_alive)
 
-    def settle(self, guard: Guard) -> None:
-        """Wait until the GPU has done what was queued, unless the guard raises."""
+    def settle(self, check_alive: AliveCheck) -> None:
+        """Wait until the GPU has done what was queued, unless the liveness check raises."""
         stream, self._queued_on = self._queued_on, None
         if stream is not None:
-            _wait_for(stream.record_event(), guard)
+            _wait_for(stream.record_event(), check_alive)
 
     def give_up(self) -> None:
         """The world is broken: end what waits on the GPU for a lost peer. Any thread, more than once."""
@@ -117,7 +117,7 @@ class CudaTransport:
         if self._chosen is None:
             return
         try:
-            self.settle(self._guard)
+            self.settle(self._check_alive)
         except HorovodInternalError:
             if isinstance(self._chosen, DistributedTransport):
                 self._chosen.abort()
@@ -128,7 +128,7 @@ class CudaTransport:
             gpus = connect(
                 lambda: gpus_of(self._store, self._member, self._num_members, device),
                 what=f"{self._num_members} members to say which GPU they use",
-                guard=self._guard,
+                check_alive=self._check_alive,
                 limit_s=self._limit_s,
             )
             if len(set(gpus)) == self._num_members:
@@ -144,7 +144,7 @@ class CudaTransport:
             self._member,
             self._num_members,
             device=device,
-            guard=self._guard,
+            check_alive=self._check_alive,
             limit_s=self._limit_s,
         )
         return DistributedTransport(group, self._member, self._num_members, device)
@@ -163,9 +163,9 @@ class CudaTransport:
                 self._member,
                 self._num_members,
                 device=device,
-                guard=self._guard,
+                check_alive=self._check_alive,
                 limit_s=self._limit_s,
-                complete=lambda: _wait_for(mark(), self._guard),
+                complete=lambda: _wait_for(mark(), self._check_alive),
                 staged=staged,
             )
         except DriverError as error:
@@ -183,13 +183,13 @@ class CudaTransport:
             return [bytes(self._store.get(f"{name}/{peer}")).decode()[1:] for peer in range(self._num_members)]
 
         what = f"{self._num_members} members to share the memory of their GPU"
-        return connect(exchange, what=what, guard=self._guard, limit_s=self._limit_s)
+        return connect(exchange, what=what, check_alive=self._check_alive, limit_s=self._limit_s)
 
     def _mark(self) -> None:
         self._queued_on = torch.cuda.current_stream()
 
 
-def _wait_for(event: torch.cuda.Event, guard: Guard) -> None:
+def _wait_for(event: torch.cuda.Event, check_alive: AliveCheck) -> None:
     """Return when the event has happened. Spins for a moment only: it may be behind a long computation."""
     start = ask_at = time.monotonic()
     pause = threading.Event()
@@ -199,4 +199,4 @@ def _wait_for(event: torch.cuda.Event, guard: Guard) -> None:
             pause.wait(_PAUSE_S)
         if now >= ask_at:
             ask_at = now + _GUARD_EVERY_S
-            guard()
+            check_alive()

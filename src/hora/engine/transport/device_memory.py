@@ -8,7 +8,7 @@ has thereby read the slots of this one, because its stream works in order.
 
 A GPU changes from one process to another in about a tenth of a millisecond, which decides what is fast here: few steps, each
 with much data. What is small goes through host memory (`CudaStagingTransport`), and so do Adasum and alltoall.
-No wait is on the GPU: a dead peer is the guard's business. Made by `CudaTransport`; all calls are on one stream.
+No wait is on the GPU: a dead peer is the liveness check's business. Made by `CudaTransport`; all calls are on one stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hora.engine.request import Reduce
 from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
-from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.cuda_ipc import DriverError, Mapped, Shared
 from hora.engine.transport.cuda_staging import CudaStagingTransport
 from hora.engine.transport.packing import Buffers, pack, portions, unpack
@@ -53,13 +53,13 @@ class DeviceMemoryTransport:
         num_members: int,
         *,
         device: torch.device,
-        guard: Guard,
+        check_alive: AliveCheck,
         limit_s: float,
         complete: Callable[[], None],
         staged: CudaStagingTransport,
     ) -> None:
         self._exchange, self._member, self._num_members = exchange, member, num_members
-        self._guard, self._limit_s, self._complete = guard, limit_s, complete
+        self._check_alive, self._limit_s, self._complete = check_alive, limit_s, complete
         self._staged = staged
         self._segment = segment
         self._counters = [Counter.at(segment.memory, LINE_BYTES * peer) for peer in range(num_members)]
@@ -215,7 +215,9 @@ class DeviceMemoryTransport:
         self._counters[self._member].set(self._step)
         for peer, counter in enumerate(self._counters):
             if peer != self._member:
-                counter.wait_for(self._step, guard=self._guard, limit_s=self._limit_s, what=f"the peers in {what}")
+                counter.wait_for(
+                    self._step, check_alive=self._check_alive, limit_s=self._limit_s, what=f"the peers in {what}"
+                )
 
     def _scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._buffers.take("scratch", count if self._num_members > 2 else 0, dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import Store
 
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.base import Guard, Transport
+from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.gloo import GlooGroup
 from hora.engine.transport.group import Group, connect
@@ -20,7 +20,7 @@ from hora.engine.transport.stream import StreamGroup, Streams
 __all__ = ["Topology", "between_hosts", "make_transport"]
 
 # Members have agreed on a batch before it begins, so inside it a wait is short unless a member is stopped; that is the
-# stall report's business. A dead member is noticed through the guard at once.
+# stall report's business. A dead member is noticed through the liveness check at once.
 _COLLECTIVE_LIMIT_S = 24 * 3600.0
 
 
@@ -44,7 +44,7 @@ class Topology:
     address: str
     cuda_ipc: bool
     native: bool
-    guard: Guard
+    check_alive: AliveCheck
 
     def members_by_host(self) -> list[list[int]]:
         """Member indices, grouped by host, in member order."""
@@ -70,7 +70,7 @@ def make_transport(topology: Topology, device: str, transport_for: Callable[[str
         if topology.cuda_ipc and len(groups) == 1
         else None
     )
-    return CudaTransport(store, member, num_members, topology.guard, limit_s, lambda: transport_for("cpu"), share)
+    return CudaTransport(store, member, num_members, topology.check_alive, limit_s, lambda: transport_for("cpu"), share)
 
 
 def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport:
@@ -85,7 +85,7 @@ def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport
         share=lambda num_bytes: topology.share(here, num_bytes),
         connect=lambda name, some: _group(topology, name, some),
         native=topology.native and topology.streams is not None,
-        guard=topology.guard,
+        check_alive=topology.check_alive,
         limit_s=_COLLECTIVE_LIMIT_S,
     )
 
@@ -93,14 +93,14 @@ def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport
 def _group(topology: Topology, name: str, members: Sequence[int]) -> Group:
     """Connections between some members, who call this together."""
     me, num_members = list(members).index(topology.member), len(members)
-    guard, limit_s, make = topology.guard, _COLLECTIVE_LIMIT_S, topology.streams
+    check_alive, limit_s, make = topology.check_alive, _COLLECTIVE_LIMIT_S, topology.streams
     if make is None:
         store = _store(topology, name)
-        return GlooGroup(store, me, num_members, address=topology.address, guard=guard, limit_s=limit_s)
+        return GlooGroup(store, me, num_members, address=topology.address, check_alive=check_alive, limit_s=limit_s)
     ranks = [topology.ranks[member] for member in members]
     what = f"{num_members} members to connect to one another"
-    streams = connect(lambda: make(name, ranks), what=what, guard=guard, limit_s=limit_s)
-    return StreamGroup(streams, me, num_members, guard=guard, limit_s=limit_s)
+    streams = connect(lambda: make(name, ranks), what=what, check_alive=check_alive, limit_s=limit_s)
+    return StreamGroup(streams, me, num_members, check_alive=check_alive, limit_s=limit_s)
 
 
 def _shm_transport(topology: Topology, members: Sequence[int]) -> Transport:
@@ -108,13 +108,15 @@ def _shm_transport(topology: Topology, members: Sequence[int]) -> Transport:
     ranks = [topology.ranks[member] for member in members]
     index = list(members).index(topology.member)
     return ShmTransport(
-        lambda num_bytes: topology.share(ranks, num_bytes), index, len(ranks), topology.guard, _COLLECTIVE_LIMIT_S
+        lambda num_bytes: topology.share(ranks, num_bytes), index, len(ranks), topology.check_alive, _COLLECTIVE_LIMIT_S
     )
 
 
 def _store(topology: Topology, name: str) -> Store:
-    # Opening it may block for long when its host has just vanished; the guard knows sooner.
+    # Opening it may block for long when its host has just vanished; the liveness check knows sooner.
     what = "a connection to the meeting place"
-    store = connect(lambda: topology.store(name), what=what, guard=topology.guard, limit_s=_COLLECTIVE_LIMIT_S)
+    store = connect(
+        lambda: topology.store(name), what=what, check_alive=topology.check_alive, limit_s=_COLLECTIVE_LIMIT_S
+    )
     assert store is not None, "a set of several members always has a meeting place"
     return store

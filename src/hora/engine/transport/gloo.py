@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from hora.engine.transport.base import Guard
+from hora.engine.transport.base import AliveCheck
 from hora.engine.transport.group import SLICE, ProcessGroup, connect
 from hora.errors import HorovodInternalError
 from hora.net import sockets
@@ -53,9 +53,9 @@ class GlooGroup(ProcessGroup):
     backend = "gloo"
 
     def __init__(
-        self, store: Store, member: int, num_members: int, *, address: str, guard: Guard, limit_s: float
+        self, store: Store, member: int, num_members: int, *, address: str, check_alive: AliveCheck, limit_s: float
     ) -> None:
-        super().__init__(guard=guard, limit_s=limit_s)
+        super().__init__(check_alive=check_alive, limit_s=limit_s)
         backend: Any = dist.ProcessGroupGloo
         _allow_many_descriptors()
         with _listening() as own_ports:
@@ -72,7 +72,7 @@ class GlooGroup(ProcessGroup):
             return group, connections
 
         what = f"{num_members} members to connect over gloo at {address}"
-        self._process_group, self._connections = connect(make, what=what, guard=guard, limit_s=limit_s)
+        self._process_group, self._connections = connect(make, what=what, check_alive=check_alive, limit_s=limit_s)
 
     def close(self) -> None:
         self._connections.forget()
@@ -97,7 +97,7 @@ class GlooGroup(ProcessGroup):
                 if work.is_completed():
                     work.wait()  # failed: raises the reason again; or it completed just after the slice
                     return
-            self._guard()
+            self._check_alive()
             if time.monotonic() > deadline:
                 raise HorovodInternalError(f"waited {self._limit_s:g} s for the peers' part in {what} over gloo")
 

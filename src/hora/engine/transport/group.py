@@ -1,6 +1,6 @@
 """A group: members that can send bytes to one another, and never wait for ever.
 
-Every wait looks at the guard several times a second; when the guard raises, the limit passes or a peer's connection
+Every wait makes the liveness check several times a second; when that raises, the limit passes or a peer's connection
 breaks, the group is discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again.
 What the bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `stream` has our own kind; `gloo`
 and `nccl` have two of torch.distributed, built straight on a store (`init_process_group` is not used, so the user's own
@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from hora.engine.transport.base import Guard
+from hora.engine.transport.base import AliveCheck
 from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
@@ -40,8 +40,8 @@ class Group(ABC):
 
     backend = "none"
 
-    def __init__(self, *, guard: Guard, limit_s: float) -> None:
-        self._guard = guard
+    def __init__(self, *, check_alive: AliveCheck, limit_s: float) -> None:
+        self._check_alive = check_alive
         self._limit_s = limit_s
         self._lost = ""
 
@@ -86,23 +86,23 @@ class Group(ABC):
         # torch raises nothing more specific than RuntimeError for a broken connection
         self._lost = f"{what} over {self.backend} failed, a peer is lost or the network is broken: {error}"
         self.discard()
-        self._ask_guard()
+        self._raise_if_dead()
         raise HorovodInternalError(self._lost) from error
 
-    def _ask_guard(self) -> None:
+    def _raise_if_dead(self) -> None:
         """Give the engine a moment to find out which peer is lost: its error names the rank, ours cannot."""
         deadline = time.monotonic() + _GRACE_S
         pause = threading.Event()
         while time.monotonic() < deadline:
-            self._guard()
+            self._check_alive()
             pause.wait(0.02)
 
 
 class ProcessGroup(Group):
     """A group of torch.distributed."""
 
-    def __init__(self, *, guard: Guard, limit_s: float) -> None:
-        super().__init__(guard=guard, limit_s=limit_s)
+    def __init__(self, *, check_alive: AliveCheck, limit_s: float) -> None:
+        super().__init__(check_alive=check_alive, limit_s=limit_s)
         self._process_group: Any = None
 
     def start_alltoall(
@@ -135,8 +135,8 @@ class ProcessGroup(Group):
             self._fail(error, what)
 
 
-def connect(make: Callable[[], T], *, what: str, guard: Guard, limit_s: float) -> T:
-    """Run `make`, which blocks until all members are there, in a thread: so the guard can end the wait."""
+def connect(make: Callable[[], T], *, what: str, check_alive: AliveCheck, limit_s: float) -> T:
+    """Run `make`, which blocks until all members are there, in a thread: so the liveness check can end the wait."""
     result: list[T] = []
     failure: list[BaseException] = []
 
@@ -152,10 +152,10 @@ def connect(make: Callable[[], T], *, what: str, guard: Guard, limit_s: float) -
     while thread.is_alive():
         thread.join(SLICE.total_seconds())
         if thread.is_alive():
-            guard()
+            check_alive()
             if time.monotonic() > deadline:
                 raise HorovodInternalError(f"waited {limit_s:g} s for {what}")
     if failure:
-        guard()
+        check_alive()
         raise HorovodInternalError(f"failed to get {what}: {failure[0]}") from failure[0]
     return result[0]

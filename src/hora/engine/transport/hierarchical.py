@@ -26,12 +26,12 @@ import torch
 from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import HALVES, Arithmetic, arithmetic_of, single_threaded, staged
-from hora.engine.transport.base import Guard, Tensors, Transport
+from hora.engine.transport.base import AliveCheck, Tensors, Transport
 from hora.engine.transport.codes import CODES, Code
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.division import Division, Portion, consecutive, portions, where
 from hora.engine.transport.group import Group
-from hora.engine.transport.native_hosts import HEADER_BYTES, NativeHosts, Numbers, cut_for
+from hora.engine.transport.native_hosts import HEADER_BYTES, NativeHosts, Scaling, cut_for
 from hora.engine.transport.packing import (
     Buffers,
     InTwoHalves,
@@ -58,7 +58,7 @@ class _Steps(NamedTuple):
     inside: Reduce
     between: Reduce
     end: Arithmetic
-    native: Numbers | None  # the same for the native part; None: for what it does not know
+    native: Scaling | None  # the same for the native part; None: for what it does not know
 
 
 class HierarchicalTransport:
@@ -75,7 +75,7 @@ class HierarchicalTransport:
         share: Callable[[int], Segment],
         connect: Callable[[str, Sequence[int]], Group],
         native: bool = False,
-        guard: Guard,
+        check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
         self._local = local
@@ -109,7 +109,7 @@ class HierarchicalTransport:
                 num_carriers=self._num_carriers,
                 host=self._host,
                 num_hosts=len(self._hosts),
-                guard=guard,
+                check_alive=check_alive,
                 limit_s=limit_s,
             )
         self._buffers = Buffers(torch.device("cpu"), 2 * _PORTION_BYTES)
@@ -200,7 +200,7 @@ class HierarchicalTransport:
 
     @property
     def late_members(self) -> list[int]:
-        """Those of the host that this one waits for while the guard is called, or of all others; none where another member of
+        """Those of the host that this one waits for during a liveness check, or of all others; none where another member of
         this host can tell."""
         if self._index:
             return []
@@ -270,7 +270,7 @@ class HierarchicalTransport:
         native = None
         if stage is not None and sums[0] is not None and sums[1] is not None and sums[2] is not None:
             weights = tuple(weight / self._num_members for weight in self._weights) if weighted else ()
-            native = Numbers(stage, sums[0], sums[1], sums[2], weights, code.removesuffix("+"))
+            native = Scaling(stage, sums[0], sums[1], sums[2], weights, code.removesuffix("+"))
         return _Steps(inside, between, last, native)
 
     # The same in Python.

@@ -25,7 +25,7 @@ from hora.engine.lane import Lane
 from hora.engine.persistent import PersistentReduction
 from hora.engine.plan import Part
 from hora.engine.request import Key, Kind, Reduce, Request
-from hora.engine.transport.base import CompressingTransport, Guard, Transport
+from hora.engine.transport.base import AliveCheck, CompressingTransport, Transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 
 __all__ = ["HostLink", "HostReduction"]
@@ -34,13 +34,13 @@ _HEADER = struct.Struct("<qq16s")
 
 
 class HostLink:
-    """The connections of this member of a lane with other hosts. `connect(number, guard)` makes the connections for the
+    """The connections of this member of a lane with other hosts. `connect(number, check_alive)` makes the connections for the
     `number`-th time (collective); `lacking(key, members)`: those of these members that do not wait for this."""
 
     def __init__(
         self,
         lane: Lane,
-        connect: Callable[[int, Guard], HierarchicalTransport],
+        connect: Callable[[int, AliveCheck], HierarchicalTransport],
         lacking: Callable[[Key, Sequence[int]], list[int]],
     ) -> None:
         self.all_took_part = False  # in the item that was announced last

@@ -22,12 +22,12 @@ from hora.engine.shm.futex import LINE_BYTES, SLICE_S
 from hora.engine.shm.native import NOTHING, Library, Patience, Sum, library, new_patience
 from hora.engine.shm.records import RecordsOfOneDirection
 from hora.engine.shm.segment import Segment, aligned
-from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import total
 from hora.engine.transport.stream import StreamGroup
 from hora.errors import AuthenticationError
 
-__all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Numbers", "cut_for"]
+__all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Scaling", "cut_for"]
 
 # Half of what a message between two hosts carries stays in the first-level cache while it is combined, encrypted and sent.
 _MESSAGE_BYTES = 64 * 2**10
@@ -69,7 +69,7 @@ def _longest(num_hosts: int) -> int:
     return _MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
 
 
-class Numbers(NamedTuple):
+class Scaling(NamedTuple):
     """Arithmetic of an allreduce between hosts: times `stage`, then what is done to those of a host's members, to
     those of the hosts, and `last`. `weights`: of the hosts, in an average of half precision; `code`: in which they
     travel."""
@@ -203,10 +203,10 @@ class NativeHosts:
         num_carriers: int,
         host: int,
         num_hosts: int,
-        guard: Guard,
+        check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
-        self._share, self._group, self._guard, self._limit_s = share, group, guard, limit_s
+        self._share, self._group, self._check_alive, self._limit_s = share, group, check_alive, limit_s
         self._num_carriers, self._num_hosts = num_carriers, num_hosts
         compiled = library()
         assert compiled is not None, "without a native part there are no native hosts"
@@ -241,9 +241,9 @@ class NativeHosts:
                 ctypes.cast(each, ctypes.POINTER(_Stream)) for each in self._streams
             )
         self._next = 0
-        self.late_host: int | None = None  # while the guard is called: the host that is waited for
+        self.late_host: int | None = None  # while the liveness check is called: the host that is waited for
 
-    def allreduce(self, inputs: Tensors, outputs: Tensors, numbers: Numbers, residuals: Tensors = ()) -> None:
+    def allreduce(self, inputs: Tensors, outputs: Tensors, numbers: Scaling, residuals: Tensors = ()) -> None:
         """Reduce several private tensors as one. `outputs[i]` may be `inputs[i]`; `residuals`: see `Code`, or none."""
         if self._segment is None:
             self._segment = self._share(self._hosts.results_at + _NUM_RESULTS * self._hosts.piece_room)
@@ -259,7 +259,7 @@ class NativeHosts:
         places: Tensors,
         begin: int,
         end: int,
-        numbers: Numbers,
+        numbers: Scaling,
         residual: torch.Tensor | None,
         header: bytes = b"",
         most_records: int = 0,
@@ -291,7 +291,7 @@ class NativeHosts:
         begin: int,
         count: int,
         stride: int,
-        numbers: Numbers,
+        numbers: Scaling,
         header: bytes,
         most_records: int,
     ) -> bool:
@@ -323,7 +323,7 @@ class NativeHosts:
         inputs: Tensors,
         outputs: Tensors,
         residuals: Tensors,
-        numbers: Numbers,
+        numbers: Scaling,
         cut: Cut,
         num_pieces: int,
         begin: int,
@@ -384,7 +384,7 @@ class NativeHosts:
         begin = 0.0
         while not (outcome := self._run_some(job, int(SLICE_S * 1e9))):
             self.late_host = -1 - job.late if job.late < 0 else None
-            self._guard()
+            self._check_alive()
             now = time.monotonic()
             begin = begin or now
             if now - begin > self._limit_s:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from hora.config import changed_environment
 from hora.engine.request import DTYPES, ReduceOp
-from hora.engine.transport.base import Guard
+from hora.engine.transport.base import AliveCheck
 from hora.engine.transport.group import Pending, ProcessGroup, connect
 from hora.errors import HorovodInternalError
 
@@ -29,7 +29,7 @@ _OPS = {
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 _REDUCED_DTYPES = frozenset(DTYPES.values()) - {torch.int16, torch.bool}
-# torch's own watchdog ends the whole process when a peer is lost. The guard does better: the process lives on.
+# torch's own watchdog ends the whole process when a peer is lost. The liveness check does better: the process lives on.
 _QUIET_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -51,10 +51,10 @@ class NcclGroup(ProcessGroup):
         num_members: int,
         *,
         device: torch.device,
-        guard: Guard,
+        check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
-        super().__init__(guard=guard, limit_s=limit_s)
+        super().__init__(check_alive=check_alive, limit_s=limit_s)
 
         def make() -> Any:
             torch.cuda.set_device(device)
@@ -62,13 +62,13 @@ class NcclGroup(ProcessGroup):
             options._timeout = _NEVER
             with changed_environment(_QUIET_WATCHDOG):
                 group: Any = dist.ProcessGroupNCCL(store, member, num_members, options)
-            # NCCL connects at the first collective, which blocks: have that here, under the guard.
+            # NCCL connects at the first collective, which blocks: have that here, under the liveness check.
             group.allreduce([torch.ones(1, device=device)]).wait()
             torch.cuda.current_stream(device).synchronize()
             return group
 
         what = f"{num_members} members to connect over NCCL on {device}"
-        self._process_group = connect(make, what=what, guard=guard, limit_s=limit_s)
+        self._process_group = connect(make, what=what, check_alive=check_alive, limit_s=limit_s)
 
     @staticmethod
     def reduces(dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from hora.engine.shm import native
 from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
-from hora.engine.transport.base import Guard
+from hora.engine.transport.base import AliveCheck
 
 __all__ = ["AHEAD", "DEPTH", "Ring"]
 
@@ -47,7 +47,7 @@ class Ring:
         member: int,
         num_members: int,
         slot_bytes: int,
-        guard: Guard,
+        check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
         assert slot_bytes % PAGE_BYTES == 0, slot_bytes
@@ -56,7 +56,7 @@ class Ring:
         self._segment = segment
         self._member = member
         self._num_members = num_members
-        self._guard = guard
+        self._check_alive = check_alive
         self._limit_s = limit_s
         self.step = 0  # the last one that was taken
         self._slots_at = aligned(num_members * MEMBER_BYTES)
@@ -131,7 +131,7 @@ class Ring:
 
     def wait(self, step: int) -> None:
         """Return when all members have published `step`."""
-        self._counters.wait(step, self._guard, limit_s=self._limit_s, what="shared memory")
+        self._counters.wait(step, self._check_alive, limit_s=self._limit_s, what="shared memory")
 
     def allreduce(self, library: native.Library, job: native.Allreduce, num_steps: int) -> None:
         """Have the native part do an allreduce, of which the job says everything but where the ring is."""
@@ -139,7 +139,7 @@ class Ring:
         self.step += num_steps
         begin = 0.0
         while not library.allreduce(job, SLICE_S):
-            self._guard()
+            self._check_alive()
             now = time.monotonic()
             begin = begin or now
             if now - begin > self._limit_s:

@@ -22,7 +22,7 @@ from hora.engine.shm import native
 from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import Arithmetic, adasum_pair, arithmetic_of, single_threaded, staged
-from hora.engine.transport.base import Guard, Tensors
+from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.native_jobs import allreduce_natively
 from hora.engine.transport.packing import Piece, copy, cut, put, take, total
 from hora.engine.transport.ring import Ring
@@ -54,13 +54,13 @@ class ShmTransport:
         segment_provider: Callable[[int], Segment],
         member: int,
         num_members: int,
-        guard: Guard,
+        check_alive: AliveCheck,
         limit_s: float,
     ) -> None:
         self._segment_provider = segment_provider
         self._member = member
         self._num_members = num_members
-        self._guard = guard
+        self._check_alive = check_alive
         self._limit_s = limit_s
         self.num_rings = 0  # so far: what was made for one is no good for the next
         self._ring = self._make_ring(SMALL_SLOT_BYTES)
@@ -77,7 +77,7 @@ class ShmTransport:
             member=self._member,
             num_members=self._num_members,
             slot_bytes=slot_bytes,
-            guard=self._guard,
+            check_alive=self._check_alive,
             limit_s=self._limit_s,
         )
 

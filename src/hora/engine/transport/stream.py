@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from hora.engine.shm.records import NativeRecords, RecordsOfOneDirection
-from hora.engine.transport.base import Guard
+from hora.engine.transport.base import AliveCheck
 from hora.engine.transport.group import SLICE, Group, Pending
 from hora.engine.transport.packing import copy, spread
 from hora.errors import HorovodInternalError
@@ -73,8 +73,10 @@ class StreamGroup(Group):
 
     backend = "tcp"
 
-    def __init__(self, streams: Streams, member: int, num_members: int, *, guard: Guard, limit_s: float) -> None:
-        super().__init__(guard=guard, limit_s=limit_s)
+    def __init__(
+        self, streams: Streams, member: int, num_members: int, *, check_alive: AliveCheck, limit_s: float
+    ) -> None:
+        super().__init__(check_alive=check_alive, limit_s=limit_s)
         self._member, self._num_members = member, num_members
         # Each one begins with the member after itself, so that not all of them send to the same one first.
         after = [(member + distance) % num_members for distance in range(1, num_members)]
@@ -176,7 +178,7 @@ class StreamGroup(Group):
         deadline = time.monotonic() + self._limit_s
 
         def look_around() -> None:
-            self._guard()
+            self._check_alive()
             if time.monotonic() > deadline:
                 raise HorovodInternalError(
                     f"waited {self._limit_s:g} s for the peers' part in {what} over {self.backend}"
