@@ -283,3 +283,16 @@ def test_a_void_item_is_announced():
         lane.add(reduction)
     together(*[lambda lane=lane: lane.wait(lane.start(0, background=False)) for lane in (first, second)])
     assert done == [1, 1]
+
+
+def test_a_member_that_has_let_go_of_a_lane_keeps_no_other_from_joining():
+    """As when Python collects an optimizer on some ranks before a join, and on others after it."""
+    first, second = lanes(2)
+    meet(first, second)
+    second.close()
+    first.leave()
+    first.finish_leaving()
+    first.come_back()
+    second.leave()
+    second.finish_leaving()
+    second.come_back()

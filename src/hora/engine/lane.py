@@ -210,6 +210,8 @@ class Lane:
 
     def leave(self) -> None:
         """This rank joins: after what it has started the others need not wait for it."""
+        if self._closed:
+            return
         self._started.clear()
         self._next = 0
         self._leaving = Item(None, "join", leaves=True)
@@ -219,19 +221,32 @@ class Lane:
     def finish_leaving(self) -> None:
         """Return when nothing more will be announced: this rank may announce that it joins."""
         item = self._leaving
-        while self.link is not None and not item.done:
+        while self.link is not None and not self._closed and not item.done:
             self._progress.drive_or_wait(item)
-        if item.error is not None:
+        if item.error is not None and not self._closed:
             raise HorovodInternalError(*item.error.args)
 
     def come_back(self) -> None:
         """All members have left: go on together. No member may start anything before all have come back."""
-        left = self._left[self.member].value + (1 if any(item.leaves for item in [*self._items]) else 0)
-        for peer, counter in enumerate(self._left):
+        # Python may collect an optimizer, and close its lane, at any moment, also in this method, and on some ranks alone.
+        counters, progress = self._left, self._progress
+        if self._closed:
+            return
+        left = counters[self.member].value + (1 if any(item.leaves for item in [*self._items]) else 0)
+        if self._closed:
+            return
+        for peer, counter in enumerate(counters):
             what = f"member {peer} of a lane to join"
             counter.wait_for(left, check_alive=self.queue.status.check_alive, limit_s=_LIMIT_S, what=what)
-        self._num_items = max(counter.value for counter in self._came)
-        self._counters.publish(2 * self._num_items)
+        progress.lock.acquire()  # every member has left, so nothing is driven
+        progress.thread = get_ident()
+        try:
+            if not self._closed:
+                self._num_items = max(counter.value for counter in self._came)
+                self._counters.publish(2 * self._num_items)
+        finally:
+            progress.thread = 0
+            progress.release()
 
     def _submit(self, item: Item) -> None:
         self._num_items += 1
@@ -369,6 +384,8 @@ class Lane:
             return
         self._closed = True
         self.queue.lanes.discard(self)
+        for counter in self._left[self.member : self.member + 1]:
+            counter.set(OPEN)  # a join of the others does not wait for this member
         self._progress.stop()
         self._fail(HorovodInternalError(self.queue.status.reason))
         if self._progress.may_drive(_CLOSE_LIMIT_S):

@@ -15,6 +15,7 @@ All members are in the same state before the same item: what makes it another on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from hora.engine.plan import Part
 from hora.engine.request import Key, Kind, Reduce, Request
 from hora.engine.transport.base import AliveCheck, CompressingTransport, Transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
+from hora.errors import HorovodInternalError
 
 __all__ = ["HostLink", "HostReduction"]
 
@@ -92,7 +94,8 @@ class HostLink:
     def leave(self, *, tell: bool) -> None:
         """From here on items are announced. `tell`: the other hosts do not know it."""
         if tell and not self._apart and self._transport is not None:
-            self._transport.refuse(self._most_records)
+            with contextlib.suppress(HorovodInternalError):  # a host that has let go of the lane need not be told
+                self._transport.refuse(self._most_records)
         self._apart = True
 
     def close(self) -> None:
