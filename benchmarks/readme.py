@@ -26,8 +26,8 @@ def figures(numbers: dict[str, Any]) -> str:
     collectives = [row for row in numbers["collectives"] if row["ranks"] == 2 and row["case"] in ("sum", "many")]
     training = [row for row in numbers["training"] if row["np"] == 2 and row["optimizer"] == "sgd"]
     lines = [
-        f"{numbers['machine']}; two ranks with one thread each, one run of `make bench`: "
-        "medians of rounds in which the contenders take",
+        f"{numbers['machine']}; two ranks with one thread each, one run of "
+        f"`{numbers['command']}`: medians of {numbers['rounds']} rounds in which the contenders take",
         'turns. "Warm memory" is DDP with the malloc settings that `hvd.init()` makes.',
         "",
         *_allreduce(collectives),

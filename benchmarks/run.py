@@ -60,12 +60,12 @@ def machine() -> str:
     return f"{where}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}"
 
 
-def table(collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
+def table(command: str, collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
     """The results in Markdown."""
     lines = [
         "# Benchmarks",
         "",
-        f"Made by `make bench`: {machine()}, load {os.getloadavg()[0]:.1f}. The contenders took turns, several rounds; "
+        f"Made by `{command}`: {machine()}, load {os.getloadavg()[0]:.1f}. The contenders took turns, several rounds; "
         "numbers are medians.",
         "",
         "## Training step against DistributedDataParallel (gloo)",
@@ -158,9 +158,16 @@ def main() -> None:
         texts["The guilty rank"] = "".join(naming)
         texts["The page in chromium"] = run_module("watch", "page")
     options.out.mkdir(parents=True, exist_ok=True)
-    numbers = {"machine": machine(), "collectives": collectives, "training": training}
+    command = "python -m benchmarks --quick" if options.quick else "make bench"
+    numbers = {
+        "machine": machine(),
+        "command": command,
+        "rounds": int(rounds),
+        "collectives": collectives,
+        "training": training,
+    }
     (options.out / "results.json").write_text(json.dumps(numbers, indent=1))
-    (options.out / "results.md").write_text(table(collectives, training, texts))
+    (options.out / "results.md").write_text(table(command, collectives, training, texts))
     picture(collectives, training, options.out / "results.png")
     print(f"saved in {options.out}")
 

@@ -25,15 +25,18 @@ SLACK_DESCRIPTORS = SLACK_THREADS = 3  # those of a newcomer that is just being 
 
 
 class Health:
-    """Of one process: when, MiB of memory of its own, descriptors, threads."""
+    """Of one process: when, MiB of memory, descriptors, threads."""
 
     def __init__(self, process: psutil.Process) -> None:
-        self.process = process
+        self.process, self.name = process, "a process"
+        with suppress(psutil.Error):
+            self.name = process.name()
         self.samples: list[tuple[float, float, int, int]] = []
 
     def look(self) -> None:
         with suppress(psutil.Error), self.process.oneshot():
-            memory = self.process.memory_full_info().uss / 2**20
+            # Not what is its own alone: that of a fork server depends on its forks, which share it until they write to it.
+            memory = self.process.memory_info().rss / 2**20
             self.samples.append((time.monotonic(), memory, self.process.num_fds(), self.process.num_threads()))
 
     def quarters(self) -> tuple[list[float], list[float]]:
@@ -109,7 +112,7 @@ class Soak(Chaos):
         assert len(held) >= 2, "too little has lived for most of the time to say anything"
         for pid, health in held:
             early, late = health.quarters()
-            name = {self.job.process.pid: "launcher", self.spared: "spared rank"}.get(pid, "supervisor")
+            name = {self.job.process.pid: "launcher", self.spared: "spared rank"}.get(pid) or health.name
             what = zip(("MiB", "descriptors", "threads"), early, late, strict=True)
             print(f"{name}: " + ", ".join(f"{one:.1f} -> {other:.1f} {unit}" for unit, one, other in what), flush=True)
             for before, after, slack in zip(early, late, (SLACK_MIB, SLACK_DESCRIPTORS, SLACK_THREADS), strict=True):
