@@ -545,3 +545,13 @@ class History:
 def test_in_any_history_rank_0_has_the_state_and_the_limits_hold():
     ends = {type(History(seed).play()) for seed in range(300)}
     assert ends >= {Finish, Fail}
+
+
+def test_a_worker_that_is_silent_for_ever_is_not_waited_for_when_another_one_has_died():
+    limits = {"stuck_s": 50.0, "silent_s": 5.0}
+    members = workers(WORKING, FAILED)
+    members[0] = replace(members[0], silent_since=100.0)
+    assert not isinstance(decide(facts(members, where="a:0", notified=True, limits=limits), 149), End)
+    decision = decide(facts(members, where="a:0", notified=True, limits=limits), 150)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((0,), True)

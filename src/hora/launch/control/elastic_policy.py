@@ -53,7 +53,7 @@ COMPANY_LIMIT_S = 10.0
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer is
-    ready or another one has finished; `silent_s`: how long it may be silent while another one waits for it.
+    ready or another one has finished or died; `silent_s`: how long it may be silent while another one waits for it.
     `stall_shutdown_s`: how long it may be silent in any case (None: for ever). `elastic_timeout_s`: how long to wait for enough
     workers, and for one of which nothing was ever heard while another is ready."""
 
@@ -181,14 +181,13 @@ class ElasticPolicy:
             deadlines.append(min(waiting) + limits.stuck_s)
             if silent is not None:
                 deadlines.append(max(min(waiting), silent) + limits.silent_s)
-        # Newcomers that are ready, and ranks that have finished, wait as long as it answers: it may not commit before the
-        # epoch's end, or have a model to write.
-        others = [w.since for w in facts.workers if w.state in (WorkerState.READY, WorkerState.SUCCEEDED)]
+        # Newcomers that are ready, ranks that have finished and those that make up for a dead one wait as long as it
+        # answers: it may not commit before the epoch's end, or have a model to write.
+        others = [w.since for w in facts.workers if w.needs_the_others(facts.generation)]
         if others and silent is not None:
             deadlines.append(max(min(others), silent) + limits.stuck_s)
-        ready = [w.since for w in facts.workers if w.state is WorkerState.READY]
-        if ready and not worker.joined:  # nothing was ever heard of it
-            deadlines.append(max(min(ready), worker.since) + limits.elastic_timeout_s)
+        if others and not worker.joined:  # nothing was ever heard of it
+            deadlines.append(max(min(others), worker.since) + limits.elastic_timeout_s)
         return min(deadlines, default=None)
 
     def _meanwhile(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:

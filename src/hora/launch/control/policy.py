@@ -90,6 +90,12 @@ class Worker:
     lost_at: float | None = None
     silent_since: float | None = None
 
+    def needs_the_others(self, generation: int) -> bool:
+        """Return whether members of a generation that work on are waited for: by this worker, or because it is dead."""
+        if self.state is WorkerState.FAILED:
+            return self.generation == generation
+        return self.state in (WorkerState.READY, WorkerState.SUCCEEDED)
+
     @property
     def alive(self) -> bool:
         return self.state in _ALIVE
