@@ -14,7 +14,7 @@ import queue
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.slots import HostInfo
@@ -282,3 +282,25 @@ class VirtualLauncher:
     def close(self) -> None:
         for process in self.processes.values():
             process.die(137)
+
+
+class Playable(Protocol):
+    """A run of a seed."""
+
+    simulation: Simulation
+
+    def to_the_end(self) -> None: ...
+
+
+R = TypeVar("R", bound=Playable)
+
+
+def played(make: Callable[[int], R], seed: int) -> R:
+    """Run a seed; whatever goes wrong names it, and tells what happened."""
+    run = make(seed)
+    try:
+        run.to_the_end()
+    except BaseException as error:
+        told = "\n".join(run.simulation.trace[-60:])
+        raise AssertionError(f"seed {seed}: {error!r}\n{told}") from error
+    return run
