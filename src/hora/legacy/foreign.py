@@ -13,12 +13,13 @@ __all__ = ["foreign_horovod", "foreign_message", "warn_if_foreign_horovod"]
 
 def foreign_horovod() -> str | None:
     """Return `horovod <version>` if that distribution is installed beside Hora, else None."""
-    for (
-        folder
-    ) in sys.path:  # importlib.metadata would do it too, and takes longer to import than a job's launch may wait
-        if not os.path.isdir(folder or "."):
+    # importlib.metadata would do it too, and takes longer to import than a job's launch may wait.
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:  # an archive, a folder that is not there, or one that others may not read
             continue
-        for name in os.listdir(folder or "."):
+        for name in names:
             if name.startswith("horovod-") and name.endswith((".dist-info", ".egg-info")):
                 return f"horovod {name.removesuffix('-info').rpartition('.')[0].split('-')[1]}"
     return None
