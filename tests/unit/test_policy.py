@@ -8,6 +8,7 @@ import pytest
 
 from hora.launch.control.policy import (
     LINGER_LIMIT_S,
+    LOST_LIMIT_S,
     ROOT_CAUSE_WAIT_S,
     Begin,
     Decision,
@@ -68,6 +69,16 @@ def test_gives_up_on_workers_that_do_not_connect_and_names_them():
     assert decision.message.startswith("Timed out waiting for 2 of 3 processes to connect")
     assert "[0, 2]" in decision.message
     assert decision.message.endswith("Timeout after 30 seconds.")
+
+
+def test_a_worker_that_is_cut_off_for_good_ends_the_job():
+    cut_off = but(RUNNING, {1: {"lost_at": 50.0}})
+    assert decide(cut_off, 51.0) == Wait(50.0 + LOST_LIMIT_S)  # it may come back
+    decision = decide(cut_off, 50.0 + LOST_LIMIT_S)
+    assert isinstance(decision, Fail)
+    assert decision.failure is not None
+    assert (decision.failure.worker, decision.failure.reason) == (1, "its connection to the launcher was lost")
+    assert decide(cut_off, 999.0, needs_results=False) == Wait(None)  # of a command its exit status is awaited
 
 
 def test_commands_need_not_connect():

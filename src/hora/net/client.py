@@ -39,7 +39,7 @@ _QUICK_S = 60.0
 # An error's words travel in a message's header, which has room for these and little else.
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
-# How long a worker tries to come back; the launcher has as much patience with it (`elastic_policy.LOST_LIMIT_S`).
+# How long a worker tries to come back; the launcher has as much patience with it (`policy.LOST_LIMIT_S`).
 _RETURN_S = 10.0
 _PAUSE_S = 0.1
 # What cannot be asked twice: the other ranks of an all-gather were told that it failed, and an amount may be added already.

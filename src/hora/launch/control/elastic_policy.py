@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from hora.launch.control.policy import (
     LINGER_LIMIT_S,
+    LOST,
+    LOST_LIMIT_S,
     Begin,
     Decision,
     Facts,
@@ -43,9 +45,6 @@ __all__ = [
 RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
 
 REMOVED, ADDED = 1, 2  # what a notice tells, as flags
-# A process whose connection ended normally ends too, at once: longer than that means that it was cut off.
-# One that was cut off may come back before this.
-LOST_LIMIT_S = 10.0
 # A newcomer that is ready waits so long for others that are still loading.
 COMPANY_LIMIT_S = 10.0
 
@@ -154,7 +153,7 @@ class ElasticPolicy:
         """Workers that have no business here any more."""
         lost = [w for w in facts.workers if w.alive and w.lost_at is not None and now >= w.lost_at + LOST_LIMIT_S]
         if lost:
-            return End(_numbers(lost), "its connection to the launcher was lost", failed=True)
+            return End(_numbers(lost), LOST, failed=True)
         stuck = [w for w in facts.workers if (limit := self._stuck_at(facts, w)) is not None and now >= limit]
         if stuck:
             return End(_numbers(stuck), "it does not answer, or went on alone while others waited for it", failed=True)

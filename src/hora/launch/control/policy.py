@@ -50,6 +50,10 @@ _LOADED_IN_ADVANCE = {
 LINGER_LIMIT_S = 30.0
 # How long to wait, after a rank complained that another one is lost, for news of the one that was lost.
 ROOT_CAUSE_WAIT_S = 2.0
+# A process whose connection ended normally ends too, at once: longer than that means that it was cut off.
+# One that was cut off may come back before this.
+LOST_LIMIT_S = 10.0
+LOST = "its connection to the launcher was lost"
 
 Place = tuple[str, int]  # a host, and the number of one of its slots
 
@@ -222,10 +226,15 @@ class FixedSize:
             # A thread or a child that the function left behind must not keep the caller from the results.
             limit = max(worker.since for worker in facts.workers) + LINGER_LIMIT_S
             return Finish() if now >= limit else Wait(limit)
+        lost = [(w.lost_at, w.number) for w in facts.workers if w.lost_at is not None and w.alive and self._needs_results]
+        if lost and now >= min(lost)[0] + LOST_LIMIT_S:  # it may run on for ever, but its result cannot come any more
+            lost_at, number = min(lost)
+            return Fail(Failure(worker=number, at=lost_at, code=1, reason=LOST))
         missing = [worker.number for worker in facts.workers if not self._arrived(worker)]
         deadline = facts.begun_at + self._start_timeout_s
         if not missing or now < deadline:
-            return Wait(deadline if missing else None)
+            deadlines = [deadline] * bool(missing) + [lost_at + LOST_LIMIT_S for lost_at, _ in lost]
+            return Wait(min(deadlines, default=None))
         what = "connect to the launcher" if self._needs_results else "start"
         return GiveUp(
             f"Timed out waiting for {len(missing)} of {len(facts.workers)} processes to {what}. "
