@@ -204,6 +204,24 @@ def test_the_loop_restores_after_a_failure_and_returns_the_value():
 
 
 @session
+def test_what_breaks_the_same_world_again_and_again_is_raised():
+    """No elastic launcher is here to change the world: without an end the loop would begin anew for ever."""
+    attempts = []
+
+    @hvd.elastic.run
+    def training(state):
+        attempts.append(state.epoch)
+        if state.epoch < 4:  # a failure after every commit: it goes on
+            state.epoch += 1
+            state.commit()
+        raise hvd.HorovodInternalError("it cannot work here")
+
+    with pytest.raises(hvd.HorovodInternalError, match="it cannot work here; so the world broke 3 times in a row"):
+        training(hvd.elastic.TorchState(epoch=0))
+    assert attempts == [0, 1, 2, 3, 4, 4]
+
+
+@session
 def test_other_exceptions_pass_through():
     @hvd.elastic.run
     def training(state):

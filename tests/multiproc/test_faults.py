@@ -128,7 +128,7 @@ def test_ctrl_c_in_mid_collective_ends_it_for_all():
         engine.current_runtime().process_sets.queue(0).transport().allreduce = _interrupted
         with pytest.raises(KeyboardInterrupt):
             hvd.allreduce(torch.ones(4), name="x")
-    with pytest.raises(hvd.HorovodInternalError, match="failed on rank 1: it was interrupted"):
+    with pytest.raises(hvd.HorovodInternalError, match=r"rank 1 was interrupted \(KeyboardInterrupt\)"):
         hvd.allreduce(torch.ones(4), name="x")
     hvd.shutdown()
 

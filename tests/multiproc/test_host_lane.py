@@ -196,6 +196,31 @@ def test_a_rank_that_dies_in_the_middle_is_named():
     hvd.shutdown()
 
 
+def test_a_rank_that_is_interrupted_while_it_waits_for_another_host_is_named_and_all_begin_anew(place):
+    """Ctrl-C in the middle of a bucket: its part is in other hosts' hands already and cannot be done again."""
+    hvd.init()
+    training = Training()
+    for _ in range(3):
+        training.step(6.0)
+    if hvd.rank() == 0:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                training.step(6.0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        place.store.set("interrupted", "")
+    else:
+        place.store.wait(["interrupted"])
+    with pytest.raises(hvd.HorovodInternalError, match=r"^rank 0 was interrupted \(KeyboardInterrupt\).*hvd\.init\(\)"):
+        training.step(6.0)
+    hvd.shutdown()
+    hvd.init()
+    Training().step(6.0)
+    hvd.shutdown()
+
+
 @pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"})
 @session
 def test_a_late_rank_is_named_and_no_other_one():

@@ -21,7 +21,16 @@ from hora.net.client import ControlClient
 from hora.telemetry.meters import meter
 from hora.world import PLAN_KEY, World
 
-__all__ = ["control_connection", "current_runtime", "current_world", "init", "is_initialized", "restart", "shutdown"]
+__all__ = [
+    "control_connection",
+    "current_runtime",
+    "current_world",
+    "has_elastic_launcher",
+    "init",
+    "is_initialized",
+    "restart",
+    "shutdown",
+]
 
 log = logging.getLogger("hora")
 
@@ -54,7 +63,7 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
             config = replace(config, dynamic_process_sets=True)
         else:
             sets = [tuple(sorted(ranks)) for ranks in process_sets or ()]
-        elastic = place.elastic and place.meeting.kind == "hora"
+        elastic = has_elastic_launcher(place)
         if elastic and place.generation < 0:
             place = _next_place(place, config)
         while _runtime is None or _runtime.pid != os.getpid():
@@ -84,9 +93,15 @@ def restart() -> None:
     """Leave the world and enter the next generation of it; without an elastic launcher, the same world again."""
     place = _place()
     shutdown()
-    if place.elastic and place.meeting.kind == "hora":
+    if has_elastic_launcher(place):
         place = _next_place(place, EngineConfig.from_env())
     init(world=place)
+
+
+def has_elastic_launcher(place: World | None = None) -> bool:
+    """Return whether a launcher makes new worlds for this process when one breaks."""
+    place = place or _place()
+    return place.elastic and place.meeting.kind == "hora"
 
 
 def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) -> Runtime:

@@ -281,7 +281,7 @@ class OperationQueue:
             self.status.failed(f"{type(error).__name__}: {error}")
             raise self.status.error() from error
         except BaseException as interruption:  # Ctrl-C in mid-collective
-            self.status.failed(f"it was interrupted by {type(interruption).__name__}")
+            self.status.interrupted(type(interruption).__name__)
             self._fail(self.status.error())
             raise
 

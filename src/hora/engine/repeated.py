@@ -230,7 +230,7 @@ class RepeatedAllreduce:
         if isinstance(error, HorovodInternalError) or not self._agreement.repeated.has_published(ticket):
             return
         if self._job.state == _MOVING or isinstance(error, Exception):
-            self._queue.status.failed(f"it was interrupted by {type(error).__name__}: {error}")
+            self._queue.status.interrupted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
             return
         tensor, target, out = tensors
         began, stream = _clock(), None if target is out else torch.cuda.current_stream(out.device)

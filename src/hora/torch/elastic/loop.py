@@ -3,6 +3,9 @@
 synchronise -> train -> done
                  |-- HorovodInternalError: back to the last commit, or the last step -+
                  |-- HostsUpdatedInterrupt: keep what there is -----------------------+-> new world, and again
+
+Without an elastic launcher the new world is the old one. What breaks it again and again before a commit breaks it for ever,
+and is raised.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hora import engine
 from hora.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hora.torch import basics
 from hora.torch.elastic.notification import notification_manager
@@ -22,6 +26,8 @@ __all__ = ["run", "run_fn"]
 log = logging.getLogger("hora")
 
 Training = Callable[..., Any]
+
+_NUM_ATTEMPTS = 3  # without progress, in a world that nobody changes
 
 
 def run(func: Training) -> Training:
@@ -51,6 +57,7 @@ def _loop(
     notification_manager.init()
     notification_manager.register_listener(state)
     skip_sync = False
+    num_futile, reached = 0, state._progress()
     try:
         while True:
             try:
@@ -61,6 +68,13 @@ def _loop(
                 state.flush()
                 return result
             except HorovodInternalError as error:
+                num_futile = num_futile + 1 if state._progress() == reached else 1
+                reached = state._progress()
+                if num_futile >= _NUM_ATTEMPTS and not engine.has_elastic_launcher():
+                    raise HorovodInternalError(
+                        f"{error}; so the world broke {num_futile} times in a row before a commit, and no elastic launcher "
+                        "(horovodrun --min-np) is here to change it"
+                    ) from error
                 log.warning(
                     "the world broke, going back to the last %s: %s", "step" if state.per_step else "commit", error
                 )

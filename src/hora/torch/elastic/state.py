@@ -27,6 +27,7 @@ class State:
     """Base of all states; `save`, `restore` and `sync` are for subclasses to define."""
 
     per_step = False  # a failure costs the step in which it happens, not all since the last commit
+    _num_commits = 0
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
@@ -34,6 +35,10 @@ class State:
         self._host_messages: queue.Queue[tuple[int, int]] = queue.Queue()
         self._last_updated_timestamp = 0
         self._reset_callbacks: list[Callable[[], None]] = []
+
+    def _progress(self) -> int:
+        """Count what a failure cannot take away any more."""
+        return self._num_commits
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
         """Functions to call after every change of the world, before the next `sync`."""
@@ -56,6 +61,7 @@ class State:
         When the job has been asked to end, all ranks leave here: SystemExit with status 75, "start it again".
         """
         self.save()
+        self._num_commits += 1
         self._write_down()
         if self._rank() == 0:
             meter.commit(f"commit at step {meter.num_steps}", flush=self.flush)

@@ -81,6 +81,9 @@ class TorchState(ObjectState):
         """Return whether a death costs one step."""
         return self._last is not None
 
+    def _progress(self) -> int:
+        return super()._progress() + (0 if self._last is None else self._last.number)
+
     def _watch_steps(self) -> None:
         for handler in self._in_place:
             handler.committed = None  # the copy that was made with it
