@@ -184,8 +184,8 @@ def _function(compiled: Library) -> Callable[[_Job, int], int]:
     expected = [ctypes.sizeof(each) for each in (_Stream, _Hosts, _Job)]
     if (list(sizes), queue) != (expected, _QUEUE):
         raise RuntimeError(
-            f"libhora.so was built from another source: its hosts.h has {list(sizes)} and {queue}, not {expected} and {_QUEUE}; "
-            "install Hora again (`make native` in a checkout), or set HORA_NATIVE=0"
+            f"libhora.so was built from another source: its hosts.h has {list(sizes)} and {queue}, not {expected} and "
+            f"{_QUEUE}; install Hora again (`make native` in a checkout), or set HORA_NATIVE=0"
         )
     compiled.long.hora_between_hosts.argtypes = (ctypes.POINTER(_Job), ctypes.c_long)
     run: Callable[[_Job, int], int] = compiled.long.hora_between_hosts

@@ -226,7 +226,9 @@ class FixedSize:
             # A thread or a child that the function left behind must not keep the caller from the results.
             limit = max(worker.since for worker in facts.workers) + LINGER_LIMIT_S
             return Finish() if now >= limit else Wait(limit)
-        lost = [(w.lost_at, w.number) for w in facts.workers if w.lost_at is not None and w.alive and self._needs_results]
+        lost = [
+            (w.lost_at, w.number) for w in facts.workers if w.lost_at is not None and w.alive and self._needs_results
+        ]
         if lost and now >= min(lost)[0] + LOST_LIMIT_S:  # it may run on for ever, but its result cannot come any more
             lost_at, number = min(lost)
             return Fail(Failure(worker=number, at=lost_at, code=1, reason=LOST))
