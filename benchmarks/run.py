@@ -1,26 +1,64 @@
 """The whole comparison with one command: `make bench`, or `python -m benchmarks [--quick]`.
 
-Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, start-up against torchrun
-and TorchDistributor, autotune against a sweep by hand, and what watching a job costs. Prints what each benchmark prints
-and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture (`results.png`);
-`python -m benchmarks.readme` writes the README's figures from them.
+Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, memory against DDP, start-up
+against torchrun and TorchDistributor, autotune against a sweep by hand, and the cost of watching a job. Prints what each
+benchmark prints and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture
+(`results.png`); `python -m benchmarks.readme` writes the README's figures from them.
+
+Needs torch and the package (installed, or `PYTHONPATH=src`). A part that needs more (pyspark and Java, chromium) is left
+out where that is missing, and the table says so. `--quick` takes about a quarter of an hour on two cores: fewer rounds,
+without autotune and watching.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 Rows = list[dict[str, Any]]
+
+
+class Part(NamedTuple):
+    """A section of the results: its title, the benchmarks that print it, what they need, and if `--quick` has it."""
+
+    title: str
+    commands: tuple[tuple[str, ...], ...]
+    modules: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    quick: bool = False
+
+    def missing(self) -> list[str]:
+        """Return the modules and programs that this machine lacks."""
+        modules = [name for name in self.modules if importlib.util.find_spec(name) is None]
+        return modules + [name for name in self.programs if shutil.which(name) is None]
+
+
+PARTS = (
+    Part("Memory of four ranks, sharded and DDP", (("memory",),), quick=True),
+    Part("Start-up against torchrun", (("startup", "--repeats", "3", "--max-ranks", "8"),), quick=True),
+    Part(
+        "Start-up on Spark against TorchDistributor",
+        (("spark_startup", "3"),),
+        ("pyspark", "pandas", "pyarrow", "grpc_status", "psutil"),
+        ("java",),
+        quick=True,
+    ),
+    Part("Autotune against a sweep by hand", (("autotune", "--rounds", "5"),)),
+    Part("A step that is watched", (("watch", "overhead", "--rounds", "3"), ("watch", "hour"))),
+    Part("The guilty rank", (("watch", "slow", "--tries", "5"), ("watch", "hang", "--tries", "5"))),
+    Part("The page in chromium", (("watch", "page"),), ("playwright", "psutil"), ("chromium",)),
+)
 
 
 def run_module(module: str, *arguments: str) -> str:
@@ -43,6 +81,14 @@ def with_numbers(module: str, *arguments: str) -> tuple[str, Rows]:
         text = run_module(module, *arguments, "--json", str(path))
         rows: Rows = json.loads(path.read_text()) if path.exists() else []
         return text, rows
+
+
+def run_part(part: Part) -> str:
+    """Run a part's benchmarks and return what they print, or what they lack."""
+    missing = part.missing()
+    if missing:
+        return f"left out: this machine has no {' and no '.join(missing)}"
+    return "".join(run_module(*command) for command in part.commands)
 
 
 def ratio(row: dict[str, Any], contender: str, peer: str = "DDP") -> float:
@@ -138,25 +184,18 @@ def main() -> None:
     """Run everything and save it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", default="2", help="ranks, also several: 2,4")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, no start-up")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, without autotune and watching")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args()
-    rounds = "3" if options.quick else "9"
+    rounds = "5" if options.quick else "9"
     collectives: Rows = []
     training: Rows = []
     for np in options.np.split(","):
         collectives += with_numbers("collectives", "-np", np, "--rounds", rounds)[1]
         training += with_numbers("training", "--np", np, "--rounds", rounds)[1]
-    texts = {}
-    if not options.quick:
-        texts["Memory of four ranks, sharded and DDP"] = run_module("memory")
-        texts["Start-up against torchrun"] = run_module("startup", "--repeats", "3", "--max-ranks", "8")
-        texts["Start-up on Spark against TorchDistributor"] = run_module("spark_startup", "3")
-        texts["Autotune against a sweep by hand"] = run_module("autotune", "--rounds", "5")
-        texts["A step that is watched"] = run_module("watch", "overhead", "--rounds", "3") + run_module("watch", "hour")
-        naming = [run_module("watch", what, "--tries", "5") for what in ("slow", "hang")]
-        texts["The guilty rank"] = "".join(naming)
-        texts["The page in chromium"] = run_module("watch", "page")
+    if not collectives or not training:
+        sys.exit("collectives or training steps could not be measured: nothing is saved")
+    texts = {part.title: run_part(part) for part in PARTS if part.quick or not options.quick}
     options.out.mkdir(parents=True, exist_ok=True)
     command = "python -m benchmarks --quick" if options.quick else "make bench"
     numbers = {
@@ -168,7 +207,10 @@ def main() -> None:
     }
     (options.out / "results.json").write_text(json.dumps(numbers, indent=1))
     (options.out / "results.md").write_text(table(command, collectives, training, texts))
-    picture(collectives, training, options.out / "results.png")
+    if importlib.util.find_spec("matplotlib"):
+        picture(collectives, training, options.out / "results.png")
+    else:
+        print("no picture: this machine has no matplotlib")
     print(f"saved in {options.out}")
 
 

@@ -77,10 +77,9 @@ def measure(argv: list[str]) -> tuple[float, float]:
 
 
 def compare(name: str, script: Path, repeats: int) -> None:
-    tools = Path(sys.executable).parent
     contestants = {
-        "horovodrun": [str(tools / "horovodrun"), "-np", "2", sys.executable, str(script)],
-        "torchrun": [str(tools / "torchrun"), "--nproc-per-node", "2", str(script)],
+        "horovodrun": [sys.executable, "-m", "horovod.runner.launch", "-np", "2", sys.executable, str(script)],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)],
     }
     times: dict[str, list[tuple[float, float]]] = {contestant: [] for contestant in contestants}
     for _ in range(repeats):
