@@ -78,8 +78,10 @@ format: $(STAMP)
 
 # Three test processes with one thread each: tests often wait, and threads that spin would fight for the cores. Tests
 # with real processes, signals and networks get another chance or two on a noisy machine; pytest's summary names the reruns.
+# In the order of the folders, integration first: groups sorted by their number of tests would leave the longest to the end.
+SIDE_BY_SIDE := -n 3 --dist loadgroup --no-loadscope-reorder
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" -n 3 --dist loadgroup --reruns 2 -rfER --durations 40
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" $(SIDE_BY_SIDE) --reruns 2 -rfER --durations 40
 
 test-unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
@@ -104,7 +106,7 @@ test-versions:
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -m "not slow and not spark" --reruns 1 -rfER tests/unit tests/multiproc
 
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rfER
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --reruns 1 -rfER --durations 20
 
 test-security: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER --durations 12 tests/integration/test_attacks.py tests/integration/test_defects.py

@@ -163,6 +163,7 @@ class ConnectServer(StandaloneCluster):
             "spark.driver.extraJavaOptions": _QUICK_JAVA,
             "spark.ui.enabled": "false",
             "spark.sql.shuffle.partitions": "2",
+            "spark.sql.codegen.wholeStage": "false",
             "spark.sql.warehouse.dir": str(self._directory / "warehouse"),
             **self._settings,
         }
@@ -279,6 +280,7 @@ def spark_session(master: str, *, keep_java: bool = False, **conf: str) -> Itera
         "spark.executor.memory": "512m",
         "spark.driver.memory": "1g",
         "spark.sql.shuffle.partitions": "2",
+        "spark.sql.codegen.wholeStage": "false",  # compiling a query takes longer than a test's few rows
         "spark.sql.warehouse.dir": tempfile.gettempdir() + "/hora-warehouse",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.extraJavaOptions": _QUICK_JAVA,

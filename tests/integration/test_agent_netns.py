@@ -94,6 +94,7 @@ def started(nodes, rank, folder, command, **environment):
     return JobProcess(["ip", "netns", "exec", nodes[rank], *line], own, **environment)
 
 
+@pytest.mark.slow
 def test_a_silent_node_is_given_up_and_ends_its_workers_by_itself(nodes, tmp_path):
     jobs = [started(nodes, rank, tmp_path, "echo I run; exec sleep 600") for rank in (0, 1)]
     wait_until("both ranks run", lambda: jobs[0].text().count("I run") == 2, 120)

@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SLOW_PAGES = {"estimator.md"}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -38,7 +40,12 @@ def _run(argv: list[str], where: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name)
+def _page(page: Path) -> ParameterSet:
+    """Return the page as a parameter; those that train on several Sparks of their own are slow."""
+    return pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in SLOW_PAGES else [])
+
+
+@pytest.mark.parametrize("page", [_page(page) for page in PAGES if _blocks(page, "python")])
 def test_python_blocks(page, playground):
     if page.name == "ray.md":
         pytest.importorskip("ray")

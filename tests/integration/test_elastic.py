@@ -19,7 +19,7 @@ def fault(rank: int, step: int, how: str, when: str = "step") -> dict[str, objec
     return {"rank": rank, "step": step, "how": how, "when": when}
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "kill"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("exit", marks=pytest.mark.slow), "kill"])
 def test_rank_1_of_3_fails_at_step_4_and_the_others_go_on(tmp_path: Path, how: str):
     job = ElasticJob(tmp_path, {"faults": [fault(1, 4, how)]}, num_proc=3, min_num_proc=2)
     results = job.results()
@@ -121,7 +121,7 @@ def test_a_worker_killed_from_outside_while_the_ranks_meet(tmp_path: Path):
     assert [result["worker"] for result in results] == [0, 2]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sharded_optimizer_loses_no_slice(tmp_path: Path, rank: int):
     """Every survivor's commit holds the whole state, with the slice of the rank that died."""
     plan = {"sharded": True, "epochs": 3}

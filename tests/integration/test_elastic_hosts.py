@@ -114,6 +114,7 @@ def assert_equal(results: list[dict[str, Any]]) -> None:
         assert len(seen) == len(set(seen)), "no sample was seen twice"
 
 
+@pytest.mark.slow
 def test_the_death_of_rank_0_bars_its_host(tmp_path: Path):
     plan = {"faults": [{"rank": 0, "step": 3, "how": "kill"}]}
     job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=2, hosts=f"{A}:2,{B}:2")

@@ -61,6 +61,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
         yield made
 
 
+@pytest.mark.slow
 def test_the_cable_is_cut_and_training_goes_on_and_mended_and_the_other_host_comes_back(
     machines: Machines, tmp_path: Path
 ):

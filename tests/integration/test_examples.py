@@ -37,6 +37,7 @@ def reference(checkpoints: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)["model"]
 
 
+@pytest.mark.slow
 def test_the_explicit_loop_alone():
     status, out, err = run_command("python", PENGUINS, "--epochs", EPOCHS)
     assert status == 0, err
@@ -57,6 +58,7 @@ def test_the_explicit_loop_under_horovod_runner(reference, checkpoints):
     _assert_same(torch.load(path, weights_only=True)["model"], reference)
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_the_explicit_loop_on_the_cluster(spark, reference, checkpoints):
     from sparkdl import HorovodRunner
@@ -97,7 +99,8 @@ def test_characters_over_a_slow_link(tmp_path):
     assert float(re.findall(r"2 ranks, diloco: loss ([\d.]+)", out)[-1]) < 3.0  # log(41) is 3.7
 
 
-@pytest.mark.parametrize("name", ["penguins", pytest.param("images", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["penguins", "images"])
 def test_notebooks_run_from_top_to_bottom_with_visible_progress(name, tmp_path):
     notebook = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
     where = {"metadata": {"path": str(tmp_path)}}

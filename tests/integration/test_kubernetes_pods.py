@@ -137,6 +137,7 @@ def assert_secret_is_hidden(cluster: Kubernetes) -> None:
     assert not any(secret.decode() in pod.log() for pod in cluster.pods.values())
 
 
+@pytest.mark.slow
 def test_pods_of_an_elastic_job_go_with_notice_or_without_and_come_back(cluster, tmp_path: Path):
     running, user = cluster
     (tmp_path / "train.py").write_text(TRAINING)

@@ -119,6 +119,7 @@ def test_images_reach_97_percent_on_two_ranks(tmp_path):
     assert (tmp_path / "whole" / "images.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_images_survive_a_kill(tmp_path):
     """Fail a random rank at a random moment, resume: the weights are those of the undisturbed run."""
     script = str(Path(__file__).parents[2] / "examples" / "image_classifier.py")

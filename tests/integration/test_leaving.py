@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from job_process import BIN, JobProcess
 from test_agent import TwoNodes
 
@@ -43,6 +44,7 @@ def test_a_job_that_is_asked_to_end_commits_and_goes_on_where_it_was(tmp_path):
     assert f"resumed at step {step}" in again.text()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_asked_to_end_leaves_and_comes_back(tmp_path):
     command = [sys.executable, TRAINING, str(tmp_path / "commits"), "100000"]
     nodes = TwoNodes(tmp_path, "-np", "2", "--min-np", "1", *command)

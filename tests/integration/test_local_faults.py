@@ -218,7 +218,7 @@ def test_a_command_that_complains_about_a_lost_peer_is_not_the_root_cause(tmp_pa
     job.assert_nothing_left()
 
 
-@pytest.mark.parametrize("leave", ["os._exit(0)", "sys.exit(0)"])
+@pytest.mark.parametrize("leave", ["os._exit(0)", pytest.param("sys.exit(0)", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_with_status_0_is_named_not_its_victims(tmp_path: Path, leave: str):
     script = tmp_path / "script.py"
     script.write_text(

@@ -96,6 +96,7 @@ def test_workers_meet_by_variables_alone_and_again_in_every_new_plan(server, wor
     assert [worker.end() for worker in (first, second, third)] == [(0, "")] * 3
 
 
+@pytest.mark.slow
 def test_a_file_that_master_and_workers_share_does_as_well(server, workers, tmp_path, monkeypatch):
     path = tmp_path / "secret"
     path.touch(mode=0o600)

@@ -48,7 +48,11 @@ def mine() -> set[str]:
 @needs_namespaces
 @pytest.mark.parametrize(
     "before",
-    ["mount -t tmpfs -o size=64m tmpfs /dev/shm", "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm", "umount -l /dev/shm"],
+    [
+        pytest.param("mount -t tmpfs -o size=64m tmpfs /dev/shm", marks=pytest.mark.slow),
+        pytest.param("mount -t tmpfs -o ro,size=4k tmpfs /dev/shm", marks=pytest.mark.slow),
+        "umount -l /dev/shm",
+    ],
     ids=["64 MB", "read-only", "missing"],
 )
 def test_a_large_reduction_with_little_or_no_dev_shm(tmp_path, before):

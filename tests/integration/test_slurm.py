@@ -38,6 +38,7 @@ def allocated(slurm: SlurmCluster, work, *command: str, tasks: int = 1) -> JobPr
     return JobProcess(argv, work, **slurm.environment)
 
 
+@pytest.mark.slow
 def test_both_nodes_are_used_and_what_was_not_allocated_is_refused(slurm, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     job = allocated(slurm, tmp_path, "horovodrun", "-np", "2", sys.executable, "train.py")
@@ -104,6 +105,7 @@ def test_ranks_that_srun_starts_find_one_another(slurm, tmp_path):
     slurm.wait_until_free()
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_named_in_a_batch_script_of_an_mpirun_line(slurm, tmp_path):
     script = tmp_path / "batch.sh"
     fails = "echo rank $HOROVOD_RANK on $HOROVOD_HOSTNAME; test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
@@ -129,6 +131,7 @@ def test_the_secret_is_in_no_process_list_and_no_environment(slurm, tmp_path):
     slurm.wait_until_free()
 
 
+@pytest.mark.slow
 def test_the_elements_of_a_job_array_are_jobs_of_their_own(slurm, tmp_path):
     script = tmp_path / "batch.sh"
     show = "echo element $SLURM_ARRAY_TASK_ID rank $HOROVOD_RANK of $HOROVOD_SIZE on $SLURMD_NODENAME"
@@ -193,6 +196,7 @@ def test_nothing_is_left_and_the_nodes_are_free_after_any_death(slurm, tmp_path,
     slurm.wait_until_free()
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_time_limit_lets_the_ranks_commit_and_leave(slurm, tmp_path):
     """What `sbatch --signal=B:TERM@60` sends to a batch script, which the launcher has replaced."""
     training = str(Path(__file__).with_name("leaving_training.py"))

@@ -212,6 +212,7 @@ def test_a_notebook_over_connect(cluster, tmp_path, monkeypatch):
     assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "(1.0, 5)"
 
 
+@pytest.mark.slow
 def test_a_server_inside_the_clients_own_process():
     with local_connect() as cluster, Client(cluster, ("runner", "run", "elastic", "wait_for_interrupt")) as client:
         found = client.finish().found

@@ -84,7 +84,7 @@ def until_killed(directory):
     return state.rest, hvd.rank()
 
 
-@pytest.mark.parametrize("how", ["run_elastic", "HorovodRunner"])
+@pytest.mark.parametrize("how", ["run_elastic", pytest.param("HorovodRunner", marks=pytest.mark.slow)])
 def test_a_lost_executor_does_not_end_the_training(how, spark, spark_cluster, by_value, tmp_path):
     def kill():
         spark_cluster.executors()[0].kill()

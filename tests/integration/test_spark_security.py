@@ -219,6 +219,7 @@ def heard_on_loopback():
             thread.join(30)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
 def test_in_local_mode_neither_spark_nor_the_wire_tells_the_stages_secret_or_the_environment(tmp_path):
     (tmp_path / "job.py").write_text(LOCAL_JOB)

@@ -79,6 +79,7 @@ def test_ranks_places_directory_and_environment_reach_the_hosts(hosts, tmp_path)
         assert json.loads(lines_of(out, rank)[0]) == [str(folder), *place, odd, *private, "2.0", "gloo"]
 
 
+@pytest.mark.slow
 def test_an_allreduce_across_another_host_and_this_one_is_seen_on_the_page(hosts, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -169,7 +169,7 @@ def test_a_wrong_token_another_page_and_another_name_get_nothing(tab, four_ranks
     assert four_ranks.process.poll() is None
 
 
-@pytest.mark.parametrize("slow", [0, 2, 3])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_is_a_fifth_slower_is_named_on_the_page_with_where_it_spends_its_time(tab, four_ranks, slow):
     url = four_ranks.url
     tab.goto(url)

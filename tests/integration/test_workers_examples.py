@@ -28,6 +28,7 @@ def folder(tmp_path):
     run(tmp_path, "-m", "hora", "workers", "end")
 
 
+@pytest.mark.slow
 def test_start_trains_across_workers_and_stop_ends_them(folder):
     flags = ("--width", "4", "--epochs", "1", "--batch-size", "64", "--log-dir", "out")
     started = run(folder, EXAMPLES / "workers" / "start.py", "--cpu", "0.5", "--memory", "1", "--", *flags)

@@ -1,6 +1,7 @@
 """Tests that run *inside* rank processes.
 
     pytestmark = pytest.mark.ranks(1, 2, 3, 4)          # every test of the module, in worlds of these sizes
+    @pytest.mark.ranks(2, 4, slow=(4,))                 # in a world of four only with `make test-slow`
     @pytest.mark.ranks(3, lost=(1,))                    # rank 1 is expected to die; the pool is then thrown away
     @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "gloo"})
     @pytest.mark.over_network                           # and once more on three ranks, as if each were on its own host
@@ -39,7 +40,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         size = 3 if 3 in marker.args else max(marker.args)
         worlds[f"np{size}-python"] = World(size, {**marker.kwargs.get("env", {}), "HORA_NATIVE": "0"})
     metafunc.fixturenames.append("world")
-    metafunc.parametrize("world", worlds.values(), ids=worlds.keys(), indirect=True)
+    slow = {f"np{size}" for size in marker.kwargs.get("slow", ())}
+    marks = {name: [pytest.mark.slow] if name in slow else [] for name in worlds}
+    values = [pytest.param(world, id=name, marks=marks[name]) for name, world in worlds.items()]
+    metafunc.parametrize("world", values, indirect=True)
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def every_training():
                 yield cls, chosen, True
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, slow=(1,))
 @session
 def test_bringing_fresh_state_to_all_ranks_leaves_the_training_as_it_is():
     """Bit for bit, called once or often, by itself or by an elastic state."""

@@ -151,8 +151,15 @@ def reduced(place, hosts, transport, number, dtype, reduce, sizes):
     return found
 
 
-@pytest.mark.parametrize("sizes", [(70_001, 0, 1, 999, 33_000), (1,), (900,)], ids=["several", "one", "few"])
-@pytest.mark.parametrize("hosts", [*PLACES.values(), [[0, 2, 3], [1]]], ids=[*PLACES.keys(), "one alone"])
+@pytest.mark.parametrize(
+    ("hosts", "sizes"),
+    [
+        pytest.param(hosts, sizes, id=f"{name}-{many}", marks=[pytest.mark.slow] if seldom else [])
+        for name, hosts in (PLACES | {"one alone": [[0, 2, 3], [1]]}).items()
+        for many, sizes in {"several": (70_001, 0, 1, 999, 33_000), "one": (1,), "few": (900,)}.items()
+        for seldom in [many == "several" and name not in ("even", "one alone")]
+    ],
+)
 @pytest.mark.ranks(4)
 def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
     if library() is None:

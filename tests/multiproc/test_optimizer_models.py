@@ -54,7 +54,7 @@ def test_mlp():
     check("mlp")
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, slow=(4,))
 @session
 def test_resnet():
     check("resnet")

@@ -137,7 +137,7 @@ def test_an_average_over_a_power_of_two_is_a_sum_of_shares(place, dtype):
     assert torch.equal(scattered, expected.split(counts)[rank])
 
 
-@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4, slow=(2, 4))
 def test_members_that_are_late_or_early_never_see_each_others_old_or_new_data(place):
     """Random operations one after the other, with members that are late at random."""
     rank, size = place.rank, place.size
