@@ -7,6 +7,8 @@ others: real connections with real keys, which say what ranks say.
    tree is, as `hvd.init()` does. Then rank 0's neighbours in the tree hand in the introductions of all ranks and get them back.
 2. Agreement: rank 0 and its neighbours, each for all ranks below it, announce operations that they have announced before, and
    wait for the round. No other rank speaks with rank 0.
+3. Training: rank 0 takes steady steps of 25 buckets through its lane. Of the ranks of its host it sees in shared memory that
+   they have come, of the other hosts that they have the same bucket; what buckets hold is not sent.
 
 Seconds are wall time on this machine, where all of them share its cores; bytes and messages are exact. docs/scale.md has a
 model of them.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +28,23 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import psutil
+import torch
 
 from hora.engine.agree.announcement import Announcer, Reader
-from hora.engine.agree.tree import ALL, TreeAgreement
+from hora.engine.agree.tree import ALL, SLOTS, Slots, TreeAgreement, as_bytes
 from hora.engine.hub import Hub, HubEvents, cut_parts, join_parts
+from hora.engine.lane import Lane
 from hora.engine.plan import Planner
-from hora.engine.request import Kind, Signature
+from hora.engine.queue import OperationQueue, QueueWorld
+from hora.engine.recorder import Recorder
+from hora.engine.request import Kind, Reduce, Signature
+from hora.engine.shm.counters import MEMBER_BYTES
+from hora.engine.shm.futex import Counter
+from hora.engine.shm.segment import Segment
+from hora.engine.stall import StallLimits
+from hora.engine.status import WorldStatus
+from hora.engine.transport.host_reduction import HostLink, HostReduction
+from hora.engine.transport.local import LocalTransport
 from hora.engine.tree import FANOUT, Tree
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
@@ -40,6 +54,7 @@ from hora.world import MeetingPoint, World
 
 LIMIT_S = 600.0
 JOB = "scale"
+NUM_BUCKETS, NUM_STEPS = 25, 100
 NUM_ANNOUNCED = 1000  # how often operations are announced, in rounds of 1, 25 and 200
 SERIAL = 1  # of the process set that agrees: the world
 
@@ -153,8 +168,47 @@ def serve_launcher(pipe: Pipe, secret: bytes, size: int) -> None:
     server.close()
 
 
+class SimulatedHosts:
+    """The other hosts in a step, as a transport between hosts: they have come to the same bucket."""
+
+    def num_records(self, count: int, itemsize: int) -> int:
+        return 1
+
+    def allreduce_unannounced(self, *_: object) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Training:
+    """Rank 0's buckets and their lane."""
+
+    def __init__(self, queue: OperationQueue, num_near: int) -> None:
+        segment = Segment.create(Lane.num_bytes(num_near))
+        lane = Lane(queue, segment, 0, limits=StallLimits(0.0, 0.0), near=range(num_near))
+        link = HostLink(lane, lambda *_: SimulatedHosts(), lambda *_: [])  # type: ignore[arg-type,return-value]
+        places = [torch.zeros(1000) for _ in range(num_near)]
+        names = [f"bucket.{index}" for index in range(NUM_BUCKETS)]
+        self._buckets = [HostReduction(lane, link, places, name=name, reduce=Reduce()) for name in names]
+        link.connect(0)
+        self._others = [Counter.at(segment.memory, peer * MEMBER_BYTES) for peer in range(1, num_near)]
+        self._num_steps = 0
+
+    def step(self) -> None:
+        """The others of this host are here, so what is measured is rank 0's own work."""
+        self._num_steps += 1
+        for other in self._others:
+            other.store(2 * NUM_BUCKETS * self._num_steps + 1)
+        for bucket in self._buckets:
+            bucket.start(background=False)
+        for bucket in self._buckets:
+            bucket.wait()
+
+
 def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> None:
-    """Rank 0's process. An order is how many operations to agree on; the answer, its processor seconds for that."""
+    """Rank 0's process. An order is how many operations to agree on, or 0 for steps of training; the answer, its
+    processor seconds for that."""
     nothing = {name: lambda *_: None for name in ("lost", "leaving", "fault", "tick")}
     hub = Hub(
         0,
@@ -175,8 +229,22 @@ def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> No
     hub.gather("introduction", introduction(0), limit_s=LIMIT_S)
     pipe.send(time.process_time() - begun)
     operations = [operation(number) for number in range(1000)]
+    status = WorldStatus(0, tell=lambda text: None, wake=lambda: None)
+    queue = OperationQueue(
+        0,
+        range(size),
+        QueueWorld(0, status, Recorder(0), lambda batch: None, lambda: None, None),
+        agreement=agreement,
+        planner=planner,
+        stall=None,
+        make_transport=lambda devices: LocalTransport(),
+    )
+    training = Training(queue, ranks_per_host)
     while (order := pipe.recv()) != "end":
         begun, left = time.process_time(), order
+        if not order:
+            for _ in range(NUM_STEPS):
+                training.step()
         for one in operations[:order]:
             agreement.announce(one, 0)
         while left:
@@ -186,6 +254,7 @@ def serve_rank_0(pipe: Pipe, world: bytes, size: int, ranks_per_host: int) -> No
             else:
                 left -= sum(len(batch.parts) for batch in batches)
         pipe.send(time.process_time() - begun)
+    queue.close()
     hub.close()
 
 
@@ -231,24 +300,44 @@ def introduce(links: Sequence[Worker], tree: Tree) -> None:
         link.receive()
 
 
-def agree(
-    links: Sequence[Worker],
-    announcers: Sequence[Announcer],
-    readers: Sequence[Reader],
-    rank_0: Pipe,
-    num_operations: int,
-) -> float:
+class Neighbour:
+    """A neighbour of rank 0 in the tree, which speaks for all below it."""
+
+    def __init__(self, link: Worker) -> None:
+        self._link = link
+        self._announcer, self._reader, self._slots = Announcer(1024), Reader({}), Slots()
+
+    def announce(self, signatures: Sequence[Signature]) -> None:
+        bits, data = 0, b""
+        for signature in signatures:
+            bit = self._slots.bit(signature)
+            bits |= bit
+            data += b"" if bit else self._announcer.encode(signature, 0)
+        parts = [(SLOTS, as_bytes(bits))] if bits else []
+        parts += [(ALL, data)] if data else []
+        self._link.send({"t": "up", "set": SERIAL, "parts": len(parts)}, join_parts(parts))
+
+    def await_rounds(self, num_operations: int) -> None:
+        """Hear that all have announced them, in one round or in several."""
+        while num_operations > 0:
+            header, payload = self._link.receive()
+            for who, data in cut_parts(payload, header["parts"]):
+                if who == SLOTS:
+                    num_operations -= int.from_bytes(data, "little").bit_count()
+                    continue
+                for signature, _ in self._reader.decode(data):
+                    self._slots.learn(signature)
+                    num_operations -= 1
+
+
+def agree(neighbours: Sequence[Neighbour], rank_0: Pipe, num_operations: int) -> float:
     """All announce and hear that all have; returns rank 0's processor seconds."""
     rank_0.send(num_operations)
-    for link, announcer in zip(links, announcers, strict=True):
-        data = b"".join(announcer.encode(operation(number), 0) for number in range(num_operations))
-        link.send({"t": "up", "set": SERIAL, "parts": 1}, join_parts([(ALL, data)]))
+    for neighbour in neighbours:
+        neighbour.announce([operation(number) for number in range(num_operations)])
     used: float = _answer(rank_0)
-    for link, reader in zip(links, readers, strict=True):
-        heard = 0
-        while heard < num_operations:  # in one round, or in several
-            header, payload = link.receive()
-            heard += sum(len(reader.decode(data)) for _, data in cut_parts(payload, header["parts"]))
+    for neighbour in neighbours:
+        neighbour.await_rounds(num_operations)
     return used
 
 
@@ -312,19 +401,34 @@ def _measure_rounds(
     introduce(links, tree_of(size, ranks_per_host))
     found = {"introduction_s": time.perf_counter() - begun, "introduction_cpu_s": _answer(rank_0)}
     found["introduction_sent_mb"] = Traffic.sum([link.traffic for link in links]).bytes_in / 1e6
-    announcers, readers = [Announcer(1024) for _ in links], [Reader({}) for _ in links]
+    neighbours = [Neighbour(link) for link in links]
     for what, num_operations in (("round", 1), ("round_of_25", 25), ("round_of_200", 200)):
         num_rounds = min(NUM_ANNOUNCED // num_operations, 50)
-        agree(links, announcers, readers, rank_0, num_operations)  # the first time operations are told in full
+        agree(neighbours, rank_0, num_operations)  # the first time operations are told in full
         before = Traffic.sum([link.traffic for link in links])
         begun = time.perf_counter()
-        used = [agree(links, announcers, readers, rank_0, num_operations) for _ in range(num_rounds)]
+        used = [agree(neighbours, rank_0, num_operations) for _ in range(num_rounds)]
         found[f"{what}_s"] = (time.perf_counter() - begun) / num_rounds
         found[f"{what}_rank_0_cpu_ms"] = sorted(used)[num_rounds // 2] * 1e3
         passed = Traffic.sum([link.traffic for link in links]) - before
         found[f"{what}_rank_0_sent_kb"] = passed.bytes_in / num_rounds / 1e3
         found[f"{what}_rank_0_messages"] = (passed.messages_in + passed.messages_out) / num_rounds
-    return found
+    return found | _measure_steps(rank_0, links)
+
+
+def _measure_steps(rank_0: Pipe, links: Sequence[Worker]) -> dict[str, Any]:
+    """Take steps; nothing has come to a neighbour of rank 0 afterwards, and none of them has said anything to it."""
+    rank_0.send(0)
+    used = _answer(rank_0)
+    waiting = [link for link in links if link.connection is not None and _readable(link.connection.sock)]
+    return {f"step_of_{NUM_BUCKETS}_rank_0_cpu_ms": used / NUM_STEPS * 1e3, "step_rank_0_messages": len(waiting)}
+
+
+def _readable(sock: socket.socket) -> bool:
+    """Return whether bytes have come that were not read."""
+    poll = select.poll()
+    poll.register(sock.fileno(), select.POLLIN)
+    return bool(poll.poll(200))
 
 
 def main() -> None:

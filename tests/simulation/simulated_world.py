@@ -183,6 +183,7 @@ class Rank(Process):
         self._early: list[tuple[int, dict[str, Any], bytes]] = []
         self._farewells: list[Any] = []
         self.num_in_flight = 0
+        self.step = 0
         self.process_sets = self
         Fiber(self, self._live)
 
@@ -270,6 +271,7 @@ class Rank(Process):
             if (self.rank, number) == world.leaves:
                 return
             pause(self.simulation.rng.expovariate(3.0))
+            self.step = number
             self._step(self.simulation.rng.sample(names, len(names)))
 
     def _step(self, names: Sequence[str]) -> None:
@@ -297,7 +299,7 @@ class Rank(Process):
         for batch in batches:
             assert batch.error is None, batch.error
             for key in dict.fromkeys(part.key for part in batch.parts):
-                self._execute(key[1])
+                self._execute(f"step {self.step} {key[1]}")
 
     def _execute(self, name: str) -> None:
         self.world.enter(self.rank, name)
@@ -396,7 +398,7 @@ class SimulatedWorld:
 
 
 def _signature(name: str) -> Signature:
-    kind = Kind.ALLREDUCE
-    return Signature(
-        int(kind), kind.name.lower(), name, dtypes=("float32",), shapes=((zlib.crc32(name.encode()) % 99,),)
-    )
+    """Of a tensor, which has the same name and shape in every step."""
+    kind, tensor = Kind.ALLREDUCE, name.partition("tensor")[2]
+    shape = (zlib.crc32(tensor.encode()) % 99,)
+    return Signature(int(kind), kind.name.lower(), f"tensor{tensor}", dtypes=("float32",), shapes=(shape,))

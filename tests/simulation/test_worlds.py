@@ -108,12 +108,16 @@ def test_whatever_happens(request: pytest.FixtureRequest):
     played_all(range(request.config.getoption("--seeds")) if seed is None else [seed])
 
 
-@pytest.mark.parametrize("rule", ["news stays where it comes", "one announcement is enough", "no goodbye"])
+@pytest.mark.parametrize(
+    "rule", ["news stays where it comes", "one announcement is enough", "one bit is enough", "no goodbye"]
+)
 def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "news stays where it comes":
         monkeypatch.setattr(hub.Hub, "_spread", lambda *_, **__: None)
     elif rule == "one announcement is enough":
         monkeypatch.setattr(Collector, "_complete", lambda *_: True)
+    elif rule == "one bit is enough":
+        monkeypatch.setattr(tree, "and_", lambda *bits: bits[0] | bits[1])
     else:
         monkeypatch.setattr(runtime.Runtime, "_close_if_caught_up", lambda *_: None)
         monkeypatch.setattr("simulated_world.Rank._close_if_caught_up", lambda *_: None)

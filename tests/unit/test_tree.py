@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hora.engine.agree.tree import OLD_S, TreeAgreement
+from hora.engine.agree.tree import OLD_S, SLOTS, TreeAgreement
+from hora.engine.hub import cut_parts
 from hora.engine.plan import Planner
 from hora.engine.request import Key, Kind, Signature
 from hora.engine.tree import FANOUT, Tree
@@ -149,30 +150,85 @@ def test_a_known_request_costs_each_link_two_small_messages():
         network.run()
         assert network.agreed()
     assert network.num_messages == 2 * (len(ranks) - 1)
-    assert {len(payload) for payload in sent} == {8 + 8}  # who, how long, a number and a running number
+    assert {len(payload) for payload in sent} == {8 + 1}  # who, how long, a vector of one bit
 
 
+def test_known_requests_travel_as_bits_and_all_others_in_full():
+    """Twenty known requests in whatever order they were announced are three bytes; a new one and numbered ones beside them."""
+    hosts = hosts_of(2, 1, 1)
+    network = Network(Tree(hosts), list(range(4)), 0)
+    for again in range(3):
+        for rank in range(4):
+            operations = [(an_allreduce(f"t{index}"), 0) for index in range(20)]
+            operations += [(an_allreduce(None), again), (an_allreduce(f"new in {again}"), 0)]
+            network.random.shuffle(operations)
+            for signature, instance in operations:
+                network.agreements[rank].announce(signature, instance)
+        vectors = [
+            data
+            for line in network.lines.values()
+            for header, payload in line
+            for who, data in cut_parts(payload, header["parts"])
+            if who == SLOTS
+        ]
+        assert len(vectors) == (0 if again == 0 else 3 * 20)  # of the three ranks without others below them
+        network.run()
+        assert sorted(map(str, (key for _, _, _, keys in network.agreed() for key in keys))) == sorted(
+            [str(("allreduce", f"t{index}")) for index in range(20)]
+            + [str(("allreduce", again)), str(("allreduce", f"new in {again}"))]
+        )
+        for executed in network.executed.values():
+            executed.clear()
+    network.agreements[0].announce(an_allreduce("t0"), 0)
+    network.agreements[0].announce(an_allreduce("t19"), 0)
+    for rank in (1, 2, 3):
+        network.agreements[rank].announce(an_allreduce("t19"), 0)
+    network.run()
+    assert [keys for _, _, _, keys in network.agreed()] == [[("allreduce", "t19")]]  # t0 waits for the others
+
+
+def make_known(network: Network) -> None:
+    """All agree on the request for the first time."""
+    for agreement in network.agreements.values():
+        agreement.announce(an_allreduce("t"), 0)
+    network.run()
+    for executed in network.executed.values():
+        assert executed
+        executed.clear()
+
+
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3, 2), (1,) * 12])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_mismatch_is_an_error_on_all_ranks(sizes, seed):
+def test_a_mismatch_is_an_error_on_all_ranks(sizes, seed, known):
     hosts = hosts_of(*sizes)
     ranks = [rank for host in hosts for rank in host]
     network = Network(Tree(hosts), ranks, seed)
+    if known:
+        make_known(network)
     odd = network.random.choice(ranks)
     for rank in ranks:
         network.agreements[rank].announce(an_allreduce("t", size=11 if rank == odd else 10), 0)
     network.run()
     ((_, error, _, _),) = network.agreed()
     assert f"rank {odd} has [11]" in error
+    network.executed = {rank: [] for rank in ranks}
+    make_known(network)  # as if nothing had been
 
 
 @pytest.mark.parametrize("sizes", [(1,), *SHAPES[1:]])
 @pytest.mark.parametrize("seed", range(10))
 def test_ranks_join_at_different_times_and_begin_anew(sizes, seed):
-    """Rank r announces r operations and joins; then there is an operation of all again."""
+    """Rank r announces r operations, which may be known, and joins; then there is an operation of all again."""
     hosts = hosts_of(*sizes)
     ranks = [rank for host in hosts for rank in host]
     network = Network(Tree(hosts), ranks, seed)
+    if seed % 2:
+        for index in range(len(ranks) - 1):
+            for rank in ranks:
+                network.agreements[rank].announce(an_allreduce(f"step{index}"), 0)
+        network.run()
+        network.executed = {rank: [] for rank in ranks}
     for again in range(2):
         for index in range(len(ranks) + 1):
             for rank in network.random.sample(ranks, len(ranks)):
@@ -206,10 +262,13 @@ def let_time_pass(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
         network.run()
 
 
-def test_the_root_learns_who_is_missing(monkeypatch):
+@pytest.mark.parametrize("known", [False, True])
+def test_the_root_learns_who_is_missing(monkeypatch, known):
     """Two ranks of different hosts have not announced what the others wait for, one of them the root."""
     hosts = hosts_of(2, 2, 2)
     network = Network(Tree(hosts), list(range(6)), 0)
+    if known:
+        make_known(network)
     for rank in (1, 2, 4, 5):
         network.agreements[rank].announce(an_allreduce("t"), 0)
     network.run()
@@ -223,10 +282,13 @@ def test_the_root_learns_who_is_missing(monkeypatch):
     assert not network.agreements[0].unannounced_requests()
 
 
-def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypatch):
+@pytest.mark.parametrize("known", [False, True])
+def test_those_who_speak_through_a_stopped_rank_are_asked_and_not_named(monkeypatch, known):
     """Rank 2 is stopped; of those below it rank 7 has not announced either."""
     hosts = [[0, 1], [2, 3], [4], [5], [6], [7]]  # the last one is below the second
     network = Network(Tree(hosts), list(range(8)), 0)
+    if known:
+        make_known(network)
     network.stopped.add(2)
     for rank in (0, 1, 3, 4, 5, 6):
         network.agreements[rank].announce(an_allreduce("t"), 0)

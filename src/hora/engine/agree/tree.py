@@ -8,9 +8,13 @@ for all.
 
 Messages, over the hub's links, which keep their order:
 
-    up      from a child: parts (who, announcements). Who is ALL: every member at or below the child has announced this; or one
-            member, where that is not so
-    round   from the parent, made by the root: parts of the same form, of all members. `joined`: how many have joined by then
+    up      from a child: parts (who, announcements). Who is ALL: every member at or below the child has announced this;
+            SLOTS: the same of known requests, as a bit vector; or one member, where that is not so
+    round   from the parent, made by the root: parts of the same form, of all members. `joined`: how many have joined
+
+A named request on which all have agreed once is known from then on by a slot, the same for all since all see the same
+rounds. Known requests are bits: a member ANDs its children's vectors with its own and passes on what is left. A slot is
+for one signature. Whoever announces another one under its name does so in full, and the request is held like a new one.
 
 States of a request at a member:
 
@@ -38,6 +42,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import and_, or_
 
 from hora.engine.agree.agreement import UnannouncedRequests
 from hora.engine.agree.announcement import Announcer, Reader
@@ -47,9 +53,11 @@ from hora.engine.request import Key, Kind, Signature
 from hora.engine.tree import Tree
 from hora.net.wire import Header
 
-__all__ = ["ALL", "Collector", "TreeAgreement"]
+__all__ = ["ALL", "SLOTS", "Collector", "Slots", "TreeAgreement", "as_bytes"]
 
 ALL = 0xFFFFFFFF  # instead of a rank: every member at or below the sender
+SLOTS = 0xFFFFFFFE  # the same, and what they announce is a bit vector of slots
+_NUM_SLOTS = 1024
 OLD_S = 1.0
 _SLICE_S = 0.05
 _ASK_LIMIT_S = 1.0
@@ -72,14 +80,50 @@ class _Held:
         self.parts: dict[int, Signature] = {}
 
 
+class Slots:
+    """Known requests by slot, in the order in which rounds made them known. A slot is never given away again."""
+
+    def __init__(self) -> None:
+        self.signatures: list[Signature] = []
+        self._by_key: dict[Key, int] = {}
+
+    def learn(self, signature: Signature) -> None:
+        """All members have agreed on this."""
+        key = signature.key(0)
+        if signature.name is not None and key not in self._by_key and len(self.signatures) < _NUM_SLOTS:
+            self.signatures.append(signature)
+            self._by_key[key] = len(self.signatures) - 1
+
+    def bit(self, signature: Signature) -> int:
+        """Return the bit of a known request, 0 for any other. Any thread."""
+        slot = -1 if signature.name is None else self._by_key.get((signature.operation, signature.name), -1)
+        return 1 << slot if slot >= 0 and self.signatures[slot] == signature else 0
+
+    def bit_of_key(self, key: Key) -> int:
+        slot = self._by_key.get(key, -1)
+        return 1 << slot if slot >= 0 else 0
+
+    def of(self, bits: int) -> list[Signature]:
+        """Return the requests with these bits."""
+        found = []
+        while bits:
+            found.append(self.signatures[(bits & -bits).bit_length() - 1])
+            bits &= bits - 1
+        return found
+
+
 class Collector:
-    """Announcements known at and below a member. Pure: `add` and `pass_on` give what to tell the parent,
+    """Announcements known at and below a member. Pure: `add`, `add_slots` and `pass_on` give what to tell the parent,
     or as the root everybody, in this order."""
 
-    def __init__(self, tree: Tree, rank: int) -> None:
+    def __init__(self, tree: Tree, rank: int, slots: Slots) -> None:
         self._below = {child: tree.below(child) for child in tree.children(rank)} | {rank: [rank]}
         self._num_below = sum(map(len, self._below.values()))
-        self._held: dict[Key, _Held] = {}
+        self._slots = slots
+        self._bits = dict.fromkeys(self._below, 0)  # announced by all below a child, and not by all at or below here
+        self._held: dict[Key, _Held] = {}  # all other requests of which that is so
+        self._held_bits = 0  # slots of those, if they have one
+        self._bits_before = 0  # waiting already when `hold_old_slots` came last
         self.joining = False  # a member has joined, and not all have
 
     def may_speak(self, child: int, who: int) -> bool:
@@ -95,9 +139,7 @@ class Collector:
         if self.joining:
             return self._each(child, who, signature, instance)
         key = signature.key(instance)
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = _Held(instance, now)
+        held = self._held.get(key) or self._hold(key, instance, now)
         if who == ALL:
             held.whole[child] = signature
         else:
@@ -105,25 +147,62 @@ class Collector:
         if held.apart:
             passed = self._each(child, who, signature, instance)
             if self._complete(held):
-                del self._held[key]
+                self._forget(key)
             return passed
         if not self._complete(held):
             return []
-        del self._held[key]
+        self._forget(key)
         if not held.parts and all(other == signature for other in held.whole.values()):
             return [(ALL, signature, instance)]
         return self._taken_apart(held)
 
+    def add_slots(self, child: int, bits: int, now: float) -> tuple[int, list[Announced]]:
+        """A child has announced these slots. Gives those that are complete now, and what else to pass on."""
+        apart = bits if self.joining else bits & self._held_bits
+        self._bits[child] |= bits & ~apart
+        complete = reduce(and_, self._bits.values())
+        if complete:
+            self._bits = {one: waiting ^ complete for one, waiting in self._bits.items()}
+            self._bits_before &= ~complete
+        passed = [self.add(child, (ALL, signature, 0), now) for signature in self._slots.of(apart)]
+        return complete, [announced for some in passed for announced in some]
+
     def hold_nothing(self) -> list[Announced]:
         """A member has joined: pass on what is held, and from now on everything at once."""
         self.joining = True
+        self._hold_slots(reduce(or_, self._bits.values()), 0.0)
         passed = self.pass_on(self._held.values())
         self._held.clear()
+        self._held_bits = self._bits_before = 0
         return passed
+
+    def hold_old_slots(self, now: float) -> None:
+        """Once in OLD_S: from now on treat slots that have waited since the last time like other requests."""
+        waiting = reduce(or_, self._bits.values())
+        self._hold_slots(waiting & self._bits_before, now - OLD_S)
+        self._bits_before = waiting
+
+    def _hold_slots(self, bits: int, since: float) -> None:
+        for signature in self._slots.of(bits):
+            self._hold(signature.key(0), 0, since)
+
+    def _hold(self, key: Key, instance: int, since: float) -> _Held:
+        held = self._held[key] = _Held(instance, since)
+        bit = self._slots.bit_of_key(key)
+        self._held_bits |= bit
+        for child, waiting in self._bits.items():
+            if waiting & bit:
+                self._bits[child] ^= bit
+                (held.whole[child],) = self._slots.of(bit)
+        return held
+
+    def _forget(self, key: Key) -> None:
+        del self._held[key]
+        self._held_bits &= ~self._slots.bit_of_key(key)
 
     def pass_on_old(self, now: float) -> list[Announced]:
         """Pass on what has been held for long, for the stall report."""
-        return self.pass_on([held for held in self._held.values() if now - held.since > OLD_S])
+        return self.pass_on([held for held in self._held.values() if now - held.since >= OLD_S])
 
     def pass_on(self, some: Iterable[_Held]) -> list[Announced]:
         passed = []
@@ -168,25 +247,30 @@ class TreeAgreement:
         self._tree = tree
         self._members = {rank: member for member, rank in enumerate(ranks)}
         self._parent, self._children = tree.parent(hub.rank), tree.children(hub.rank)
-        self._collector = Collector(tree, hub.rank)
+        self._slots = Slots()
+        self._uses_slots = cache_capacity > 0
+        self._collector = Collector(tree, hub.rank, self._slots)
         self._announcer = Announcer(cache_capacity)  # to the parent; the root's: of rounds
         interned: dict[Signature, Signature] = {}
         self._readers = {child: Reader(interned) for child in self._children}
         self._round_reader = Reader({})
         self._own: deque[tuple[Signature, int]] = deque()  # announcements of this rank, for the hub's thread
         self._passed: list[Announced] = []  # to be sent at the end of this turn of the hub's thread
+        self._passed_bits = 0
         self._joined: set[int] = set()  # the root's
         self._asking = False
         self._asked_at = 0.0
         self._answers: dict[int, set[Key]] = {}
-        self._delivered: deque[list[tuple[int, bytes]]] = deque()
+        self._delivered: deque[list[Announced]] = deque()
         self._changed = threading.Condition()
 
     # Of this rank's queue.
 
     def announce(self, signature: Signature, instance: int) -> None:
         if not self._children and self._parent is not None:  # there is nobody to wait for
-            self._send_up([(ALL, self._announcer.encode(signature, instance))])
+            bit = self._bit(signature)
+            part = (SLOTS, as_bytes(bit)) if bit else (ALL, self._announcer.encode(signature, instance))
+            self._send_up([part])
             return
         self._own.append((signature, instance))
         if len(self._own) == 1:  # else the hub's thread has been told and has not come yet
@@ -196,13 +280,15 @@ class TreeAgreement:
         if not self._delivered:
             return None
         self.rounds += 1
-        for who, data in self._delivered.popleft():
-            for signature, instance in self._round_reader.decode(data):
-                if who == ALL:
-                    planner.feed_all(signature, instance)
-                else:
-                    planner.feed(self._members[who], signature, instance)
+        for who, signature, instance in self._delivered.popleft():
+            if who == ALL:
+                planner.feed_all(signature, instance)
+            else:
+                planner.feed(self._members[who], signature, instance)
         return planner.close_round()
+
+    def _bit(self, signature: Signature) -> int:
+        return self._slots.bit(signature) if self._uses_slots else 0
 
     def flush(self) -> None:
         """Nothing is kept back."""
@@ -245,31 +331,44 @@ class TreeAgreement:
         elif rank in self._readers:
             now = time.monotonic()
             for who, data in parts:
+                if who == SLOTS:
+                    self._pass(*self._collector.add_slots(rank, int.from_bytes(data, "little"), now))
+                    continue
                 for signature, instance in self._readers[rank].decode(data):
                     if self._collector.may_speak(rank, who):
-                        self._pass(self._collector.add(rank, (who, signature, instance), now))
+                        self._pass(0, self._collector.add(rank, (who, signature, instance), now))
 
     def tick(self) -> None:
         """Once a second: see to it that the root learns what some wait for and others do not announce."""
+        now = time.monotonic()
+        self._collector.hold_old_slots(now)
         if self._rank != self._tree.root:
-            self._pass(self._collector.pass_on_old(time.monotonic()))
+            self._pass(0, self._collector.pass_on_old(now))
         else:
-            self._ask_beyond_missing()
+            self._ask_beyond_missing(now)
 
     def _take_own(self) -> None:
-        now = time.monotonic()
+        now, bits = time.monotonic(), 0
         while self._own:
             signature, instance = self._own.popleft()
-            self._pass(self._collector.add(self._rank, (ALL, signature, instance), now))
+            bit = self._bit(signature)
+            if not bit:
+                self._pass(*self._collector.add_slots(self._rank, bits, now))  # which came before it
+                self._pass(0, self._collector.add(self._rank, (ALL, signature, instance), now))
+            bits = bits | bit if bit else 0
+        self._pass(*self._collector.add_slots(self._rank, bits, now))
 
-    def _pass(self, some: Sequence[Announced]) -> None:
-        if some and not self._passed:
+    def _pass(self, bits: int, some: Sequence[Announced]) -> None:
+        if (bits or some) and not (self._passed_bits or self._passed):
             self._hub.call(self._send)  # with what else comes in this turn, so that it can be fused
+        self._passed_bits |= bits
         self._passed += some
 
     def _send(self) -> None:
         passed, self._passed = self._passed, []
-        parts: list[tuple[int, bytes]] = []
+        bits, self._passed_bits = self._passed_bits, 0
+        # First: before a member joins, all at or below here that know of it have announced these.
+        parts: list[tuple[int, bytes]] = [(SLOTS, as_bytes(bits))] if bits else []
         for who, signature, instance in passed:
             data = self._announcer.encode(signature, instance)
             if parts and parts[-1][0] == who:
@@ -296,10 +395,19 @@ class TreeAgreement:
         if num_joined == len(self._members):
             self._collector.joining = False
         elif num_joined and not self._collector.joining:
-            self._pass(self._collector.hold_nothing())
+            self._pass(0, self._collector.hold_nothing())
+        delivered: list[Announced] = []
+        for who, data in parts:
+            if who == SLOTS:
+                delivered += [(ALL, signature, 0) for signature in self._slots.of(int.from_bytes(data, "little"))]
+                continue
+            for signature, instance in self._round_reader.decode(data):
+                delivered.append((who, signature, instance))
+                if who == ALL:
+                    self._slots.learn(signature)
         self.num_delivered += 1
         with self._changed:
-            self._delivered.append(parts)
+            self._delivered.append(delivered)
             self._changed.notify_all()
 
     # The root's questions.
@@ -309,10 +417,10 @@ class TreeAgreement:
         some = set(missing)
         return [rank for rank in some if some.intersection(self._tree.above(rank)) - {self._rank}]
 
-    def _ask_beyond_missing(self) -> None:
-        now, ranks = time.monotonic(), set()
+    def _ask_beyond_missing(self, now: float) -> None:
+        ranks: set[int] = set()
         for _, _, since, signatures in self._collector.held():
-            if now - since > OLD_S and signatures:
+            if now - since >= OLD_S and signatures:
                 ranks |= set(self._doubtful(self._members.keys() - signatures.keys()))
         if ranks and not self._asking:
             self._asking = True
@@ -339,3 +447,8 @@ class TreeAgreement:
 
         with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="hora-hub-ask") as pool:
             return dict(zip(ranks, pool.map(answer, ranks), strict=True))
+
+
+def as_bytes(bits: int) -> bytes:
+    """Return a bit vector as it travels."""
+    return bits.to_bytes(-(-bits.bit_length() // 8), "little")
