@@ -12,6 +12,8 @@ from typing import Any
 
 from simulator import Simulation
 
+FOREVER_S = 1e6
+
 
 class KilledError(BaseException):
     """The process is no more."""
@@ -142,20 +144,63 @@ class Condition:
         for process, wake in waiting:
             process.later(process.simulation.rng.expovariate(5000.0), wake)
 
-    def wait(self, limit_s: float) -> None:
-        fiber = Fiber.current
-        assert fiber is not None, "a server's thread must not wait"
-        self._waiting.append((fiber.process, fiber.park(limit_s)))
-        fiber.pause()
+    def wait(self, limit_s: float | None) -> None:
+        fiber, process = Fiber.current, Process.current
+        if fiber is None:  # the thread in which the simulation runs, which is the controller's
+            assert process is not None
+            assert not process.simulation.happening, "a server's thread must not wait"
+            woken: list[bool] = []
+            self._waiting.append((process, lambda: woken.append(True)))
+            limit_s = FOREVER_S if limit_s is None else limit_s
+            process.simulation.run_until(lambda: bool(woken), process.simulation.now + limit_s)
+        else:
+            self._waiting.append((fiber.process, fiber.park(limit_s)))
+            fiber.pause()
 
-    def wait_for(self, holds: Callable[[], Any], limit_s: float) -> Any:
-        fiber = Fiber.current
-        assert fiber is not None, "a server's thread must not wait"
-        clock = fiber.process.simulation
-        deadline = clock.now + limit_s
+    def wait_for(self, holds: Callable[[], Any], limit_s: float | None) -> Any:
+        process = Process.current if Fiber.current is None else Fiber.current.process
+        assert process is not None
+        clock = process.simulation
+        deadline = clock.now + (FOREVER_S if limit_s is None else limit_s)
         while not (found := holds()) and clock.now < deadline:
             self.wait(deadline - clock.now)
         return found
+
+
+class Event:
+    """Stands for `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._set, self._changed = False, Condition()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._changed.notify_all()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return bool(self._changed.wait_for(self.is_set, timeout))
+
+
+class SimpleQueue:
+    """Stands for `queue.SimpleQueue`."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self._changed = Condition()
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        self._changed.notify_all()
+
+    def get(self) -> Any:
+        self._changed.wait_for(lambda: self._items, None)
+        return self._items.pop(0)
 
 
 class Thread:
@@ -166,7 +211,17 @@ class Thread:
 
     def start(self) -> None:
         assert Process.current is not None
-        Fiber(Process.current, self._run)
+        self._fiber, self._ended = Fiber(Process.current, self._to_the_end), Event()
+
+    def _to_the_end(self) -> None:
+        self._run()
+        self._ended.set()
+
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._ended.wait(timeout)
 
 
 class Pool:

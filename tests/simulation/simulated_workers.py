@@ -106,11 +106,16 @@ class Worker:
 
     # ---- the process --------------------------------------------------------------------------------------
 
-    def die(self, code: int) -> None:
+    def die(self, code: int, *, unseen_s: float = 0.0) -> None:
+        """`unseen_s`: with its machine, of whose end nobody hears before that."""
         if not self.dead:
             self.dead = True
-            if self._link is not None:
-                self._link.hang_up()
+            link = self._link
+            if link is not None and unseen_s:
+                link.connected = False
+                self._simulation.after(unseen_s, link.close)
+            elif link is not None:
+                link.hang_up()
             self._ended(code)
 
     def terminate(self) -> None:

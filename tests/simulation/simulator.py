@@ -36,6 +36,7 @@ class Simulation:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now = 1000.0
+        self.happening = False  # in an event, which takes no time: nothing may wait in it but a fiber
         self.trace: list[str] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
@@ -55,7 +56,11 @@ class Simulation:
                 self.now = max(self.now, deadline)
                 return False
             self.now, _, function = heapq.heappop(self._events)
-            function()
+            self.happening = True
+            try:
+                function()
+            finally:
+                self.happening = False
         return True
 
     # The parts of the modules `time` and `queue` that the real classes use.
@@ -208,7 +213,7 @@ class VirtualServer:
             self.drop(link)
 
     def drop(self, link: Link) -> None:
-        if link.open and not self._closed:
+        if link in self.links and not self._closed:
             del self.links[link]
             link.ended_by_server()
             self._handler.closed(link)  # type: ignore[arg-type]

@@ -240,6 +240,17 @@ def test_a_worker_that_never_came_is_not_waited_for_by_a_newcomer_that_is_ready(
     assert (decision.workers, decision.failed) == ((0,), True)
 
 
+def test_a_worker_that_has_to_connect_and_never_does_is_given_up():
+    """The one that runs a function connects before anything else; a command may load its data first."""
+    case = facts([replace(workers(WORKING)[0], joined=False, since=10.0)], where="a:0")
+    assert decide(case, 10**6) == Wait(None)
+    policy = ElasticPolicy(case.limits, needs_results=True)
+    assert policy.decide(case, 69) == Wait(70)  # elastic_timeout_s
+    decision = policy.decide(case, 70)
+    assert isinstance(decision, End)
+    assert (decision.workers, decision.failed) == ((0,), True)
+
+
 def test_nobody_is_stuck_as_long_as_nobody_waits():
     members = [replace(w, silent_since=0.0) for w in workers(WORKING, WORKING)]
     assert decide(facts(members, where="a:0-1"), 10**6) == Wait(None)

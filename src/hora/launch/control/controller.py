@@ -109,7 +109,7 @@ class _Controller:
         from hora.launch.control.elastic_policy import ElasticPolicy
 
         self._hosts = Hosts(spec)
-        return ElasticPolicy(spec.limits_for(self._job.env))
+        return ElasticPolicy(spec.limits_for(self._job.env), needs_results=self._job.function is not None)
 
     def to_the_end(self) -> JobResult:
         with self._watching_hosts():

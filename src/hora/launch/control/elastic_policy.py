@@ -54,7 +54,7 @@ class Limits:
     """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer is
     ready or another one has finished or died; `silent_s`: how long it may be silent while another one waits for it.
     `stall_shutdown_s`: how long it may be silent in any case (None: for ever). `elastic_timeout_s`: how long to wait for enough
-    workers, and for one of which nothing was ever heard while another is ready."""
+    workers, and for one of which nothing was ever heard (of a command: while another is ready; it may load its data first)."""
 
     num_proc: int
     min_num_proc: int
@@ -112,12 +112,15 @@ class Publish(Decision):
 
 
 class ElasticPolicy:
-    """The job goes on as long as enough workers are left, with newcomers where there is room for them."""
+    """The job goes on as long as enough workers are left, with newcomers where there is room for them.
+
+    `needs_results`: workers have to connect, at once, and to return something.
+    """
 
     elastic = True
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, *, needs_results: bool = False) -> None:
+        self.limits, self._needs_results = limits, needs_results
         self.watches_silence = limits.stall_shutdown_s is not None
 
     def decide(self, facts: Facts, now: float) -> Decision:
@@ -185,8 +188,8 @@ class ElasticPolicy:
         others = [w.since for w in facts.workers if w.needs_the_others(facts.generation)]
         if others and silent is not None:
             deadlines.append(max(min(others), silent) + limits.stuck_s)
-        if others and not worker.joined:  # nothing was ever heard of it
-            deadlines.append(max(min(others), worker.since) + limits.elastic_timeout_s)
+        if not worker.joined and (others or self._needs_results):  # nothing was ever heard of it
+            deadlines.append(max(min(others, default=0.0), worker.since) + limits.elastic_timeout_s)
         return min(deadlines, default=None)
 
     def _meanwhile(self, facts: Facts, current: Sequence[Worker], now: float) -> Decision:
