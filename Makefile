@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-containers test-security lint format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-containers test-security lint format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -39,6 +39,7 @@ help:
 	@echo "make verify   the wait protocols of one host, model-checked with spin"
 	@echo "make native   build the native part anew (make setup has built it, where there is a compiler)"
 	@echo "make wheels   dist/: a wheel with the native part for this kind of machine, one without for all, and the source"
+	@echo "make release-notes   out/release: the changelog's newest section and a bill of materials"
 	@echo "make setup    only the virtual environment in $(VENV)"
 
 setup: $(STAMP)
@@ -58,6 +59,13 @@ wheels: $(STAMP)
 	$(BIN)/python -m hatchling build -d dist -t sdist -t wheel
 	HORA_NATIVE=0 $(BIN)/python -m hatchling build -d dist -t wheel
 
+# out/release: the newest section of the changelog, and a bill of materials (CycloneDX) of what it was built and tested with.
+release-notes: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt cyclonedx-bom
+	mkdir -p out/release
+	awk '/^## [0-9]/ { n++ } n == 1' CHANGELOG.md > out/release/notes.md
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file out/release/hora.cdx.json $(BIN)/python
+
 demo: $(STAMP)
 	$(BIN)/hora demo penguins
 
@@ -66,6 +74,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github
+	@if command -v actionlint >/dev/null; then actionlint; else echo "no actionlint: workflows are checked by zizmor alone"; fi
 
 # Warnings are errors: a link, an anchor or an argument that leads nowhere ends it.
 docs: $(STAMP)

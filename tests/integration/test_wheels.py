@@ -21,7 +21,8 @@ def tree(tmp_path_factory):
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"):
+    names = ("hatch_build.py", "hatch_version.py", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore")
+    for name in ("pyproject.toml", *names):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -52,3 +53,27 @@ def test_without_a_compiler_or_the_wish_it_is_a_wheel_for_all(tree, tmp_path, en
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in names if name.endswith(".so")]
     assert "hora/engine/shm/native.py" in names
+
+
+def test_the_version_is_that_of_the_tag_or_of_the_changelog(tmp_path):
+    def version() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "import hatch_version; print(hatch_version.version())"]
+        return subprocess.run(command, cwd=tmp_path, check=False, timeout=60, capture_output=True, text=True)
+
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, timeout=60, capture_output=True)
+
+    shutil.copy(ROOT / "hatch_version.py", tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text("## Unreleased\n\n## 1.2.3 - 2026-11-17\n\n## 1.2.2 - 2026-10-01\n")
+    assert version().stdout == "1.2.3\n", "a source archive"
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert version().stdout == "1.2.3\n", "no tag"
+    git("tag", "v1.2.3")
+    assert version().stdout == "1.2.3\n"
+    git("commit", "--allow-empty", "-m", "two")
+    assert re.fullmatch(r"1\.2\.3\.post1\+g[0-9a-f]+\n", version().stdout)
+    git("tag", "v1.3.0")
+    assert "CHANGELOG.md's newest dated section is 1.2.3; add '## 1.3.0 - DATE'" in version().stderr
