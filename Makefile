@@ -118,7 +118,7 @@ test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(SIDE_BY_SIDE) --reruns 1 -rfER --durations 20
 
 test-security: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER --durations 12 tests/integration/test_attacks.py tests/integration/test_defects.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfER --durations 12 tests/integration/test_attacks_*.py tests/integration/test_defects.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_man_in_the_middle.py --cases 50000 --timeout 0
 
 # Another Spark than the pinned one, beside everything else that is pinned. Minutes: not part of `make test`. Spark 3 comes

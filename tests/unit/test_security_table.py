@@ -8,7 +8,13 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 TABLE = (TESTS.parent / "docs" / "security.md").read_text().partition("| attack | tests")[2]
-FROM_OUTSIDE = ("test_attacks.py", "test_defects.py")
+FROM_OUTSIDE = (
+    "test_attacks_of_strangers.py",
+    "test_attacks_of_users.py",
+    "test_attacks_from_within.py",
+    "attacked_jobs.py",
+    "test_defects.py",
+)
 # What a user imports; inside the package every other path may change.
 PUBLIC = ("horovod", "sparkdl", "hora", "hora.workers", "hora.workflow", "hora.errors")
 PACKAGES = ("horovod", "sparkdl", "hora")

@@ -1,0 +1,174 @@
+"""Attacks from within: a host that lies, a member that sends anything, names, settings and files that others wrote.
+
+By commands, `horovod.torch` and sockets alone. docs/security.md lists them with those that other files repeat.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attacked_jobs import MEET, script
+from job_process import HOROVODRUN, JobProcess, run_command
+
+
+@pytest.mark.security
+@pytest.mark.parametrize(
+    "lie", ["b'o' + b'\\xff' * 8", "b'\\x7f' * 100_000", "b'x' + bytes(7) + b'\\x03{}}'", "b'not a frame at all'"]
+)
+def test_a_host_that_begins_to_lie_is_given_up(tmp_path: Path, lie: str):
+    """`ssh` runs the command on this machine, and after the first answer it puts in words of its own."""
+    fake = tmp_path / "ssh"
+    fake.write_text(
+        f"#!{sys.executable}\n"
+        "import os, subprocess, sys, threading\n"
+        "if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()\n"
+        "command = subprocess.Popen(['sh', '-c', sys.argv[-1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)\n"
+        "asked = threading.Event()\n"
+        "def forward():\n"
+        "    while data := os.read(0, 65536):\n"
+        "        command.stdin.write(data)\n"
+        "        asked.set()\n"
+        "    command.stdin.close()\n"
+        "threading.Thread(target=forward, daemon=True).start()\n"
+        "said = False\n"
+        "while data := os.read(command.stdout.fileno(), 65536):\n"
+        "    os.write(1, data)\n"
+        f"    if asked.is_set() and not said: os.write(1, {lie}); said = True\n"
+    )
+    fake.chmod(0o755)
+    line = ["horovodrun", "-np", "1", "-H", "nodez:1", "sh", "-c", "echo begun; sleep 100"]
+    status, _, err = run_command(*line, env={"HORA_SSH": str(fake)})
+    assert status != 0
+    assert "nodez" in err
+    assert "Traceback" not in err
+
+
+HOSTS = [
+    "$(touch {trap}):1",
+    "-oProxyCommand=touch${{IFS}}{trap}:1",
+    "a;touch {trap}:1",
+    "a b:1",
+    "a\n-oProxyCommand=x:1",
+    "`touch {trap}`:1",
+]
+
+
+@pytest.mark.security
+def test_names_of_hosts_and_files_of_settings_run_nothing(tmp_path: Path):
+    trap, never = tmp_path / "trap", {"HORA_SSH": str(tmp_path / "no-such-ssh")}
+    named = [host.format(trap=trap) for host in HOSTS]
+    lines = [["-H", host] for host in named]
+    (tmp_path / "hosts").write_text("".join(f"{host.partition(':')[0]} slots=1\n" for host in named[:2]))
+    (tmp_path / "settings.yaml").write_text(f'x: !!python/object/apply:os.system ["touch {trap}"]\n')
+    lines += [["--hostfile", "hosts"], ["--config-file", "settings.yaml"]]
+    (tmp_path / "discover").write_text(f"#!/bin/sh\nprintf '%s\\n' '-oProxyCommand=touch {trap}:1'\n")
+    (tmp_path / "discover").chmod(0o755)
+    lines.append(["--min-np", "1", "--host-discovery-script", "./discover", "--start-timeout", "5"])
+    for line in lines:
+        status, out, err = run_command("horovodrun", "-np", "1", *line, "true", cwd=tmp_path, env=never)
+        assert status != 0, line
+        assert "Traceback" not in out + err, (line, err)
+    assert not trap.exists()
+
+
+@pytest.mark.security
+@pytest.mark.spark
+def test_a_tampered_model_of_spark_runs_nothing_under_strict(spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from horovod.spark.torch import TorchModel
+
+    trap, folder = tmp_path / "trap", tmp_path / "model"
+    module = torch.nn.Linear(2, 1)
+    TorchModel(model=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5), run_id="run").save(
+        f"file://{folder}"
+    )
+    assert torch.equal(TorchModel.load(f"file://{folder}").getModel().weight, module.weight)
+    (part,) = (folder / "metadata").glob("part-*")
+    card = json.loads(part.read_text())
+    evil = base64.b64encode(pickle.dumps(Exploit(trap))).decode()
+    for values in card["paramMap"], card["defaultParamMap"]:
+        values.update(dict.fromkeys(values, evil))
+    part.write_text(json.dumps(card))
+    for leftover in folder.rglob(".*.crc"):
+        leftover.unlink()
+    monkeypatch.setenv("HORA_STRICT", "1")
+    with pytest.raises((ValueError, pickle.UnpicklingError)):
+        TorchModel.load(f"file://{folder}")
+    assert not trap.exists()
+
+
+class Exploit:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.trap}",)
+
+
+# A member of the job that speaks the documented protocol (docs/protocol.md) and holds its own key. It says each of these to the
+# launcher, on a connection of its own, before it does its work.
+MEMBER = """
+import os, pickle, socket, struct, sys
+sys.path.insert(0, sys.argv[1])
+import another_end
+
+class Exploit:
+    def __reduce__(self):
+        return exec, (f"open({sys.argv[2]!r}, 'w').write('executed in the launcher')",)
+
+def connect():
+    env, worker = os.environ, int(os.environ["HORA_WORKER"])
+    where = env["HOROVOD_GLOO_RENDEZVOUS_ADDR"], int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    with open(env["HORA_SECRET_FILE"], "rb") as file:
+        key = file.read()
+    return another_end.Client(key, env["HORA_JOB"], worker).connect(socket.create_connection(where, timeout=30))
+
+def said(text, payload=b""):
+    return len(text).to_bytes(2, "big") + text.encode() + payload
+
+DEEP = '{"_n":0,"op":"get","x":' + "[" * 20000 + "]" * 20000 + "}"
+NONSENSE = [b"", b"abc", b"\\xff" * 60000, said("[1]"), said("{}"), said('{"_n":-5,"op":"pong"}'), said(DEEP),
+    said('{"_n":true,"op":"pong"}', b"x"), said('{"_n":1000000000000000000,"op":"pong"}'), said('{"_n":0,"op":[]}'),
+    said('{"_n":0,"op":"get","id":1,"key":"k","timeout_s":Infinity}'), said('{"_n":0,"op":"set","key":"k"}'),
+    said('{"_n":0,"op":"get","id":1e999,"key":"k","timeout_s":1e999}'), said('{"_n":0,"op":"check","id":1,"keys":null}'),
+    said('{"_n":0,"op":"gather","id":1,"key":"k","rank":1e999,"size":20000000,"timeout_s":1}')]
+
+if os.environ["HOROVOD_RANK"] == "1":
+    for body in NONSENSE:
+        member = connect()
+        member.sock.sendall(member.out.frame(body))
+        member.sock.settimeout(0.2)
+        try:
+            member.sock.recv(100)
+        except OSError:
+            pass
+    member = connect()
+    member.send({"op": "hello", "id": 1, "name": "x", "worker": -1})
+    member.receive()
+    for op in ("raised", "returned"):
+        lie = {"op": op, "id": 2, "type": "X", "message": "m", "traceback": "t", "consequence": True}
+        member.send(lie, pickle.dumps(Exploit()))
+        member.receive()
+    print("lied", flush=True)
+"""
+
+
+@pytest.mark.security
+def test_a_member_that_sends_nonsense_and_pickles_harms_itself_only(tmp_path: Path):
+    trap, unit = tmp_path / "trap", Path(__file__).parents[1] / "unit"
+    line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, MEMBER + MEET), str(unit), str(trap)]
+    job = JobProcess(line, tmp_path)
+    status = job.wait()
+    assert "lied" in job.text(), job.text()
+    assert "Traceback" not in job.text(), job.text()
+    assert all(f"rank {rank} sum 2.0" in job.text() for rank in (0, 1)), (status, job.text())
+    assert not trap.exists()
+    job.assert_nothing_left()
