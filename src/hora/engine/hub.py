@@ -10,7 +10,7 @@ links along the tree of their set besides, where these are others. Links carry
     the receiver has this news and passes it on bye, gone     the sender has said goodbye; so has everybody below it, or
     from the root: so has everybody
 
-News spreads along all links: who has not had it yet notes it and passes it on to its other neighbours. So a dead rank,
+News spreads along all links: a rank that has not had it notes it and passes it on to its other neighbours. So a dead rank,
 which all its neighbours miss, is known on every side of it. One that is stopped passes nothing on and acknowledges
 nothing: after _ACK_LIMIT_S the neighbour that sees this tells that rank's other neighbours itself, over connections of
 their own (`around` names the stopped ones). Invariants: each rank notes each (kind, rank) of news once; what a rank is
@@ -18,7 +18,7 @@ told of another is believed only from that one's side of the tree.
 
 Goodbyes are counted on the way up, so there are as many messages as ranks. That what was agreed before a goodbye is
 still executed by all does not rest on the order in which messages come: with it a rank tells how many rounds of each of
-its sets it has seen, and who has seen fewer waits for those first (`Runtime`).
+its sets it has seen, and a rank that has seen fewer waits for those first (`Runtime`).
 
 Ranks of one host also fetch shared-memory descriptors from one another here; that a descriptor arrives is the proof
 that two ranks share a host. Ranks of several hosts open the streams here that carry tensors between them: past the same
@@ -127,7 +127,7 @@ class Hub:
     # Setting up, called by the runtime in this order: start, offer and fetch, listen_tcp, join, gather, know.
 
     def start(self, keys: RankKeys) -> None:
-        """Begin to answer. `keys` are this rank's, in this world: who connects has proven which rank it is."""
+        """Begin to answer. `keys` are this rank's, in this world: a peer proves which rank it is."""
         self._keys = keys
         self._server.start(keys.of)
         self._server.call(self._plan_tick)
@@ -502,8 +502,8 @@ class Hub:
             self._events.lost(rank)
 
     def _believes(self, peer: Peer, kind: str, rank: int, around: Sequence[int]) -> bool:
-        """Return whether a connection may say this: a rank speaks for those behind it, and who goes around a stopped one
-        for those behind that. That something is wrong, everybody may say."""
+        """Return whether a connection may say this: a rank speaks for those behind it, one that goes around a stopped rank
+        for those behind that. Any rank may report a fault."""
         if kind not in ("leaving", "lost"):
             return kind == "fault"
         if peer.speaker == rank or self._tree is None:

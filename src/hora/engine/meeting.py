@@ -231,7 +231,7 @@ def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadli
 def _published_port(point: MeetingPoint, table: Table | None, limit_s: float) -> int:
     """The port of rank 0's table (which it has), through torchrun's store.
 
-    It is no secret; who writes another one there has the ranks talk to a stranger without a proof, in vain.
+    It is no secret: whoever writes another port there has the ranks connect to a server that cannot prove itself.
     """
     store = _own_keys(point, _tcp_store(point, limit_s))
     try:

@@ -1,9 +1,10 @@
-"""`horovod.runner.http.http_server`: the meeting place of programs that start their ranks themselves (ElasticDL, Orca, TonY).
+"""`horovod.runner.http.http_server`: the meeting place of programs that start their ranks themselves (ElasticDL, Orca,
+TonY).
 
-The master opens it and says who has which place (`init`, again for every new membership); its workers find it by Horovod's
-variables and call `hvd.init()`. Nothing of it is HTTP, and only who knows the meeting's secret is heard. Horovod's variables
-have no room for one, so there is one more: the workers get `RendezvousServer.secret` as HORA_SECRET, or master and workers
-have the same HORA_SECRET_FILE.
+The master opens it and says who has which place (`init`, again for every new membership); its workers find it by
+Horovod's variables and call `hvd.init()`. Nothing of it is HTTP, and only clients that hold the meeting's secret are
+answered. Horovod's variables have no room for one, so there is one more: the workers get `RendezvousServer.secret` as
+HORA_SECRET, or master and workers have the same HORA_SECRET_FILE.
 """
 
 from __future__ import annotations

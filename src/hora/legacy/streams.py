@@ -29,7 +29,7 @@ class Pipe:
             except queue.Empty:
                 raise TimeoutError(f"nothing was written to the pipe within {timeout:g} s") from None
         if self._rest is None:
-            self._pieces.put(None)  # for the next who asks
+            self._pieces.put(None)  # for the next reader
             return None
         cut = len(self._rest) if length < 0 else length
         piece, self._rest = self._rest[:cut], self._rest[cut:]

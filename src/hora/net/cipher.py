@@ -1,8 +1,8 @@
-"""Encryption of streams of tensors between hosts: AES-128-GCM, which processors do in hardware, in records of up to 256 KiB.
-Where a user does not want them encrypted, records carry the bytes in clear, behind the same tag.
+"""Encryption of streams of tensors between hosts: AES-128-GCM, which processors do in hardware, in records of up to 256
+KiB. Where a user does not want them encrypted, records carry the bytes in clear, behind the same tag.
 
-Their key comes of the connection's handshake (`noise`, `wire`); docs/protocol.md has every byte of it. The native part makes
-the same records (`hora.engine.shm.records`).
+Their key comes of the connection's handshake (`noise`, `wire`); docs/protocol.md has every byte of it. The native part
+makes the same records (`hora.engine.shm.records`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _RECORDS_OF_A_KEY = 2**16
 
 
 class Records:
-    """Encrypts (`hides`) and authenticates the bytes of one direction in records, of which both ends know how long they are.
+    """Encrypts (`hides`) and authenticates the bytes of one direction in records, of which both ends know how long they
+    are.
 
-    A record takes `tag_bytes` more. Its number is its nonce, and after a while a new key follows from the old one: neither
-    end says so, because both count.
+    A record takes `tag_bytes` more. Its number is its nonce, and after a while a new key follows from the old one:
+    neither end says so, because both count.
     """
 
     tag_bytes = TAG_BYTES
@@ -39,7 +40,9 @@ class Records:
         self._begin()
 
     def in_clear(self) -> Records:
-        """Return the records of the same direction that hide nothing: authenticated as others are, under a key of their own."""
+        """Return the records of the same direction that hide nothing: authenticated as others are, under a key of their
+        own.
+        """
         found = Records(self._key)
         found._key, found.hides = _expand(self._key, b"hora in clear"), False
         found._begin()
@@ -72,8 +75,11 @@ class Records:
             raise AuthenticationError("what came from a peer was changed on the way") from None
 
     def lend(self, most: int) -> tuple[bytes, int]:
-        """Return the key and the number of the next record, for who seals or opens up to `most` of them itself. Both ends lend
-        alike, so where this key would not last for them the next one begins at both."""
+        """Return the key and the number of the next record, for a caller that seals or opens up to `most` records
+        itself.
+
+        Both ends lend alike: where this key would not last for so many records, both begin the next one.
+        """
         if self._number + most > _RECORDS_OF_A_KEY:
             self._rekey()
         return self._key[:_KEY_BYTES], self._number

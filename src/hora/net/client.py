@@ -391,7 +391,7 @@ class ControlClient:
 
     def _tell(self, notice: Notice) -> None:
         with self._state_lock:
-            if notice["notice"] != "question":  # who comes later need not answer it
+            if notice["notice"] != "question":  # a later peer need not answer it
                 self._notices.append(notice)
             listeners = list(self._listeners)
         for listener in listeners:

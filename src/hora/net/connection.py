@@ -78,7 +78,7 @@ def _receive_answer(sock: socket.socket, num_bytes: int, deadline: float) -> byt
     while len(received) < num_bytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         data = sock.recv(num_bytes - len(received))
-        if not data and received == REFUSAL:  # all that a stranger is told; who is in between could say it, or hang up
+        if not data and received == REFUSAL:  # from the server, or from somebody in between
             break
         if not data:
             raise EOFError

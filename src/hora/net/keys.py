@@ -7,9 +7,9 @@
         accepting     from which it derives the keys of those who connect to it
         towards r     the key with which it connects to rank r; no other rank holds it
 
-A rank cannot make `towards r` of another rank, so it cannot pass for that one at r; and who has no place in a generation is
-given none of its keys. Where a launcher gives all ranks one secret (torchrun, mpirun, srun with a secret file), each derives
-everything itself: there any of them could speak for any other.
+A rank cannot make `towards r` of another rank, so it cannot pass for that one at r; and a worker without a place in a
+generation is given none of its keys. Where a launcher gives all ranks one secret (torchrun, mpirun, srun with a secret
+file), each derives everything itself: there any of them could speak for any other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GetKeys = Callable[[Sequence[int]], bytes]
 
 
 def worker_key(job_secret: bytes, worker: int) -> bytes:
-    """A worker's own key. No worker (-1): who holds the job's secret itself."""
+    """Return a worker's own key; for -1, a holder of the job's secret, that secret."""
     return job_secret if worker < 0 else derived_secret(job_secret, f"worker {worker}")
 
 

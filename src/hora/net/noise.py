@@ -1,8 +1,10 @@
-"""Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org, revision 34): the handshake of every connection, and its ciphers.
+"""Noise_NNpsk0_25519_AESGCM_SHA256 (noiseprotocol.org, revision 34): the handshake of every connection, and its
+ciphers.
 
-Two messages: the initiator's opens only under the pre-shared key, so that of a stranger nothing else is ever looked at; the
-responder's completes a fresh exchange of keys, so that who learns the pre-shared key later cannot read what was recorded.
-It moves no bytes and knows nothing of Hora: `wire` gives it the key and the prologue. docs/protocol.md says how it is used.
+Two messages: the initiator's opens only under the pre-shared key, so that of a stranger nothing else is ever looked at;
+the responder's completes a fresh exchange of keys, so that learning the pre-shared key later does not help to read what
+was recorded. It moves no bytes and knows nothing of Hora: `wire` gives it the key and the prologue. docs/protocol.md
+says how it is used.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Server:
         return 0 if isinstance(where, str) else int(listener.getsockname()[1])
 
     def start(self, credentials: Credentials | CredentialsOf) -> None:
-        """Begin to answer those who hold the same credentials; a function tells those of each who may speak."""
+        """Begin to answer clients with the same credentials; a function returns the credentials of each speaker."""
         self._credentials = credentials
         self._thread.start()
 

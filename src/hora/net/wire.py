@@ -1,17 +1,17 @@
 """The wire of the control plane: who may speak on it, and how bytes become messages.
 
-Every connection begins with a Noise handshake (`noise`) under the key that both ends hold; from then on all that is said is
-encrypted and authenticated. A message is a small JSON header and a raw payload, cut into bounded frames: nothing here
-unpickles or evaluates.
+Every connection begins with a Noise handshake (`noise`) under the key that both ends hold; from then on all that is
+said is encrypted and authenticated. A message is a small JSON header and a raw payload, cut into bounded frames:
+nothing here unpickles or evaluates.
 
     client -> server   hello         magic, speaker, Noise's first message
     server -> client   answer        Noise's second message, or a refusal
     client -> server   confirmation  an empty frame: the hello alone could have been recorded and sent again
     both               frames        length, a message of Noise's
 
-docs/protocol.md says it to the byte. The classes hold state and move no bytes: `server` drives them from its event loop,
-`connection` from a blocking socket. What messages mean is decided by the owners of servers and connections; who is given which
-key, in `keys`. The package cryptography is loaded with the first connection of a process: many have none.
+docs/protocol.md says it to the byte. The classes hold state and move no bytes: `server` drives them from its event
+loop, `connection` from a blocking socket. The owners of servers and connections define what messages mean; `keys`
+defines who holds which key. The package cryptography is loaded with the first connection of a process: many have none.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def new_secret() -> bytes:
 
 
 def derived_secret(secret: bytes, purpose: str) -> bytes:
-    """Another secret for another purpose, which tells nothing of the first one. Both ends derive it: it never travels."""
+    """Another secret for another purpose, which tells nothing of the first one.
+
+    Both ends derive it: it never travels.
+    """
     return hmac.digest(secret, b"derived secret: " + purpose.encode(), "sha256")
 
 
@@ -83,8 +86,9 @@ def derived_secret(secret: bytes, purpose: str) -> bytes:
 class Credentials:
     """Credentials of both ends of a connection: a secret, what it is for, and who is at the client's end.
 
-    The purpose (a job, the hub of a world, a session of workers) is part of every handshake, so that what was said in one
-    place is worth nothing in another. `speaker`: the number of the worker or the rank whose key it is, where each has its own.
+    The purpose (a job, the hub of a world, a session of workers) is part of every handshake, so that what was said in
+    one place is worth nothing in another. `speaker`: the number of the worker or the rank whose key it is, where each
+    has its own.
     """
 
     secret: bytes = field(repr=False)
@@ -121,8 +125,8 @@ class Session(NamedTuple):
 class ServerHandshake:
     """The server's half. It reads at most 78 bytes of a stranger and stores no more than these.
 
-    `speaker`: for whom the client speaks, which is proven when there is a `session`. `refuses`: this client spoke the protocol,
-    but under another key; with `REFUSAL` as the answer it need not come again.
+    `speaker`: for whom the client speaks, which is proven when there is a `session`. `refuses`: this client spoke the
+    protocol, but under another key; with `REFUSAL` as the answer it need not come again.
     """
 
     def __init__(self, credentials: Credentials | CredentialsOf, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
@@ -282,7 +286,10 @@ class Opener(_Direction):
 
 
 def _opened(body: bytes) -> tuple[Header, bytes]:
-    """The header in a message's first frame, and the rest of the frame. Genuine, but perhaps made by a hostile member."""
+    """The header in a message's first frame, and the rest of the frame.
+
+    Genuine, but perhaps made by a hostile member.
+    """
     length = int.from_bytes(body[: _LENGTH.size], "big")
     if len(body) < _LENGTH.size or length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
         raise AuthenticationError(f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}")

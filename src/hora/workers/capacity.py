@@ -1,7 +1,7 @@
 """Capacity of a machine for workers, total and given. Pure: the session asks before it starts anything.
 
-Cores are counted as fractions and bound as whole ones; GPUs are never shared. What does not fit is refused in words; cores
-can be shared instead, which `fair_share` decides before anything is granted.
+Cores are counted as fractions and bound as whole ones; GPUs are never shared. What does not fit is refused in words;
+cores can be shared instead, which `fair_share` decides before anything is granted.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Capacity:
     ) -> Capacity:
         """A capacity that has given this much to `worker`; raises Refused.
 
-        `share_cores`: the cores may be used by others too. `claim` says who has a GPU that is free here, empty for us; it
-        is asked only when all else fits, and only until there are enough.
+        `share_cores`: the cores may be used by others too. `claim` takes a GPU that is free here and returns its other
+        holder, or ""; it is called only when all else fits, and only until there are enough.
         """
         for name, value in (("cpu", cpu), ("memory", memory_gib)):
             if not value > 0 or not math.isfinite(value):
@@ -72,8 +72,9 @@ class Capacity:
         )
 
     def fair_share(self, n: int, cpu: float) -> float:
-        """Return the cores of each of `n` workers that ask for `cpu`: those, or what is free divided by `n`, and a core at
-        least, which it then shares with others."""
+        """Return the cores of each of `n` workers that ask for `cpu`: those, or what is free divided by `n`, and a core
+        at least, which it then shares with others.
+        """
         return cpu if n * cpu <= self.free_cores + 1e-9 else min(cpu, max(self.free_cores / n, 1.0))
 
     @property

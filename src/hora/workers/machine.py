@@ -37,14 +37,16 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 class GpuClaims:
-    """The GPUs that this session has for its workers. Sessions of all users of this machine keep out of one another's way,
-    each by a local socket that it holds for each of its GPUs; who holds one is known, and said."""
+    """The GPUs that this session has claimed for its workers.
+
+    A claim is a local socket, so that sessions of all users of this machine see one another's, and can name the holder.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, socket.socket] = {}
 
     def claim(self, gpu: str) -> str:
-        """Have this GPU from now on; who has it, if another session does, and else nothing."""
+        """Claim this GPU; return the session that holds it already, or an empty string on success."""
         if gpu in self._held:
             return ""
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -123,7 +123,7 @@ def _java() -> str | None:
 
 
 def _serve(server: socket.socket) -> None:
-    """Accept and close: who asks only wants to know that we can be reached."""
+    """Accept connections and close them: the other side only checks that this host can be reached."""
     while True:
         try:
             server.accept()[0].close()

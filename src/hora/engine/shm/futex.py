@@ -100,11 +100,11 @@ class Counter:
         _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, _none, _none, 0)
 
     def wake(self) -> None:
-        """Wake every waiter, who looks around."""
+        """Wake every waiter."""
         _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, _none, _none, 0)
 
     def wake_any(self, asleep: Sequence[Counter]) -> None:
-        """Wake every waiter, if one of these says that its member sleeps; who falls asleep says so before it looks again."""
+        """Wake every waiter, if one of these says that its member sleeps; a member says so before it looks a last time."""
         fence()  # either they see what was written before, or their being asleep is seen here
         for one in asleep:
             if one.value:

@@ -208,7 +208,7 @@ class Library:
         found = int(long.hora_version())
         if found != _VERSION:
             raise OSError(f"{path.name} is version {found}, not {_VERSION}: it was built from another source")
-        self.long = long  # for who has structures of its own
+        self.long = long  # for callers with structures of their own
         for number, kind in enumerate(_LAYOUTS):
             expected = [ctypes.sizeof(kind), *(getattr(kind, field[0]).offset for field in kind._fields_)]
             if expected != [int(long.hora_layout(number, index)) for index in range(len(expected))]:

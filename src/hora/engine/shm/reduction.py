@@ -2,8 +2,8 @@
 
 It is reduced where it is, in one of three ways. *Sliced* allreduce: member m reduces slice m into all members' data,
 and all wait for one another at the end. *Direct* allreduce of little data: each member reduces all of it into a private
-result; none waits, because the data of the next step goes to a second place, and who comes to the step after that is
-done with this one. *Scatter*: each member reduces its slice; the caller sees to it that no member writes new data
+result; none waits, because the data of the next step goes to a second place, and a member in the step after that
+has finished this one. *Scatter*: each member reduces its slice; the caller sees to it that no member writes new data
 before all have read, or has the reduction end together.
 """
 

@@ -2,7 +2,7 @@
 
 Inside a host everything is float32. A carrier encodes its host's part on the way out and decodes what comes in, and all
 hosts, the sender's too, go on with what was decoded: results have the same bits everywhere. What encoding loses is kept
-by who asks for it (`residual`) and added the next time. The native part does the same
+by the caller that asks for it (`residual`) and added the next time. The native part does the same
 (`hosts.h`).
 """
 

@@ -3,8 +3,8 @@
 Every member has two slots there that all members have mapped. A step: each member puts its data into one of its slots; when
 its stream has done that, it says so by a counter in the host's shared memory; when all have said so, each member reads all
 slots and leaves the result where it belongs, in member order, so with the same bits everywhere. Nobody waits for the last
-part: it is ordered on the stream. In the next step the other slots are used, and who says that its data for that is there
-has thereby read the slots of this one, because its stream works in order.
+part: it is ordered on the stream. In the next step the other slots are used, and a member that says its data for that is
+there has read the slots of this one, because its stream works in order.
 
 A GPU changes from one process to another in about a tenth of a millisecond, which decides what is fast here: few steps, each
 with much data. What is small goes through host memory (`CudaStagingTransport`), and so do Adasum and alltoall.

@@ -194,8 +194,8 @@ def _function(compiled: Library) -> Callable[[_Job, int], int]:
 
 class NativeHosts:
     """The allreduces of one member of `num_local` on its host, one after the other. `share` gives all members of this host the
-    same zeroed memory (collective); `group` connects carrier number `index` with those of the other hosts, None for who
-    carries nothing."""
+    same zeroed memory (collective); `group` connects carrier number `index` with those of the other hosts, None for a
+    member that carries nothing."""
 
     def __init__(
         self,

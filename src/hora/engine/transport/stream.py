@@ -126,8 +126,8 @@ class StreamGroup(Group):
 
     @contextlib.contextmanager
     def lent(self, most: int) -> Iterator[tuple[dict[int, Lent], dict[int, Lent]]]:
-        """The outgoing and the incoming streams, by member, for who sends and receives at most so many records on each while
-        nothing else is under way: what goes wrong there is what goes wrong here."""
+        """The outgoing and the incoming streams, by member: raw sockets for a caller that does its own I/O, at most so many
+        records on each, while nothing else is under way. Its errors are treated as this group's own."""
         if not self._open:
             raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
         try:
@@ -249,7 +249,7 @@ class _End:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the peer has gone already
-            self.sock.shutdown(socket.SHUT_RDWR)  # wakes who waits at either end
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes waiters at both ends
         self.sock.close()
 
     def _moved(self, memory: memoryview, count: int) -> None:

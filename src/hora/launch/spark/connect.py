@@ -2,7 +2,7 @@
 
 A Connect client has no SparkContext, and the cluster may not be able to reach it. So what the driver does on classic Spark
 happens in task 0 (`lead`): it listens for the other tasks, which learn its address and the stage's secret from
-`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions come home as the rows of the stage; log
+`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions are returned as the rows of the stage; log
 lines too, or live where task 0 can reach the client (`live_log`). Nothing that a user's function does makes a task fail:
 Spark would repeat the stage. Called by what users call, with a session instead of a context.
 """

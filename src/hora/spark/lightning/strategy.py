@@ -55,7 +55,7 @@ class _Horovod:
         vars(rank_zero.rank_zero_only)["rank"] = hvd.rank()
         self._accumulating = False
 
-    # ---- who am I ----------------------------------------------------------------------------------------------------
+    # ---- identity ----------------------------------------------------------------------------------------------------
 
     @property
     def global_rank(self) -> int:
