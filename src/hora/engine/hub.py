@@ -4,11 +4,11 @@ Every rank keeps an authenticated connection, a link, to its parent in the world
 local socket to the first rank of its host, over TCP between the first ranks of hosts. Members of a process set have
 links along the tree of their set besides, where these are others. Links carry
 
-    up, round     what members announce and what was agreed (`hora.engine.agree.tree`): handed on to the agreement of
-    the set gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
-    news          what concerns everybody: a rank shuts down (leaving), was lost, or the world is broken (fault) ack
-    the receiver has this news and passes it on bye, gone     the sender has said goodbye; so has everybody below it, or
-    from the root: so has everybody
+    up, round     what members announce and what was agreed (`hora.engine.agree.tree`), for the agreement of the set
+    gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
+    news          what concerns everybody: a rank shuts down (leaving), was lost, or the world is broken (fault)
+    ack           the receiver has this news and passes it on
+    bye, gone     the sender has said goodbye; so has everybody below it, or, from the root, everybody
 
 News spreads along all links: a rank that has not had it notes it and passes it on to its other neighbours. So a dead rank,
 which all its neighbours miss, is known on every side of it. One that is stopped passes nothing on and acknowledges
