@@ -17,6 +17,8 @@ from hora.net.wire import VALUE_LENGTH
 from hora.world import World
 
 LIMIT_S = 600.0
+RETURN_S = 10.0  # of `ControlClient`
+BACK = 0  # the number of the question by which a worker comes back
 VALUE = struct.Struct(">iiq?")  # generation, rank, worker, whether it wants to stop for a new world
 Answer = tuple[dict[str, Any], bytes]
 Life = Generator["Request | float", Any, int]
@@ -95,11 +97,16 @@ class Worker:
         self.number, self.host, self.dead = spec.worker, spec.slot.hostname, False
         self.stopped_until = 0.0  # SIGSTOP, or a machine that swaps
         self.stubborn = simulation.rng.random() < 0.1  # does not end by itself when it is cut off
+        self._comes_back = simulation.rng.random() < 0.5  # to a launcher from which it was cut off
         self._simulation, self._referee, self._ended, self._num_steps = simulation, referee, ended, num_steps
         self._link: Link | None = None
         self._waits_for, self._ids = -1, 0
+        self._asked: Request | None = None  # what it waits for
+        self._returning_until = 0.0
         self._cut_off = False
         self._notified = False
+        self._hello = {"op": "hello", "name": f"worker {self.number}", "worker": self.number}
+        self._joined = False
         self._world = World.from_env({**spec.env, "HORA_SECRET_FILE": "/nowhere"})
         self._life = self._live()
         simulation.after(simulation.rng.uniform(0.1, 5.0), lambda: self._go_on(None))  # imports
@@ -145,24 +152,73 @@ class Worker:
         else:
             self._ask(wanted)
 
+    def _connect(self) -> None:
+        """Open a connection; what comes over an earlier one is not heard any more."""
+        link: Link | None = None
+
+        def heard(message: Message | None) -> None:
+            if self._link is link:
+                self._heard(message)
+
+        link = self._link = VirtualServer.made.connect(self.number, self.host, heard)
+
     def _ask(self, request: Request) -> None:
         assert self._link is not None
         self._ids += 1
-        self._waits_for = self._ids
+        self._waits_for, self._asked = self._ids, request
         self._link.say({**request.header, "id": self._ids}, request.payload)
-        if not self._link.connected:
+        if not self._link.connected and not self._returning_until:
             self._heard(None)
+
+    def _give_up(self) -> None:
+        self._cut_off = True
+        if not self.stubborn:
+            self._simulation.after(max(self.stopped_until - self._simulation.now, 0.0), lambda: self.die(1))
+
+    def _come_back(self) -> None:
+        """As `ControlClient` does: within a limit, and what was not answered is asked again."""
+        if self.dead or self._cut_off:
+            return
+        if self._simulation.now < self.stopped_until:
+            self._simulation.after(self.stopped_until - self._simulation.now, self._come_back)
+        elif self._simulation.now > self._returning_until:
+            self._give_up()
+        else:
+            self._connect()
+            assert self._link is not None
+            self._link.say({**self._hello, "id": BACK})
+            self._simulation.after(self._returning_until - self._simulation.now, self._give_up_if_not_back)
+
+    def _give_up_if_not_back(self) -> None:
+        if self._returning_until and not self.dead and not self._cut_off:
+            self._give_up()
+
+    def _back(self, header: dict[str, Any]) -> None:
+        self._returning_until = 0.0
+        if "error" in header:
+            self._give_up()
+        elif self._waits_for >= 0 and self._asked is not None:
+            if self._asked.header["op"] == "gather":  # the others were told that it failed
+                self._waits_for = -1
+                self._go_on(({"error": "lost"}, b""))
+            else:
+                self._ask(self._asked)
 
     def _heard(self, message: Message | None) -> None:
         """Something came from the launcher; None: the connection has ended."""
         if self.dead or self._cut_off:
             return
         if message is None:
-            self._cut_off = True
-            if not self.stubborn:
-                self._simulation.after(max(self.stopped_until - self._simulation.now, 0.0), lambda: self.die(1))
+            if self._comes_back and self._joined:
+                self._returning_until = self._returning_until or self._simulation.now + RETURN_S
+                self._simulation.after(self._simulation.rng.expovariate(2.0), self._come_back)
+            else:
+                self._give_up()
             return
         header, payload = message
+        if header.get("re") == BACK:
+            self._back(header)
+            return
         if header.get("notice") == "ping" and self._simulation.now >= self.stopped_until:
             assert self._link is not None
             self._link.say({"op": "pong"})
@@ -175,10 +231,11 @@ class Worker:
     # ---- what it does ---------------------------------------------------------------------------------------
 
     def _live(self) -> Life:
-        self._link = VirtualServer.made.connect(self.number, self.host, self._heard)
-        header, _ = yield Request({"op": "hello", "name": f"worker {self.number}", "worker": self.number})
+        self._connect()
+        header, _ = yield Request(self._hello)
         if "error" in header:
             return 1
+        self._joined = True
         world, step = self._world, 0
         if world.generation < 0:
             found = yield from self._next_world(world)

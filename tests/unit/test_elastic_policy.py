@@ -143,9 +143,11 @@ def test_a_newcomer_that_still_boots_does_not_hold_up_survivors():
 
 
 def test_everybody_failed():
-    assert decide(facts(workers(FAILED, FAILED, FAILED), where=""), 0) == Fail(None, "")
+    failure = Failure(worker=1, at=0.0, code=1)
+    assert decide(facts(workers(FAILED, FAILED, FAILED), where="", failures=[failure]), 0) == Fail(failure)
     newcomer = Worker(number=3, host="a", slot=1, state=READY)
-    assert decide(facts([*workers(FAILED, FAILED), newcomer]), 0) == Fail(None, "")  # the state is lost
+    case = facts([*workers(FAILED, FAILED), newcomer], failures=[failure])
+    assert decide(case, 0) == Fail(failure)  # the state is lost
 
 
 def test_the_root_cause_is_told_when_the_job_cannot_go_on():
@@ -249,6 +251,12 @@ def test_a_worker_that_has_to_connect_and_never_does_is_given_up():
     decision = policy.decide(case, 70)
     assert isinstance(decision, End)
     assert (decision.workers, decision.failed) == ((0,), True)
+
+
+def test_a_job_whose_last_workers_were_sent_away_says_so():
+    decision = decide(facts([replace(one, exited=True) for one in workers(LEFT, LEFT)], where="b:0"), 10)
+    assert decision == Fail(None, decision.message)
+    assert "no worker is left that has the state" in decision.message
 
 
 def test_nobody_is_stuck_as_long_as_nobody_waits():

@@ -227,7 +227,8 @@ class ElasticPolicy:
         usable = _slots(facts)
         ready = [w for w in current if w.state is WorkerState.READY]
         if not ready:
-            return Fail(root_cause(facts.failures))
+            why = "no worker is left that has the state of the training: the last ones were on hosts that are barred or gone"
+            return Fail(root_cause(facts.failures), "" if facts.failures else why)
         if limits.reset_limit is not None and facts.num_resets >= limits.reset_limit:
             return Fail(
                 root_cause(facts.failures),
