@@ -1,8 +1,8 @@
 """Autotune against a sweep by hand, on two models: `python -m benchmarks.autotune [-np 2] [--rounds 9]`
 
 In one job and with one optimizer, so that all have the same memory: after its trials the optimizer is given one setting
-after the other, in turns, the chosen one among them. Only times of the same round are compared: the medians of their ratios
-say how far the chosen one is from the best by hand, and from the default.
+after the other, in turns, the chosen one among them. Only times of the same round are compared: the medians of their
+ratios say how far the chosen one is from the best by hand, and from the default.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ SHAPES = {"wide": (2048, 4, 32), "deep": (512, 48, 32)}  # width, layers, batch
 
 
 def by_hand(num_bytes: int) -> dict[str, Setting]:
-    """What a person would try: sizes below the model's, while backward goes on and after it, and one bucket of everything."""
+    """What a person would try: sizes below the model's, while backward goes on and after it, and one bucket of
+    everything.
+    """
     from hora.torch.optimizer.autotune import Setting
 
     sizes = [size for size in (MB, 4 * MB, 16 * MB, 64 * MB) if size < num_bytes]

@@ -4,11 +4,12 @@
     python -m benchmarks.core --quick                 a look at everything, about two minutes
     python -m benchmarks.core -np 8 --parts collectives,training --json core8.json
 
-gloo and DDP are started by torchrun, ours by horovodrun, with and without the native part. All stay alive, asleep, and take
-turns: a round gives every contender one turn, and ratios are taken inside a round. "times" is gloo's (or DDP's) time divided
-by ours: the median over the rounds, with the smallest and largest in brackets. `copies`: our time in plain copies of the same
-bytes, made by all ranks at once. One thread a rank, float32, tensors in place, one name. DeepSpeed's allreduce through shared
-memory takes part in sums where DEEPSPEED_SOURCE names a folder with its sources (its sdist, unpacked).
+gloo and DDP are started by torchrun, ours by horovodrun, with and without the native part. All stay alive, asleep, and
+take turns: a round gives every contender one turn, and ratios are taken inside a round. "times" is gloo's (or DDP's)
+time divided by ours: the median over the rounds, with the smallest and largest in brackets. `copies`: our time in plain
+copies of the same bytes, made by all ranks at once. One thread a rank, float32, tensors in place, one name. DeepSpeed's
+allreduce through shared memory takes part in sums where DEEPSPEED_SOURCE names a folder with its sources (its sdist,
+unpacked).
 """
 
 from __future__ import annotations
@@ -208,8 +209,9 @@ def show_step(row: dict[str, Any], num_ranks: int) -> str:
 
 
 def phases(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Where the processor time of a step goes, in forward passes: machines change their speed, and no rank talks in one.
-    "warm": alone, with memory kept as `hvd.init()` keeps it."""
+    """Where the processor time of a step goes, in forward passes: machines change their speed, and no rank talks in
+    one. "warm": alone, with memory kept as `hvd.init()` keeps it.
+    """
     rows = []
     with groups(["alone", "warm", "DDP", "overlap", "sharded"], arguments.num_ranks) as found:
         for model in arguments.models:

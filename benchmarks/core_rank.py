@@ -1,7 +1,7 @@
 """One rank of a contender of `benchmarks.core`: it does what its orders say, and answers each with one line of JSON.
 
-Started by torchrun (gloo, DDP) or horovodrun (ours), on every rank, with the socket of the benchmark and what it is to be.
-Between orders it sleeps in `recv`, so that the others have the machine to themselves.
+Started by torchrun (gloo, DDP) or horovodrun (ours), on every rank, with the socket of the benchmark and what it is to
+be. Between orders it sleeps in `recv`, so that the others have the machine to themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ TRAINING = {"DDP", "overlap", "sharded", "alone"} | WARM
 
 
 def built_deepspeed() -> Any:
-    """DeepSpeed's shared-memory allreduce, from its unpacked sources in $DEEPSPEED_SOURCE, as its own build makes it."""
+    """DeepSpeed's shared-memory allreduce, from its unpacked sources in $DEEPSPEED_SOURCE, as its own build makes
+    it.
+    """
     from torch.utils.cpp_extension import load
 
     csrc = Path(os.environ["DEEPSPEED_SOURCE"]) / "csrc" / "cpu"
@@ -143,7 +145,9 @@ class Rank:
         return timed(self.step, WORKLOADS[model].steps)
 
     def phases(self, model: str) -> list[float]:
-        """Milliseconds of processor time: zero_grad, forward, backward and step of this thread; all of other threads."""
+        """Milliseconds of processor time: zero_grad, forward, backward and step of this thread; all of other
+        threads.
+        """
         marks: list[float] = []
         step = make_step(self.contender, WORKLOADS[model], "sgd", self.rank, lambda: marks.append(time.thread_time()))
         rows = []

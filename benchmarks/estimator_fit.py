@@ -1,9 +1,9 @@
 """Where `TorchEstimator.fit` of a few hundred rows spends its time: `python benchmarks/estimator_fit.py [rounds]`.
 
-A standalone Spark cluster (a master and two workers with one core each), two processes, 200 rows, 10 epochs, a store on a
-local disk with runs (checkpoints, TensorBoard). The first `fit` of the session is told apart from the later ones, of which
-the medians are shown: `data` is what Spark does to have the rows in the store, `before` passes until rank 0 is in the
-training function, `train` in it, and `home` from there until `fit` returns.
+A standalone Spark cluster (a master and two workers with one core each), two processes, 200 rows, 10 epochs, a store on
+a local disk with runs (checkpoints, TensorBoard). The first `fit` of the session is told apart from the later ones, of
+which the medians are shown: `data` is what Spark does to have the rows in the store, `before` passes until rank 0 is in
+the training function, `train` in it, and `home` from there until `fit` returns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one rank pays for `DistributedOptimizer` on a GPU: `python -m benchmarks.gpu`.
 
-ResNet-50 on random photographs, whole training steps: the plain loop, and the same loop with the optimizer wrapped. The two
-take turns in one process. Reports images per second, medians over the rounds, and the wrapped loop's share of the
+ResNet-50 on random photographs, whole training steps: the plain loop, and the same loop with the optimizer wrapped. The
+two take turns in one process. Reports images per second, medians over the rounds, and the wrapped loop's share of the
 plain one's speed.
 """
 

@@ -8,9 +8,9 @@
     python -m benchmarks.hosts --rate 1gbit --train         whole training steps against DDP (`hosts_training`)
     python -m benchmarks.hosts --hosts 4 --ranks 1          four hosts, each with one rank
 
-Two hosts with two ranks each, unless said otherwise; as root. What is measured, and how, is said in `collectives`, which runs
-on the ranks. "Of the wire" is the time that the bytes alone would need at the cable's speed, divided by ours: every host
-sends and receives all of them once.
+Two hosts with two ranks each, unless said otherwise; as root. What is measured, and how, is said in `collectives`,
+which runs on the ranks. "Of the wire" is the time that the bytes alone would need at the cable's speed, divided by
+ours: every host sends and receives all of them once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sizes",
         default="",
-        help=f"bytes, with K or M (default: {SIZES}; on a cable that loses packets {SIZES_OF_A_BAD_CABLE}, since one of "
+        help=f"bytes, with K or M (default: {SIZES}; on a cable that loses packets {SIZES_OF_A_BAD_CABLE}, since "
+        "one of "
         "64M would take minutes)",
     )
     parser.add_argument("--cases", default="sum", help="see benchmarks.collectives (default: sum)")

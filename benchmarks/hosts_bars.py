@@ -1,11 +1,12 @@
-"""Everything that was promised of several hosts, in one table: `python -m benchmarks.hosts_bars`, as root, about half an hour.
+"""Everything that was promised of several hosts, in one table: `python -m benchmarks.hosts_bars`, as root, about half
+an hour.
 
-    python -m benchmarks.hosts_bars --rows plain,wire --json bars.json      some of it; the file keeps what was run before
+    python -m benchmarks.hosts_bars --rows plain,wire --json bars.json    some of it; the file keeps earlier runs
     python -m benchmarks.hosts_bars --rounds 1 --steps 0                    whether it works
 
-Each row is a run of `benchmarks.hosts`; "bar" is what was promised, and a `!` marks what falls short of it. In brackets: the
-smallest and the largest round. `load` is the machine's load average before the run, `stolen` the share of its processor time
-that its own host kept from it meanwhile.
+Each row is a run of `benchmarks.hosts`; "bar" is what was promised, and a `!` marks what falls short of it. In
+brackets: the smallest and the largest round. `load` is the machine's load average before the run, `stolen` the share of
+its processor time that its own host kept from it meanwhile.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ def show_four_hosts(found: Found, row: str = "four hosts") -> None:
 def show_bad_network(found: Found) -> None:
     for result in found["bad network"]:
         print(
-            f"20 ms of delay each way, 0.1 % loss: {result['bytes'] // 1024} KiB takes {result['hvd_us'] / 1000:.0f} ms, "
-            f"{result['round_trips']:.1f} round trips (gloo {result['gloo_us'] / 1000:.0f} ms)",
+            f"20 ms of delay each way, 0.1 % loss: {result['bytes'] // 1024} KiB takes {result['hvd_us'] / 1000:.0f} "
+            f"ms, {result['round_trips']:.1f} round trips (gloo {result['gloo_us'] / 1000:.0f} ms)",
             flush=True,
         )
 

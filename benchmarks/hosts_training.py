@@ -1,8 +1,9 @@
-"""One rank of a training over several hosts, against DistributedDataParallel over gloo: `benchmarks.hosts --train` starts it.
+"""One rank of a training over several hosts, against DistributedDataParallel over gloo: `benchmarks.hosts --train`
+starts it.
 
-All contenders live in the same processes and take turns; what they train is said in `training` and `models`. Rank 0 reports
-medians over rounds of a step's time, of the slowest rank, and of DDP's divided by ours in the same round; and the mean loss
-of the ranks after so many steps of each.
+All contenders live in the same processes and take turns; what they train is said in `training` and `models`. Rank 0
+reports medians over rounds of a step's time, of the slowest rank, and of DDP's divided by ours in the same round; and
+the mean loss of the ranks after so many steps of each.
 """
 
 from __future__ import annotations

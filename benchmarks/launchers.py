@@ -1,11 +1,11 @@
-"""How long does a job of two empty ranks take, by every launcher here? Run `python benchmarks/launchers.py [--repeats 5]
-[--docs]`.
+"""How long does a job of two empty ranks take, by every launcher here? Run `python benchmarks/launchers.py [--repeats
+5] [--docs]`.
 
-Wall seconds from the command to its end, medians, all launchers in turns: this machine alone, the same command on two nodes
-(both are this machine), mpirun's line by the stand-in and by a real Open MPI, ssh (a real sshd), a Slurm allocation (a real
-Slurm of two nodes; the time is that of `hora run` inside it), two pods of a Job (on the stand-in of the tests; as root), a
-`HorovodRunner` on a running Spark cluster and a `RayExecutor` on a running Ray cluster of two nodes, where these are
-installed. Prints the table of docs/launchers.md; `--docs` puts it there.
+Wall seconds from the command to its end, medians, all launchers in turns: this machine alone, the same command on two
+nodes (both are this machine), mpirun's line by the stand-in and by a real Open MPI, ssh (a real sshd), a Slurm
+allocation (a real Slurm of two nodes; the time is that of `hora run` inside it), two pods of a Job (on the stand-in of
+the tests; as root), a `HorovodRunner` on a running Spark cluster and a `RayExecutor` on a running Ray cluster of two
+nodes, where these are installed. Prints the table of docs/launchers.md; `--docs` puts it there.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def launchers(stack: ExitStack) -> dict[str, Callable[[], float]]:
     if not missing():
         (folder / "slurm").mkdir()
         slurm = stack.enter_context(SlurmCluster(folder / "slurm"))
-        inside = f"import time, subprocess; b = time.time(); subprocess.run({[HORA, 'run', '-np', '2', *RANK]!r}, check=True)"
+        job = [HORA, "run", "-np", "2", *RANK]
+        inside = f"import time, subprocess; b = time.time(); subprocess.run({job!r}, check=True)"
 
         def in_an_allocation() -> float:
             line = ["salloc", "-Q", "-N2", sys.executable, "-c", f"{inside}; print('took', time.time() - b)"]

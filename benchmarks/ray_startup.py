@@ -1,4 +1,5 @@
-"""Start-up side by side with Ray Train, interleaved in one run, and recovery: `python benchmarks/ray_startup.py [rounds]`.
+"""Start-up side by side with Ray Train, interleaved in one run, and recovery: `python benchmarks/ray_startup.py
+[rounds]`.
 
 Each contender starts two workers that initialise, allreduce one tensor and return, on a cluster of two nodes on this
 machine. One round of everything runs before the clock does. Then an elastic job loses a worker: from its death to the

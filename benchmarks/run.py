@@ -1,13 +1,13 @@
 """The whole comparison with one command: `make bench`, or `python -m benchmarks [--quick]`.
 
-Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, memory against DDP, start-up
-against torchrun and TorchDistributor, autotune against a sweep by hand, and the cost of watching a job. Prints what each
-benchmark prints and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture
+Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, memory against DDP,
+start-up against torchrun and TorchDistributor, autotune against a sweep by hand, and the cost of watching a job. Prints
+what each benchmark prints and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture
 (`results.png`); `python -m benchmarks.readme` writes the README's figures from them.
 
-Needs torch and the package (installed, or `PYTHONPATH=src`). A part that needs more (pyspark and Java, chromium) is left
-out where that is missing, and the table says so. `--quick` takes about a quarter of an hour on two cores: fewer rounds,
-without autotune and watching.
+Needs torch and the package (installed, or `PYTHONPATH=src`). A part that needs more (pyspark and Java, chromium) is
+left out where that is missing, and the table says so. `--quick` takes about a quarter of an hour on two cores: fewer
+rounds, without autotune and watching.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def run_module(module: str, *arguments: str) -> str:
     """Run a benchmark, show what it prints, and return it. A benchmark that fails is reported, not fatal."""
     print(f"\n== {module} {' '.join(arguments)}", flush=True)
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    # torchrun would set this, and say so among the results. stderr, where Spark writes its log, goes to the console only.
+    # torchrun would set this, and say so among the results. stderr, where Spark writes its log, goes to the console
+    # only.
     env = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, check=False)
     print(done.stdout, flush=True)
@@ -103,7 +104,8 @@ def machine() -> str:
 
     cores, all_cores = len(os.sched_getaffinity(0)), os.cpu_count()
     where = f"{cores} cores" if cores == all_cores else f"{cores} of {all_cores} cores"
-    return f"{where}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}"
+    release = torch.__version__.partition("+")[0]
+    return f"{where}, {platform.machine()}, Python {platform.python_version()}, torch {release}"
 
 
 def table(command: str, collectives: Rows, training: Rows, texts: dict[str, str]) -> str:
@@ -116,10 +118,11 @@ def table(command: str, collectives: Rows, training: Rows, texts: dict[str, str]
         "",
         "## Training step against DistributedDataParallel (gloo)",
         "",
-        '"DDP, warm memory" is DDP with the malloc settings that `hvd.init()` makes; ratios are against DDP and, behind '
-        "the dot, against that.",
+        '"DDP, warm memory" is DDP with the malloc settings that `hvd.init()` makes; ratios are against DDP and, '
+        "behind the dot, against that.",
         "",
-        "| model | optimizer | ranks | alone | DDP | DDP, warm memory | overlapped | times faster | sharded | times faster |",
+        "| model | optimizer | ranks | alone | DDP | DDP, warm memory | overlapped | times faster | sharded | times "
+        "faster |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in training:

@@ -1,8 +1,8 @@
 """Several ranks on one GPU: `python -m benchmarks.shared_gpu`. Allreduce of CUDA tensors, ours against gloo.
 
-Each contender runs in processes of its own, started by its own launcher (horovodrun, torchrun), in turns. `ours` through the
-GPU's memory, `host` through host memory (`HORA_CUDA_IPC=0`). Medians over the rounds, and the least and the most. NCCL takes
-part where it can have several ranks on a GPU (2.30 and newer).
+Each contender runs in processes of its own, started by its own launcher (horovodrun, torchrun), in turns. `ours`
+through the GPU's memory, `host` through host memory (`HORA_CUDA_IPC=0`). Medians over the rounds, and the least and the
+most. NCCL takes part where it can have several ranks on a GPU (2.30 and newer).
 """
 
 from __future__ import annotations

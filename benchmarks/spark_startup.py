@@ -7,8 +7,8 @@ and as local processes. The session and the executors are warm: one round of eve
 does. Prints medians, the spread and the ratios, and of the medians which part passed before rank 0 was in the function,
 in it (where it imports, initialises and reduces), and on the way home.
 
-Through Connect all share Spark's Python workers, and TorchDistributor, whose tasks leave their input unread, has Spark end
-them. So ours is measured twice there: first on workers that are new, then on those that it has left.
+Through Connect all share Spark's Python workers, and TorchDistributor, whose tasks leave their input unread, has Spark
+end them. So ours is measured twice there: first on workers that are new, then on those that it has left.
 """
 
 from __future__ import annotations

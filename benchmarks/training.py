@@ -1,11 +1,11 @@
 """Whole training steps against DistributedDataParallel over gloo, in turns: `python -m benchmarks.training`.
 
-Every contender trains the same model from the same start on the same batches with the same optimizer implementation:
-a step without communication, DDP, DDP with the malloc settings of `hvd.init()` ("DDP-warm": freed memory stays with the
-process), Hora with overlapped reduction, Hora sharded. Each has processes of its own, as a user would run it, and sleeps
-while the others have their turn; with `--together` all live in the same processes, where all have warm memory. Reports
-medians over rounds, the spread, ratios of both DDPs' time to ours, and that the losses agree. `--profile` shows where a
-step's time goes.
+Every contender trains the same model from the same start on the same batches with the same optimizer implementation: a
+step without communication, DDP, DDP with the malloc settings of `hvd.init()` ("DDP-warm": freed memory stays with the
+process), Hora with overlapped reduction, Hora sharded. Each has processes of its own, as a user would run it, and
+sleeps while the others have their turn; with `--together` all live in the same processes, where all have warm memory.
+Reports medians over rounds, the spread, ratios of both DDPs' time to ours, and that the losses agree. `--profile` shows
+where a step's time goes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
 def make_step(
     contender: str, workload: Workload, optimizer_kind: str, rank: int, mark: Callable[[], object] = lambda: None
 ) -> Callable[[], torch.Tensor]:
-    """One training step of a contender, as a function that returns the loss. `mark` is called after each of its phases."""
+    """One training step of a contender, as a function that returns the loss.
+
+    `mark` is called after each of its phases.
+    """
     torch.manual_seed(0)
     model: nn.Module = workload.build()
     if contender in PEERS:

@@ -1,10 +1,14 @@
 """What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | slow | hang | hour | page`
 
-overhead    a training step unobserved, observed, and observed with a page open, in turns; bytes a rank sends in a second
-slow        one of four ranks is a fifth slower, a random one each time: how often it is named, it alone, after how many seconds
-hang        one of four ranks hangs, a random one each time: how often the page has its guilty line, after how many seconds
+overhead    a training step unobserved, observed, and observed with a page open, in turns; bytes a rank sends in a
+            second
+slow        one of four ranks is a fifth slower, a random one each time: how often it is named, it alone, after how many
+            seconds
+hang        one of four ranks hangs, a random one each time: how often the page has its guilty line, after how many
+            seconds
 hour        a simulated hour of eight ranks: the recording's size, and the seconds until it can be shown
-page        in chromium: its size, its first paint, and the processor time it takes beside a job and when nothing happens
+page        in chromium: its size, its first paint, and the processor time it takes beside a job and when nothing
+            happens
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A character-level transformer, over a slow link: `horovodrun -np 2 -H a:1,b:1 python examples/characters.py --send diloco`
+"""A character-level transformer, over a slow link: `horovodrun -np 2 -H a:1,b:1 python examples/characters.py --send
+diloco`
 
 The text is made by the program: sentences of a small grammar with sums to be learnt. `--send` says how the hosts
 exchange what they learn (docs/slow_links.md); on one host all of them send nothing.

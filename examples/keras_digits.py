@@ -1,6 +1,7 @@
 """Handwritten digits with Keras on several ranks: `horovodrun -np 2 python examples/keras_digits.py --epochs 3`
 
-The script of the Horovod documentation: `hvd.init`, an optimizer that is wrapped, three callbacks, and rank 0 that reports.
+The script of the Horovod documentation: `hvd.init`, an optimizer that is wrapped, three callbacks, and rank 0 that
+reports.
 """
 
 import argparse

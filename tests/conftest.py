@@ -20,7 +20,8 @@ _UNIT = Path(__file__).parent / "unit"
 # Tests of a make target of their own: in a run only where -m or the file's path names them.
 _OWN_TARGETS = {"containers", "hosts", "protected_spark"}
 
-# Under nohup, or in the background of a script, they are ignored, and launchers rightly keep it that way. Tests send them.
+# Under nohup, or in the background of a script, they are ignored, and launchers rightly keep it that way. Tests send
+# them.
 for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _action)
@@ -34,7 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def cases(request: pytest.FixtureRequest) -> Iterator[tuple[str, random.Random]]:
-    """Random inputs for a fuzzing test: each one's name, for messages, and a source of randomness that depends on it."""
+    """Random inputs for a fuzzing test: each one's name, for messages, and a source of randomness that depends on
+    it.
+    """
     names = (f"case {number} of {request.node.name}" for number in range(request.config.getoption("--cases")))
     return ((name, random.Random(name)) for name in names)
 

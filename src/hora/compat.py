@@ -3,8 +3,8 @@
     python -m hora.compat script.py [args]     runs a script that says `import cdsw` or `import cml.workers_v1`
     hora.compat.install()                      makes the names importable in this process
 
-`cdsw` and `cml` exist on Cloudera machines, so they are not shipped as packages; a real one is never replaced. The script's
-own commands find this Python first, and a stand-in for `mpirun` (`hora mpirun`) where there is none.
+`cdsw` and `cml` exist on Cloudera machines, so they are not shipped as packages; a real one is never replaced. The
+script's own commands find this Python first, and a stand-in for `mpirun` (`hora mpirun`) where there is none.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class HorovodVersionMismatchError(ImportError):
 
 
 class BadCallError(TypeError, ValueError):
-    """A function cannot be called with what was given for it: what Python says at the call, said before anything starts."""
+    """A function cannot be called with what was given for it: what Python says at the call, said before anything
+    starts.
+    """
 
 
 class AuthenticationError(ConnectionError):

@@ -1,7 +1,8 @@
 """Per-tensor events: the timeline, a Chrome trace that rank 0 writes.
 
 Open the file in `chrome://tracing` or Perfetto. It is a JSON array that is valid at every moment: each write replaces
-the closing bracket. One "process" of the trace is one tensor. The engine's `Recorder` calls this; it knows nothing of requests.
+the closing bracket. One "process" of the trace is one tensor. The engine's `Recorder` calls this; it knows nothing of
+requests.
 """
 
 from __future__ import annotations

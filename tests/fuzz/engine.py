@@ -1,4 +1,5 @@
-"""Stress the engine with random programs, and shrink those that fail. Each failure ends with a command that shows it again.
+"""Stress the engine with random programs, and shrink those that fail. Each failure ends with a command that shows it
+again.
 
     python tests/fuzz/engine.py --programs 2000                    seeds 0 to 1999, on 2 to 4 ranks in turn
     python tests/fuzz/engine.py --seed 17 --ranks 3                one program; shrunk, if it fails

@@ -3,8 +3,8 @@
     python tests/fuzz/parsers.py --seconds 60                 every target for a minute
     python tests/fuzz/parsers.py --seconds 3600 frames hosts  these for an hour
 
-What is found is printed with its traceback and kept in the folder `--found`; its bytes become a test of tests/unit. `--corpus`
-keeps what led to new code, so that the next run begins there.
+What is found is printed with its traceback and kept in the folder `--found`; its bytes become a test of tests/unit.
+`--corpus` keeps what led to new code, so that the next run begins there.
 """
 
 from __future__ import annotations
@@ -251,7 +251,10 @@ def timelines() -> Target:
 
 
 def models() -> Target:
-    """The two files of a model: a card, signed again, or weights, with their checksum. What is loaded has run nothing."""
+    """The two files of a model: a card, signed again, or weights, with their checksum.
+
+    What is loaded has run nothing.
+    """
     import torch
 
     from hora.errors import ModelFileError

@@ -2,9 +2,9 @@
 
     python bad_cable.py PID PID DELAY_S LOSS SEED
 
-Each namespace, of the process named, gets a network device called `cable`; what is sent into one comes out of the other, this
-long later, but for a share `LOSS` of the packets. The devices live as long as this process, which ends with its stdin. Started
-by `namespaces.badly_joined`.
+Each namespace, of the process named, gets a network device called `cable`; what is sent into one comes out of the
+other, this long later, but for a share `LOSS` of the packets. The devices live as long as this process, which ends with
+its stdin. Started by `namespaces.badly_joined`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a user does through Spark Connect, as a program: `connect_client.py sc://host:port|local[n] FOLDER SCENARIO …`.
 
-A process of its own, because one with a classic session cannot have a Connect one. Prints a JSON object: scenario -> what it
-found, or {"error": its type, "text": its words}.
+A process of its own, because one with a classic session cannot have a Connect one. Prints a JSON object: scenario ->
+what it found, or {"error": its type, "text": its words}.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def runner(spark, folder):
 
 
 def warm(spark, folder):
-    """What a UDF does to Spark's Python workers, and whether ranks, which are forked, see any of it; and whether they have
-    what the first job's did not need, and an optimizer does."""
+    """What a UDF does to Spark's Python workers, and whether ranks, which are forked, see any of it; and whether they
+    have what the first job's did not need, and an optimizer does.
+    """
     from sparkdl import HorovodRunner
 
     def vandal(batches):

@@ -1,7 +1,8 @@
 """What goes wrong, or is large, on a Spark cluster, as a program: `fault_client.py URL FOLDER SCENARIO …`.
 
-`URL` is a master's (`spark://…`) or a Connect server's (`sc://…`); the program is the same. Prints a JSON object for each
-scenario: what it found, or {"error": its type, "text": its words}. Scenarios that wait to be hurt write `rank<r>` into FOLDER.
+`URL` is a master's (`spark://…`) or a Connect server's (`sc://…`); the program is the same. Prints a JSON object for
+each scenario: what it found, or {"error": its type, "text": its words}. Scenarios that wait to be hurt write `rank<r>`
+into FOLDER.
 """
 
 from __future__ import annotations

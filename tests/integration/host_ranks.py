@@ -84,7 +84,9 @@ def answer_of(who: str, answer: Any) -> Any:
 
 
 class Helper:
-    """A process beside the ranks that does one function of `two_hosts_rank` from `with` on, until it is told to stop."""
+    """A process beside the ranks that does one function of `two_hosts_rank` from `with` on, until it is told to
+    stop.
+    """
 
     def __init__(self, do: Callable[..., None], *arguments: Any) -> None:
         context = _context()

@@ -1,5 +1,6 @@
-"""Kubeflow's controller as a job sees it: an HTTPS server with a certificate of its own authority, which takes reports from who
-shows the right token."""
+"""Kubeflow's controller as a job sees it: an HTTPS server with a certificate of its own authority, which takes reports
+from who shows the right token.
+"""
 
 from __future__ import annotations
 

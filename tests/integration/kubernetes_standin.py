@@ -1,9 +1,10 @@
 """A small stand-in for Kubernetes: an API server that takes manifests, and pods that are processes in namespaces.
 
-Of the API it has what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs and JobSets. A pod has
-a network, a host name, processes and a /etc of its own: its Secrets are files there, the names of the other pods are in its
-hosts file, and its command is process 1, which gets SIGTERM, a grace period and SIGKILL. An indexed Job starts a deleted pod,
-and with `OnFailure` a failed one, again. Not here: images, scheduling, probes, quotas, DNS, access control.
+Of the API it has what `kubectl apply`, `create secret` and `delete pod` need of Secrets, Services, Jobs and JobSets. A
+pod has a network, a host name, processes and a /etc of its own: its Secrets are files there, the names of the other
+pods are in its hosts file, and its command is process 1, which gets SIGTERM, a grace period and SIGKILL. An indexed Job
+starts a deleted pod, and with `OnFailure` a failed one, again. Not here: images, scheduling, probes, quotas, DNS,
+access control.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _RESOURCES = {
 }
 # Files of this pod over the machine's, in a mount namespace of its own; then the command, as process 1.
 _ENTER = (
-    "hostname $NAME && mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt/ && cp -a $FILES/. /mnt/ && mount --bind /mnt /etc && "
+    "hostname $NAME && mount -t tmpfs tmpfs /mnt && cp -a /etc/. /mnt/ && cp -a $FILES/. /mnt/ && mount --bind /mnt "
+    "/etc && "
     'unset NAME FILES && exec "$@"'
 )
 
@@ -263,7 +265,10 @@ def _status(reason: str, code: int) -> Mapping[str, Any]:
 
 @contextmanager
 def kubernetes(folder: Path) -> Iterator[tuple[Kubernetes, str]]:
-    """A cluster of two nodes, and its API server's URL. AssertionError or CalledProcessError where there can be none."""
+    """A cluster of two nodes, and its API server's URL.
+
+    AssertionError or CalledProcessError where there can be none.
+    """
     with ExitStack() as stack:
         cluster = Kubernetes(folder, stack.enter_context(joined(_ADDRESSES)))
         stack.callback(cluster.close)

@@ -40,8 +40,9 @@ class Host:
 
 @contextlib.contextmanager
 def joined(addresses: Sequence[str]) -> Iterator[list[Host]]:
-    """Hosts with these addresses, whose ends of their cables are all called `cable`: two have one between them, more have
-    one each to a switch, which is a namespace too."""
+    """Hosts with these addresses, whose ends of their cables are all called `cable`: two have one between them, more
+    have one each to a switch, which is a namespace too.
+    """
     with contextlib.ExitStack() as stack:
         made = []
         for _ in addresses:
@@ -63,8 +64,9 @@ def joined(addresses: Sequence[str]) -> Iterator[list[Host]]:
 
 @contextlib.contextmanager
 def badly_joined(addresses: Sequence[str], *, delay_s: float, loss: float, seed: int = 0) -> Iterator[list[Host]]:
-    """Two hosts with these addresses and a cable, called `cable` at both ends, that delays each packet and loses this share
-    of them. CalledProcessError where this machine does not let us make one."""
+    """Two hosts with these addresses and a cable, called `cable` at both ends, that delays each packet and loses this
+    share of them. CalledProcessError where this machine does not let us make one.
+    """
     with contextlib.ExitStack() as stack:
         made = []
         for _ in addresses:

@@ -1,7 +1,7 @@
 """Jobs on a standalone cluster that authenticates and encrypts its own traffic. `make test-spark-protected` runs it.
 
-Not part of `make test`: it starts a cluster of its own, and protects nothing that the other tests do not show already but for
-the settings themselves.
+Not part of `make test`: it starts a cluster of its own, and protects nothing that the other tests do not show already
+but for the settings themselves.
 """
 
 from __future__ import annotations

@@ -68,9 +68,10 @@ class Misfortune:
 
 
 class Stages:
-    """A discovery and a callback: the hosts of the next stage are found when all slots of this one train; after the last
-    stage the training is over. `least`, `most`: how many workers the job has; with fewer slots than that, the next stage comes
-    at the next question."""
+    """A discovery and a callback: the hosts of the next stage are found when all slots of this one train; after the
+    last stage the training is over. `least`, `most`: how many workers the job has; with fewer slots than that, the next
+    stage comes at the next question.
+    """
 
     def __init__(
         self, stages: Sequence[Mapping[str, int]], directory: Path, *, least: int = 1, most: int | None = None

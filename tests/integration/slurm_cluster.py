@@ -1,4 +1,6 @@
-"""A real Slurm for tests: one slurmctld, two slurmd on this machine, a munged with a key of its own; nothing left behind."""
+"""A real Slurm for tests: one slurmctld, two slurmd on this machine, a munged with a key of its own; nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def _free_port() -> int:
 
 
 class SlurmCluster:
-    """Nodes n1 and n2 with two cores and two GPUs each, which are devices without content. `environment`: for its commands."""
+    """Nodes n1 and n2 with two cores and two GPUs each, which are devices without content.
+
+    `environment`: for its commands.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,7 +100,8 @@ class SlurmCluster:
         }
         lines = [f"{key}={value}" for key, value in settings.items()]
         lines += [
-            f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=2 RealMemory=1000 Gres=gpu:2"
+            f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=2 RealMemory=1000 "
+            "Gres=gpu:2"
             for node in ("n1", "n2")
         ]
         return "\n".join([*lines, "PartitionName=all Nodes=n1,n2 Default=YES State=UP", ""])

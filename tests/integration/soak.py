@@ -1,9 +1,10 @@
 """Soak: hours of elastic training under random faults. `make soak MINUTES=120`.
 
 The faults are those of `chaos`, one every half minute or so; one rank is spared, so that there are processes which live
-through all of it: that rank, the launcher and its supervisor. Every minute says what these hold. At the end the training
-must be right, as after chaos, and memory, descriptors and threads of whatever has lived for most of the time must be as flat
-as they were after the first quarter. The steps mostly sleep: a soak is to last, not to load the machine.
+through all of it: that rank, the launcher and its supervisor. Every minute says what these hold. At the end the
+training must be right, as after chaos, and memory, descriptors and threads of whatever has lived for most of the time
+must be as flat as they were after the first quarter. The steps mostly sleep: a soak is to last, not to load the
+machine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Health:
 
     def look(self) -> None:
         with suppress(psutil.Error), self.process.oneshot():
-            # Not what is its own alone: that of a fork server depends on its forks, which share it until they write to it.
+            # Not what is its own alone: that of a fork server depends on its forks, which share it until they write to
+            # it.
             memory = self.process.memory_info().rss / 2**20
             self.samples.append((time.monotonic(), memory, self.process.num_fds(), self.process.num_threads()))
 

@@ -209,7 +209,9 @@ def _is_horas(process: psutil.Process) -> bool:
 
 
 def _stands_by(process: psutil.Process) -> bool:
-    """Whether it waits beside a Python worker of Spark's that lives (`hora.launch.spark.standby`): it ends with that."""
+    """Whether it waits beside a Python worker of Spark's that lives (`hora.launch.spark.standby`): it ends with
+    that.
+    """
     try:
         parent = process.parent()
         return process.name() == "hora-standby" and parent is not None and "pyspark.daemon" in _command(parent)
@@ -237,7 +239,8 @@ def _follow(process: subprocess.Popen[str], found: str, lines: list[str], matche
 
 
 def connect_python() -> str | None:
-    """The Python whose Spark has a Connect server: this one, unless pip's package comes without it, as those of Spark 3 do.
+    """The Python whose Spark has a Connect server: this one, unless pip's package comes without it, as those of Spark 3
+    do.
 
     Then what HORA_TEST_CONNECT_SERVER names, whose Spark may be newer than the client's; None where there is neither.
     """
@@ -267,7 +270,10 @@ def cluster_environment(python: str = sys.executable) -> dict[str, str]:
 
 @contextlib.contextmanager
 def spark_session(master: str, *, keep_java: bool = False, **conf: str) -> Iterator[object]:
-    """The driver's SparkSession on `master`, with small limits, stopped at the end. `keep_java`: another one follows."""
+    """The driver's SparkSession on `master`, with small limits, stopped at the end.
+
+    `keep_java`: another one follows.
+    """
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     os.environ["PYSPARK_PYTHON"] = sys.executable
     from pyspark.sql import SparkSession

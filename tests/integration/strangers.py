@@ -74,8 +74,9 @@ def sayings() -> list[bytes]:
 
 
 def crowd(namespace: str, host_pids: Sequence[int], answer: Any) -> None:
-    """Connect to every port of the hosts (of each a process) as soon as it opens, before the ranks can; try another job's
-    secret; and stay there in silence, so many that no process could hold all of them."""
+    """Connect to every port of the hosts (of each a process) as soon as it opens, before the ranks can; try another
+    job's secret; and stay there in silence, so many that no process could hold all of them.
+    """
     enter(namespace)
     resource.setrlimit(resource.RLIMIT_NOFILE, (8192, 8192))
     answer.send("running")

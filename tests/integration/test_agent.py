@@ -1,4 +1,7 @@
-"""The same command on two nodes, without ssh. Both are this machine; everything between them goes through the agents."""
+"""The same command on two nodes, without ssh.
+
+Both are this machine; everything between them goes through the agents.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def test_a_host_that_begins_to_lie_is_given_up(tmp_path: Path, lie: str):
         f"#!{sys.executable}\n"
         "import os, subprocess, sys, threading\n"
         "if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()\n"
-        "command = subprocess.Popen(['sh', '-c', sys.argv[-1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)\n"
+        "pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'bufsize': 0}\n"
+        "command = subprocess.Popen(['sh', '-c', sys.argv[-1]], **pipes)\n"
         "asked = threading.Event()\n"
         "def forward():\n"
         "    while data := os.read(0, 65536):\n"
@@ -113,8 +114,8 @@ class Exploit:
         return os.system, (f"touch {self.trap}",)
 
 
-# A member of the job that speaks the documented protocol (docs/protocol.md) and holds its own key. It says each of these to the
-# launcher, on a connection of its own, before it does its work.
+# A member of the job that speaks the documented protocol (docs/protocol.md) and holds its own key. It says each of
+# these to the launcher, on a connection of its own, before it does its work.
 MEMBER = """
 import os, pickle, socket, struct, sys
 sys.path.insert(0, sys.argv[1])
@@ -138,7 +139,8 @@ DEEP = '{"_n":0,"op":"get","x":' + "[" * 20000 + "]" * 20000 + "}"
 NONSENSE = [b"", b"abc", b"\\xff" * 60000, said("[1]"), said("{}"), said('{"_n":-5,"op":"pong"}'), said(DEEP),
     said('{"_n":true,"op":"pong"}', b"x"), said('{"_n":1000000000000000000,"op":"pong"}'), said('{"_n":0,"op":[]}'),
     said('{"_n":0,"op":"get","id":1,"key":"k","timeout_s":Infinity}'), said('{"_n":0,"op":"set","key":"k"}'),
-    said('{"_n":0,"op":"get","id":1e999,"key":"k","timeout_s":1e999}'), said('{"_n":0,"op":"check","id":1,"keys":null}'),
+    said('{"_n":0,"op":"get","id":1e999,"key":"k","timeout_s":1e999}'),
+    said('{"_n":0,"op":"check","id":1,"keys":null}'),
     said('{"_n":0,"op":"gather","id":1,"key":"k","rank":1e999,"size":20000000,"timeout_s":1}')]
 
 if os.environ["HOROVOD_RANK"] == "1":

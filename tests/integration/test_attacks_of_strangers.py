@@ -1,4 +1,5 @@
-"""Attacks of strangers, who reach a job over the network and hold no key: by commands, `horovod.torch` and sockets alone.
+"""Attacks of strangers, who reach a job over the network and hold no key: by commands, `horovod.torch` and sockets
+alone.
 
 docs/security.md lists them with those that other files repeat.
 """
@@ -139,8 +140,8 @@ def test_more_silent_connections_than_a_rank_has_descriptors(tmp_path: Path, tra
         meeting.finish()
 
 
-# Another user: watches for the victim's listeners and connects first, with the numbers that gloo counts up from 0; then says
-# what a peer of gloo says, with a pickle in an object's place.
+# Another user: watches for the victim's listeners and connects first, with the numbers that gloo counts up from 0; then
+# says what a peer of gloo says, with a pickle in an object's place.
 HIJACK = """
 evil, size, end = base64.b64decode(sys.argv[1]), int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
 words, known, socks, heard, left, num_taken = struct.Struct("<6Q"), set(), {}, {}, {}, 0
@@ -212,7 +213,10 @@ print("got both objects", flush=True)
 @pytest.mark.security
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
 def test_who_takes_a_ranks_place_at_gloos_listener_runs_nothing(tmp_path: Path):
-    """Over gloo, which a user has to ask for. The job may fail there, in words; what must not be is that it runs the pickle."""
+    """Over gloo, which a user has to ask for.
+
+    The job may fail there, in words; what must not be is that it runs the pickle.
+    """
     trap = tmp_path / "executed"
     evil = pickle.dumps(_Touch(trap))
     evil += b"." * (400 - len(evil))
@@ -287,7 +291,8 @@ def test_a_handshake_that_was_heard_is_worth_nothing(tmp_path: Path):
                 hello = heard[port]
                 first, second = _opened(port), _opened(port)
                 answers = [_say(first, hello), _say(second, hello)]
-                # Each answer is fresh, so who has no key cannot go on, neither with the server's own words nor with another's.
+                # Each answer is fresh, so who has no key cannot go on, neither with the server's own words nor with
+                # another's.
                 assert answers[0] != answers[1] or not answers[0]
                 assert _say(first, answers[0] or b"x" * 48) == b""
                 assert _say(second, answers[0] or b"y" * 48) == b""

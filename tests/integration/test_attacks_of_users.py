@@ -47,7 +47,8 @@ def test_commands_that_look_for_a_session_are_not_taken_for_strangers(tmp_path: 
     job.assert_nothing_left()
 
 
-# Another user, who connects to every port and local socket of the job's user as soon as it opens, from one address or many.
+# Another user, who connects to every port and local socket of the job's user as soon as it opens, from one address or
+# many.
 CROWD = """
 user, num_addresses, held, count = int(sys.argv[1]), int(sys.argv[2]), [], 0
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
@@ -103,7 +104,10 @@ def test_a_running_job_shows_its_secret_to_nobody(tmp_path: Path):
         addresses = {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert addresses <= {"127.0.0.1"}
     if other_user.possible:
-        spy = "for one in sys.argv[1:]:\n    with contextlib.suppress(OSError), open(one, 'rb') as f: print(one, f.read(1))"
+        spy = (
+            "for one in sys.argv[1:]:\n"
+            "    with contextlib.suppress(OSError), open(one, 'rb') as f: print(one, f.read(1))"
+        )
         private = [f"/proc/{process.pid}/{name}" for process in processes for name in ("environ", "maps", "mem")]
         assert other_user.run(spy, *private, *files) == ""
     meeting.finish()
@@ -182,7 +186,9 @@ sys.stdin.readline()
 @pytest.mark.security
 @pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
 def test_another_user_who_takes_a_sessions_name_does_not_keep_it_from_starting(tmp_path: Path):
-    """And a process of the same user in another container, which shares the network alone, does not find the session."""
+    """And a process of the same user in another container, which shares the network alone, does not find the
+    session.
+    """
     launch = [
         "hora",
         "workers",

@@ -12,7 +12,7 @@ import pytest
 from job_process import run_command
 
 OPEN_MPI = shutil.which("mpirun")
-SHOW = "import os; print('rank', os.environ['HOROVOD_RANK'], 'of', os.environ['HOROVOD_SIZE'], os.environ['HOROVOD_HOSTNAME'])"
+SHOW = "from os import environ as e; print('rank', e['HOROVOD_RANK'], 'of', e['HOROVOD_SIZE'], e['HOROVOD_HOSTNAME'])"
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_mpi_operators_sample_with_its_hostfile(tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("localhost slots=1\n127.0.0.2 slots=1\n")
     line = (
-        "hora mpirun -np 2 --allow-run-as-root -bind-to none -map-by slot -x LD_LIBRARY_PATH -x PATH -x NCCL_DEBUG=INFO "
-        "-mca pml ob1 -mca btl ^openib"
+        "hora mpirun -np 2 --allow-run-as-root -bind-to none -map-by slot -x LD_LIBRARY_PATH -x PATH -x "
+        "NCCL_DEBUG=INFO -mca pml ob1 -mca btl ^openib"
     )
     env = {"OMPI_MCA_orte_default_hostfile": str(hostfile), "OMPI_MCA_orte_keep_fqdn_hostnames": "true"}
     code, out, err = run_command(*line.split(), sys.executable, "-c", SHOW, env=env)
@@ -75,7 +75,8 @@ def test_mpi_operators_sample_with_its_hostfile(tmp_path):
     assert sorted(out.splitlines()) == ["rank 0 of 2 localhost", "rank 1 of 2 127.0.0.2"]
 
 
-# What mpi-operator gave its launchers before it used ssh, around a `kubectl` that knows two pods: both are this machine.
+# What mpi-operator gave its launchers before it used ssh, around a `kubectl` that knows two pods: both are this
+# machine.
 KUBEXEC = """#!/bin/sh
 set -x
 POD_NAME=$1

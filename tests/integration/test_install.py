@@ -1,5 +1,6 @@
-"""The README's installation and first snippets, typed as they stand: a fresh clone, a fresh virtual environment, a user without
-privileges and without Java."""
+"""The README's installation and first snippets, typed as they stand: a fresh clone, a fresh virtual environment, a user
+without privileges and without Java.
+"""
 
 from __future__ import annotations
 

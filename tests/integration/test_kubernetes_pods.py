@@ -53,7 +53,10 @@ print("done", flush=True)
 
 
 class User:
-    """Somebody with a terminal. The lines are for `kubectl`, where there is one; else what they mean is sent by hand."""
+    """Somebody with a terminal.
+
+    The lines are for `kubectl`, where there is one; else what they mean is sent by hand.
+    """
 
     def __init__(self, folder: Path, url: str) -> None:
         self._url, self._kubectl = url, shutil.which("kubectl")

@@ -144,7 +144,8 @@ def test_a_notebook_trains_on_local_processes_and_on_spark_shows_logs_and_can_be
         TRAIN,
         "size, local = HorovodRunner(np=-2).run(train_hvd, width=8); print('local size', size)",
         SPARK,
-        f"size, remote = HorovodRunner(np=2, dashboard=True).run(train_hvd, width=8, go={str(go)!r}); print('spark', size)",
+        f"size, remote = HorovodRunner(np=2, dashboard=True).run(train_hvd, width=8, go={str(go)!r}); print('spark', "
+        "size)",
         "print('equal', all(torch.equal(local[k], remote[k]) for k in local), len(local))",
         SLEEP.format(np=2),
         AFTER,

@@ -31,7 +31,8 @@ from slice join thread_track on slice.track_id = thread_track.id join thread usi
 """
 QUERY = """async (sql) => {
     const rows = [], found = await ctx.engine.query(sql);
-    for (const row = found.iter({tensor: "str", what: "str"}); row.valid(); row.next()) rows.push([row.tensor, row.what]);
+    for (const row = found.iter({tensor: "str", what: "str"}); row.valid(); row.next())
+        rows.push([row.tensor, row.what]);
     return rows;
 }"""
 
@@ -47,7 +48,7 @@ def perfetto() -> Iterator[str]:
             server.shutdown()
 
 
-def test_perfetto_shows_every_tensor_of_a_timeline_and_which_rank_came_when(browser, perfetto, tmp_path: Path):  # noqa: F811
+def test_perfetto_shows_every_tensor_and_when_each_rank_came(browser, perfetto, tmp_path: Path):  # noqa: F811
     timeline = tmp_path / "timeline.json"
     command = [sys.executable, "-m", "hora", "run", "-np", "2", "--timeline-filename", str(timeline)]
     subprocess.run([*command, sys.executable, "-c", TRAINING], check=True, timeout=280)

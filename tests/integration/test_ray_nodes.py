@@ -100,7 +100,10 @@ def test_what_happens_to_a_node_costs_its_workers_only(cluster, tmp_path: Path, 
 
 @mock.patch(INTERVAL, 0.1)
 def test_a_stopped_worker_is_given_up_and_replaced(cluster, tmp_path: Path):
-    """Ray knows nothing of it: its node is well, and the process is there. The user says how long a silence may last."""
+    """Ray knows nothing of it: its node is well, and the process is there.
+
+    The user says how long a silence may last.
+    """
 
     def stop_one(beginners: dict[int, str]) -> int:
         victim = max(beginners)

@@ -33,7 +33,8 @@ if __name__ == "__main__":
 """
 
 
-# A worker of a command: it holds the job's secret, and says that it raised something that runs code when it is unpickled.
+# A worker of a command: it holds the job's secret, and says that it raised something that runs code when it is
+# unpickled.
 LIAR = """
 import pickle, sys
 from hora.net.client import ControlClient
@@ -97,7 +98,9 @@ def test_commands_that_look_at_the_machine(shared: Path, command: list[str]):
 
 
 def test_workers_sessions(shared: Path):
-    """What a worker's own code imports is the user's business; the session and the worker around it import nothing here."""
+    """What a worker's own code imports is the user's business; the session and the worker around it import nothing
+    here.
+    """
     hora = str(BIN / "hora")
     try:
         started_there(shared, hora, "workers", "launch", "--cpu", "0.5", "--memory", "1", "--code", "print(1)")

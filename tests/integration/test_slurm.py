@@ -1,4 +1,6 @@
-"""Jobs inside an allocation of a real Slurm: both nodes are used, the first failure is named, the slots are free afterwards."""
+"""Jobs inside an allocation of a real Slurm: both nodes are used, the first failure is named, the slots are free
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,8 @@ def test_ranks_that_srun_starts_find_one_another(slurm, tmp_path):
 @pytest.mark.slow
 def test_the_first_failure_is_named_in_a_batch_script_of_an_mpirun_line(slurm, tmp_path):
     script = tmp_path / "batch.sh"
-    fails = "echo rank $HOROVOD_RANK on $HOROVOD_HOSTNAME; test $HOROVOD_RANK != 3 || { echo oh no >&2; exit 7; }; sleep 600"
+    shows = "echo rank $HOROVOD_RANK on $HOROVOD_HOSTNAME"
+    fails = f"{shows}; test $HOROVOD_RANK != 3 || {{ echo oh no >&2; exit 7; }}; sleep 600"
     script.write_text(f"#!/bin/sh\n{BIN}/hora mpirun -np 4 sh -c '{fails}'\n")
     job = JobProcess(
         ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "-o", str(tmp_path / "out"), str(script)],
@@ -217,7 +220,9 @@ def test_a_signal_before_the_time_limit_lets_the_ranks_commit_and_leave(slurm, t
 
 @pytest.mark.slow
 def test_a_job_that_meets_its_time_limit_is_submitted_again_and_goes_on(slurm, tmp_path):
-    """The whole way: Slurm's own signal before the limit, status 75, `scontrol requeue`, and the commits of the first time."""
+    """The whole way: Slurm's own signal before the limit, status 75, `scontrol requeue`, and the commits of the first
+    time.
+    """
     training = str(Path(__file__).with_name("leaving_training.py"))
     out = tmp_path / "out"
     line = f"{BIN}/hora run -np 2 --min-np 2 {sys.executable} {training} {tmp_path}/commits 100000"

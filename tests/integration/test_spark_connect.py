@@ -1,8 +1,8 @@
-"""HorovodRunner, `horovod.spark.run`, the estimator and the converter through real Spark Connect: a server's, and one inside
-the client's own process, as `remote("local[2]")` starts it.
+"""HorovodRunner, `horovod.spark.run`, the estimator and the converter through real Spark Connect: a server's, and one
+inside the client's own process, as `remote("local[2]")` starts it.
 
-One client process of each kind for all tests; `connect_client.py` has what it does. `make test` has the client of a server go
-through everything and the other through the beginning; `make test-slow` both.
+One client process of each kind for all tests; `connect_client.py` has what it does. `make test` has the client of a
+server go through everything and the other through the beginning; `make test-slow` both.
 """
 
 from __future__ import annotations

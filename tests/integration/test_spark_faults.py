@@ -1,5 +1,5 @@
-"""On a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed executor, a silent
-one, Ctrl-C.
+"""On a cluster, classic and through Connect: too few slots, two jobs at once, a model of 200 MB, a killed executor, a
+silent one, Ctrl-C.
 
 One cluster of two slots for each way; `fault_client.py` has what the client does.
 """

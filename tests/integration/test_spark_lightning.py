@@ -1,4 +1,6 @@
-"""`horovod.spark.lightning` from a DataFrame to predictions, the training in the driver's own process; and what is refused."""
+"""`horovod.spark.lightning` from a DataFrame to predictions, the training in the driver's own process; and what is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An estimator whose store is an S3 server, of which Spark itself knows nothing: its tasks and the ranks go through fsspec."""
+"""An estimator whose store is an S3 server, of which Spark itself knows nothing: its tasks and the ranks go through
+fsspec.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Clusters with GPUs, and clusters that start executors on demand.
 
-The GPUs are made up: Spark only hands out their addresses. One driver for both, because to start one takes longer than the
-jobs: it has one session after the other.
+The GPUs are made up: Spark only hands out their addresses. One driver for both, because to start one takes longer than
+the jobs: it has one session after the other.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ def test_a_workers_private_files_go_with_it():
     common = "ab" * 32
 
     def outcome(worker: int) -> tuple[str, int]:
-        """Start a worker, which says its secrets; return what it said, and how many files the supervisor has open then."""
+        """Start a worker, which says its secrets; return what it said, and how many files the supervisor has open
+        then.
+        """
         order = {
             "op": "start",
             "worker": worker,

@@ -43,7 +43,9 @@ def secret(tmp_path_factory):
 
 @contextlib.contextmanager
 def recording(hosts: list[Host]) -> Iterator[list[Any]]:
-    """What passed the cable inside the block: how many bytes, and which of the texts of a tensor, an object and messages."""
+    """What passed the cable inside the block: how many bytes, and which of the texts of a tensor, an object and
+    messages.
+    """
     found: list[Any] = []
     with Helper(two_hosts_rank.listen, hosts[0].namespace) as helper:
         yield found
@@ -112,8 +114,9 @@ def test_trainings_over_a_slow_link_send_less_and_the_host_is_the_worker(hosts, 
 
 
 def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
-    """Without encryption, which shows that the recording would find what can be read: tensors, and objects, which travel
-    as tensors. Control messages are encrypted all the same."""
+    """Without encryption, which shows that the recording would find what can be read: tensors, and objects, which
+    travel as tensors. Control messages are encrypted all the same.
+    """
     with recording(hosts) as found:
         seen = run_ranks(hosts, secret, "killed", address=ADDRESSES[0], lost=(3,), HORA_ENCRYPT="never")
     for rank in (0, 1, 2):

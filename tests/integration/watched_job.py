@@ -1,7 +1,7 @@
 """A training for tests of the live page: every step takes 50 ms; a rank may be slow, hang, or speak HTML.
 
-What it shall do is in files of the folder ORDERS, so that one job can show it all: `slow` and `hang` name a rank. STEPS: how
-long it goes; ELASTIC=1: it is an elastic one.
+What it shall do is in files of the folder ORDERS, so that one job can show it all: `slow` and `hang` name a rank.
+STEPS: how long it goes; ELASTIC=1: it is an elastic one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""torch's own `GradScaler` lines, as in one process: reduced before unscaled, and the same steps skipped on all ranks."""
+"""torch's own `GradScaler` lines, as in one process: reduced before unscaled, and the same steps skipped on all
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Training steps between hosts without announcements: each rank is on a host of its own here (`test_two_hosts` has more)."""
+"""Training steps between hosts without announcements: each rank is on a host of its own here (`test_two_hosts` has
+more).
+"""
 
 from __future__ import annotations
 

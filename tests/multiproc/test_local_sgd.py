@@ -230,7 +230,9 @@ def test_on_one_host_gradients_are_reduced_as_always():
 
 @session
 def test_in_a_new_world_a_newcomer_takes_the_outer_state():
-    """As after an elastic reset: rank 1's optimizer is a new one; fragments that were under way are lost with the old world."""
+    """As after an elastic reset: rank 1's optimizer is a new one; fragments that were under way are lost with the old
+    world.
+    """
     options = {"every": 4, "fragments": 2, "overlap": 1, "compression": hvd.Compression.none}
     model = mlp()
     optimizer = hvd.DiLoCo(sgd(model), **options)

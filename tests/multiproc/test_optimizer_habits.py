@@ -1,4 +1,6 @@
-"""DistributedOptimizer and the habits of users: missing and frozen gradients, closures, joining, loading, dropping it."""
+"""DistributedOptimizer and the habits of users: missing and frozen gradients, closures, joining, loading, dropping
+it.
+"""
 
 from __future__ import annotations
 

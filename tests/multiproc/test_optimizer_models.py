@@ -22,7 +22,10 @@ STEPS = 20
 
 
 def check(name: str) -> None:
-    """In float64, so that rounding is no excuse. SGD and Adam, one overlapped, the other sharded, and the other way round."""
+    """In float64, so that rounding is no excuse.
+
+    SGD and Adam, one overlapped, the other sharded, and the other way round.
+    """
     build, shape = MODELS[name]
     kinds = [
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),

@@ -1,4 +1,6 @@
-"""Repeated blocking allreduces (`hora.engine.repeated`): the fast path, taken when every rank does the same, and left."""
+"""Repeated blocking allreduces (`hora.engine.repeated`): the fast path, taken when every rank does the same, and
+left.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ def test_another_threads_operation_does_not_wait_for_a_lone_one():
 
 
 def _play(thread: str, steps, ranks_own: random.Random, wrong: list) -> None:
-    """Steps of one to three names: each rank submits them in an order of its own and waits for the last one, or for all."""
+    """Steps of one to three names: each rank submits them in an order of its own and waits for the last one, or for
+    all.
+    """
     size = hvd.size()
     for number, names in enumerate(steps):
         mine = list(names)

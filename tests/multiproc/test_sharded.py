@@ -447,8 +447,10 @@ def test_the_host_holds_little_more_where_freed_memory_is_kept():
 
 
 def _sizes_held() -> list[float]:
-    """Ten million parameters with Adam on four ranks: unsharded, every rank would hold four times their size. What all hold
-    together, private and shared, in sizes of the parameters."""
+    """Ten million parameters with Adam on four ranks: unsharded, every rank would hold four times their size.
+
+    What all hold together, private and shared, in sizes of the parameters.
+    """
     model = nn.Linear(4000, 2500, bias=False)
     size_mib = model.weight.numel() * 4 / 2**20
     optimizer = sharded(adam(model, fused=True))

@@ -144,8 +144,9 @@ def test_a_rank_stopped_inside_a_collective_ends_the_job_when_asked_to():
 
 @pytest.mark.ranks(3)
 def test_looking_for_stalls_never_takes_part_in_a_collective(place):
-    """The thread that looks also hands shared memory to the other ranks: were it to carry out the first collective, they
-    would wait for it and it for them. That happened, once in many thousand starts."""
+    """The thread that looks also hands shared memory to the other ranks: were it to carry out the first collective,
+    they would wait for it and it for them. That happened, once in many thousand starts.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hub, "_TICK_S", 0.001)
         hvd.init()

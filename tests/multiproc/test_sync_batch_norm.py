@@ -1,4 +1,6 @@
-"""SyncBatchNorm equals BatchNorm over the batches of all ranks joined, forward, backward and in its running statistics."""
+"""SyncBatchNorm equals BatchNorm over the batches of all ranks joined, forward, backward and in its running
+statistics.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ def test_started_and_stopped_by_the_program():
 
 
 def check_format(events: list[dict]) -> None:
-    """The rules of Chrome's trace events, as far as these files use them; Perfetto and chrome://tracing live by them."""
+    """The rules of Chrome's trace events, as far as these files use them; Perfetto and chrome://tracing live by
+    them.
+    """
     open_spans: dict[int, list[str]] = {}
     latest: dict[int, int] = {}
     for event in events:

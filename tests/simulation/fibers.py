@@ -1,7 +1,7 @@
 """Processes of a simulation that may block: threads of which one runs at a time, when the simulation says so.
 
-What waits in the real classes (a `Condition`, a connection) hands over to the simulation and gets its turn back when its time
-has come. So everything still follows from the seed.
+What waits in the real classes (a `Condition`, a connection) hands over to the simulation and gets its turn back when
+its time has come. So everything still follows from the seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Nodes that come by themselves, in virtual time: the real agents, and the real `Agents`, `HostLauncher` and `HostConnection`.
+"""Nodes that come by themselves, in virtual time: the real agents, and the real `Agents`, `HostLauncher` and
+`HostConnection`.
 
 What is played: sockets, pipes, threads, a machine's processes, and its supervisor (`Supervisor`), which starts
 `simulated_workers` by the orders that reach it.
@@ -482,7 +483,9 @@ class Nodes:
         self.machines = [Machine(self, f"host{index}", rng.randint(1, 3), index) for index in range(1, num_nodes + 1)]
 
     def kill_launcher(self) -> None:
-        """SIGKILL, of the process in which the simulation runs: whatever that does afterwards has no effect any more."""
+        """SIGKILL, of the process in which the simulation runs: whatever that does afterwards has no effect any
+        more.
+        """
         self.over = True
         self.launcher.end()
         for server in (NodesServer.here, VirtualServer.made):

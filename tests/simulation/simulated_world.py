@@ -1,7 +1,9 @@
-"""The ranks of one world, in virtual time: the real hub, tree, agreement, planner and status, between virtual processes.
+"""The ranks of one world, in virtual time: the real hub, tree, agreement, planner and status, between virtual
+processes.
 
-What is played: sockets (`HubServer` stands for `hora.net.server.Server`, `connect` for `hora.net.connection.connect`), threads
-(`fibers`), the driver of a queue, and the transport, in which an operation is executed when all members have come to it.
+What is played: sockets (`HubServer` stands for `hora.net.server.Server`, `connect` for `hora.net.connection.connect`),
+threads (`fibers`), the driver of a queue, and the transport, in which an operation is executed when all members have
+come to it.
 """
 
 from __future__ import annotations

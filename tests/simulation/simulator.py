@@ -1,9 +1,9 @@
 """A virtual clock, network and set of processes for the control plane's real classes: everything follows from one seed.
 
 Time passes only when somebody waits; then the next event happens. Messages of a connection keep their order, those of
-different connections do not. What is real: `run_job`, its controller, policies, roster, hosts and blacklist, `JobRun`, the
-rendezvous and its table. What is played: sockets (`VirtualServer` stands for `hora.net.server.Server`), the queue in which
-the controller waits, the launcher's processes, and what runs in them (`simulated_workers`).
+different connections do not. What is real: `run_job`, its controller, policies, roster, hosts and blacklist, `JobRun`,
+the rendezvous and its table. What is played: sockets (`VirtualServer` stands for `hora.net.server.Server`), the queue
+in which the controller waits, the launcher's processes, and what runs in them (`simulated_workers`).
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ class Link:
 
 
 class VirtualServer:
-    """Stands for `hora.net.server.Server`: the handler's methods are called one after the other, when their time has come."""
+    """Stands for `hora.net.server.Server`: the handler's methods are called one after the other, when their time has
+    come.
+    """
 
     simulation: Simulation  # of this run
     network: Network
@@ -249,7 +251,10 @@ class Discovery:
 
 
 class VirtualLauncher:
-    """Implements Launcher. `begin(spec)` makes a process of a spec: an object with `die(code)`, `dead`, and `terminate()`."""
+    """Implements Launcher.
+
+    `begin(spec)` makes a process of a spec: an object with `die(code)`, `dead`, and `terminate()`.
+    """
 
     bind_address = advertised_address = "10.0.0.1"
 

@@ -2,8 +2,9 @@
 
     python -m pytest tests/simulation/test_joining_nodes.py --seed 4711     one again, exactly
 
-What must hold is what holds for every job (`test_simulation`), and: no order reaches two machines, no worker begins twice or
-without a key; when the job is over, however it ends, every agent ends in a status or in words, and nothing is left on any node.
+What must hold is what holds for every job (`test_simulation`), and: no order reaches two machines, no worker begins
+twice or without a key; when the job is over, however it ends, every agent ends in a status or in words, and nothing is
+left on any node.
 """
 
 from __future__ import annotations

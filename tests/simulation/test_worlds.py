@@ -2,9 +2,9 @@
 
     python -m pytest tests/simulation/test_worlds.py --seed 4711     one again, exactly
 
-What must hold whatever happens: all ranks execute the same operations in the same order, none that a rank has not announced;
-without a fault all that was agreed is executed by all, and who is left behind by a rank that leaves is told by which; no rank
-is taken for lost to which nothing has happened; and every rank comes to an end.
+What must hold whatever happens: all ranks execute the same operations in the same order, none that a rank has not
+announced; without a fault all that was agreed is executed by all, and who is left behind by a rank that leaves is told
+by which; no rank is taken for lost to which nothing has happened; and every rank comes to an end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tests of this folder start no process: one that does fails. Property tests have no deadline. The log is as imported."""
+"""Tests of this folder start no process: one that does fails.
+
+Property tests have no deadline. The log is as imported.
+"""
 
 from __future__ import annotations
 

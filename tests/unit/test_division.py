@@ -1,5 +1,6 @@
-"""How the data of a collective over several hosts is divided: rearranged for the carriers and back it is the same, and every
-element is in one portion."""
+"""How the data of a collective over several hosts is divided: rearranged for the carriers and back it is the same, and
+every element is in one portion.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def pod_specs(kind: str) -> list[dict]:
 
 
 def assert_known(manifest: dict, schema: str) -> None:
-    """It fits the schema, and nothing in it is unknown there: what the model reads, it writes back, with its defaults."""
+    """It fits the schema, and nothing in it is unknown there: what the model reads, it writes back, with its
+    defaults.
+    """
     assert_contains(getattr(models, schema).from_dict(manifest).to_dict(), manifest)
 
 
@@ -90,8 +92,8 @@ def test_manifests_fit_their_schemas(kind, elastic):
         assert manifest["metadata"]["namespace"] == "lab"
 
 
-# What mpi-operator's CustomResourceDefinition (kubeflow.org/v2beta1) allows; no package has it. `kubeflow-training` has its
-# predecessor's (v1), below: not one of our development packages, because it brings a whole client along.
+# What mpi-operator's CustomResourceDefinition (kubeflow.org/v2beta1) allows; no package has it. `kubeflow-training` has
+# its predecessor's (v1), below: not one of our development packages, because it brings a whole client along.
 MPI_JOB = {
     "slotsPerWorker": int,
     "runLauncherAsWorker": bool,

@@ -1,7 +1,7 @@
 """Somebody between the ends changes, cuts, drops, repeats, reorders, reflects or splices what passes, at random.
 
-Whatever it does, each end has heard exactly what was said up to there, and then the connection ends in words. `make test` tries
-four hundred manipulations of connections and as many of streams, `make test-security` ten thousand.
+Whatever it does, each end has heard exactly what was said up to there, and then the connection ends in words. `make
+test` tries four hundred manipulations of connections and as many of streams, `make test-security` ten thousand.
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ CLOUDERA = (
     "'-p 2222 -o StrictHostKeyChecking=no' -mca btl_tcp_if_include eth0 python3 train.py"
 )
 FLYTE = (
-    "--allow-run-as-root -bind-to none -map-by slot -x LD_LIBRARY_PATH -x PATH -x NCCL_DEBUG=INFO -mca pml ob1 -mca btl "
-    "^openib -np 4 python entrypoint.py --epochs 3"
+    "--allow-run-as-root -bind-to none -map-by slot -x LD_LIBRARY_PATH -x PATH -x NCCL_DEBUG=INFO -mca pml ob1 -mca "
+    "btl ^openib -np 4 python entrypoint.py --epochs 3"
 )
 SAGEMAKER = (
-    "--host algo-1:8,algo-2:8 -np 16 --allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include eth0 -mca "
-    "oob_tcp_if_include eth0 -mca plm_rsh_no_tree_spawn 1 -bind-to none -map-by slot -mca pml ob1 -mca btl ^openib -mca "
-    "orte_abort_on_non_zero_status 1 -mca btl_vader_single_copy_mechanism none -x NCCL_MIN_NRINGS=4 python -m mpi4py s.py"
+    "--host algo-1:8,algo-2:8 -np 16 --allow-run-as-root --display-map --tag-output -mca btl_tcp_if_include eth0 "
+    "-mca oob_tcp_if_include eth0 -mca plm_rsh_no_tree_spawn 1 -bind-to none -map-by slot -mca pml ob1 -mca btl "
+    "^openib -mca orte_abort_on_non_zero_status 1 -mca btl_vader_single_copy_mechanism none -x NCCL_MIN_NRINGS=4 "
+    "python -m mpi4py s.py"
 )
 
 

@@ -94,22 +94,28 @@ NAMES = {
     "horovod.spark.common.params": "EstimatorParams ModelParams",
     "horovod.spark.common.serialization": "HorovodParamsWriter HorovodParamsReader",
     "horovod.spark.common.store": "Store AbstractFilesystemStore FilesystemStore LocalStore HDFSStore DBFSLocalStore",
-    "horovod.spark.common.util": """prepare_data get_dataset_properties clear_training_cache get_simple_meta_from_parquet
-        _get_metadata _has_vector_column to_petastorm_fn check_validation check_shape_compatibility to_list get_output_cols
+    "horovod.spark.common.util": """prepare_data get_dataset_properties clear_training_cache
+        get_simple_meta_from_parquet
+        _get_metadata _has_vector_column to_petastorm_fn check_validation check_shape_compatibility to_list
+        get_output_cols
         spark_scalar_to_python_type data_type_to_numpy _get_assigned_gpu_or_local_rank is_databricks host_hash""",
     "horovod.spark.common._namedtuple_fix": "",
     "horovod.spark.data_loaders": "PytorchDataLoader PytorchAsyncDataLoader",
-    "horovod.spark.data_loaders.pytorch_data_loaders": """PytorchDataLoader PytorchAsyncDataLoader PytorchInfiniteDataLoader
+    "horovod.spark.data_loaders.pytorch_data_loaders": """PytorchDataLoader PytorchAsyncDataLoader
+        PytorchInfiniteDataLoader
         PytorchInfiniteAsyncDataLoader PytorchInmemDataLoader PytorchInmemAsyncDataLoader PetastormBatchedDataLoader""",
     "horovod.spark.torch": "TorchEstimator TorchModel",
     "horovod.spark.torch.estimator": """TorchEstimator TorchModel EstimatorParams _torch_param_serialize
-        TorchEstimatorParamsWriter TorchEstimatorParamsWritable TorchEstimatorParamsReader TorchEstimatorParamsReadable""",
+        TorchEstimatorParamsWriter TorchEstimatorParamsWritable TorchEstimatorParamsReader
+        TorchEstimatorParamsReadable""",
     "horovod.spark.torch.datamodule": "PetastormDataModule NVTabularDataModule",
     "horovod.spark.torch.remote": "_prepare_data_fn _calculate_loss_fn",
     "horovod.spark.torch.util": TEXT,
     "horovod.spark.lightning": "TorchEstimator TorchModel",
-    "horovod.spark.lightning.estimator": """TorchEstimator TorchModel MIN_PL_VERSION EstimatorParams _torch_param_serialize
-        TorchEstimatorParamsWriter TorchEstimatorParamsWritable TorchEstimatorParamsReader TorchEstimatorParamsReadable""",
+    "horovod.spark.lightning.estimator": """TorchEstimator TorchModel MIN_PL_VERSION EstimatorParams
+        _torch_param_serialize
+        TorchEstimatorParamsWriter TorchEstimatorParamsWritable TorchEstimatorParamsReader
+        TorchEstimatorParamsReadable""",
     "horovod.spark.lightning.legacy": "to_lightning_module",
     "horovod.spark.lightning.datamodule": "PetastormDataModule PETASTORM_HDFS_DRIVER",
     "horovod.spark.lightning.remote": "_prepare_data_fn",

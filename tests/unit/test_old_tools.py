@@ -213,7 +213,9 @@ def test_an_error_while_reading_reaches_who_takes_the_batches():
 
 
 class Reader:
-    """Gives ten rows in the way of Petastorm's readers, one by one or four at a time, and begins again when asked to."""
+    """Gives ten rows in the way of Petastorm's readers, one by one or four at a time, and begins again when asked
+    to.
+    """
 
     Row = collections.namedtuple("Row", "x label")
 

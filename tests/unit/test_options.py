@@ -323,7 +323,8 @@ def test_what_changes_nothing_is_named_with_the_reason():
     asked = [*noise, "--cycle-time-ms", "2", "--max-np", "4", "--disable-cache"]
     assert options(*asked, "python", environ={"HOROVOD_ELASTIC_TIMEOUT": "9"}).without_effect() == [
         "--cycle-time-ms: without effect, there is no cycle to wait for; ranks with news wake the others",
-        "--autotune-gaussian-process-noise: without effect, trials are compared directly, without a model of their noise",
+        "--autotune-gaussian-process-noise: without effect, trials are compared directly, without a model of their "
+        "noise",
         "--max-num-proc: without effect, the job is not elastic; make it so with --min-np or --host-discovery-script",
     ]
     assert options("--min-np", "1", "--max-np", "4", "--fusion-threshold-mb", "1", "python").without_effect() == []

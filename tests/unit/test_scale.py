@@ -1,4 +1,7 @@
-"""Many ranks at one table, without processes: what passes is what docs/scale.md says. `make scale` plays a thousand of them."""
+"""Many ranks at one table, without processes: what passes is what docs/scale.md says.
+
+`make scale` plays a thousand of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/security.md lists attacks with the tests that repeat them: each is there, and those from outside know public names."""
+"""docs/security.md lists attacks with the tests that repeat them: each is there, and those from outside know public
+names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The client of a Connect job: silence is said and ends nothing, an interrupt reaches the cluster, errors have a name."""
+"""The client of a Connect job: silence is said and ends nothing, an interrupt reaches the cluster, errors have a
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A Connect client hears its job's first task, and keeps out who has no key. Without a client, lines wait for the end."""
+"""A Connect client hears its job's first task, and keeps out who has no key.
+
+Without a client, lines wait for the end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streams between two members in one process: what is changed, cut or repeated on the way is an error, never a number."""
+"""Streams between two members in one process: what is changed, cut or repeated on the way is an error, never a
+number.
+"""
 
 from __future__ import annotations
 

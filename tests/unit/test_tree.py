@@ -42,7 +42,9 @@ def test_every_rank_but_the_root_has_a_parent_and_few_neighbours(sizes):
 
 
 class Network:
-    """Hubs without sockets: each pair of ranks has a line in each direction that keeps its order; nothing else is ordered."""
+    """Hubs without sockets: each pair of ranks has a line in each direction that keeps its order; nothing else is
+    ordered.
+    """
 
     def __init__(self, tree: Tree, ranks: list[int], seed: int) -> None:
         self.random = random.Random(seed)
@@ -113,7 +115,9 @@ SHAPES = [(1,), (2, 2), (1, 3, 2), (3, 1, 1, 1, 1, 2), (1,) * 12]
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("seed", range(10))
 def test_all_ranks_execute_the_same_in_the_same_order(sizes, seed):
-    """Each announces the same operations in an order of its own, some with a name, some numbered, some of its own shape."""
+    """Each announces the same operations in an order of its own, some with a name, some numbered, some of its own
+    shape.
+    """
     hosts = hosts_of(*sizes)
     ranks = [rank for host in hosts for rank in host]
     network = Network(Tree(hosts), ranks, seed)
@@ -154,7 +158,9 @@ def test_a_known_request_costs_each_link_two_small_messages():
 
 
 def test_known_requests_travel_as_bits_and_all_others_in_full():
-    """Twenty known requests in whatever order they were announced are three bytes; a new one and numbered ones beside them."""
+    """Twenty known requests in whatever order they were announced are three bytes; a new one and numbered ones beside
+    them.
+    """
     hosts = hosts_of(2, 1, 1)
     network = Network(Tree(hosts), list(range(4)), 0)
     for again in range(3):

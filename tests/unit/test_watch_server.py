@@ -236,7 +236,9 @@ def test_too_many_viewers_are_refused_and_the_others_are_served(served):
     "said", ["", "GET /page.js HTTP/1.1\r\nHost: {host}\r\n\r\n", "POST /api/stop HTTP/1.1\r\nHost: {host}\r\n"]
 )
 def test_a_crowd_of_strangers_does_not_keep_the_owner_out(served, said):
-    """Three times as many as there is room for: silent ones, ones that do not read the answer, ones that do not finish."""
+    """Three times as many as there is room for: silent ones, ones that do not read the answer, ones that do not
+    finish.
+    """
     _, page, _ = served
     host, port = page.url.split("/")[2].split(":")
     crowd, before = [], len(os.listdir("/proc/self/fd"))
@@ -344,7 +346,8 @@ def test_a_notebook_may_show_the_page_in_a_frame():
 
 @pytest.mark.parametrize(
     ("text", "parsed"),
-    [("", ("127.0.0.1", 0)), ("8000", ("127.0.0.1", 8000)), (":8000", ("127.0.0.1", 8000)), ("0.0.0.0:1", ("0.0.0.0", 1)),
+    [("", ("127.0.0.1", 0)), ("8000", ("127.0.0.1", 8000)),
+     (":8000", ("127.0.0.1", 8000)), ("0.0.0.0:1", ("0.0.0.0", 1)),
      ("beta", ("beta", 0)), ("[::1]:80", ("::1", 80))],
 )  # fmt: skip
 def test_addresses(text, parsed):

@@ -1,4 +1,6 @@
-"""Workers with keys of their own at the rendezvous: each speaks for itself, in the generation in which it has a place."""
+"""Workers with keys of their own at the rendezvous: each speaks for itself, in the generation in which it has a
+place.
+"""
 
 from __future__ import annotations
 

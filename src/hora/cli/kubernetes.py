@@ -1,6 +1,7 @@
 """The command `hora kubernetes`: manifests that a user can apply.
 
-hora kubernetes manifest job --name train --image example.com/train --nodes 2 --slots 4 -- python train.py | kubectl apply -f -
+hora kubernetes manifest job --name train --image example.com/train --nodes 2 --slots 4 -- python train.py | kubectl
+apply -f -
 """
 
 from __future__ import annotations

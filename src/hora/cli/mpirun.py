@@ -1,7 +1,7 @@
 """The command `hora mpirun`: an mpirun line, as it stands, started by our launcher where there is no MPI.
 
-It is not installed as `mpirun`, which would hide a real one. `python -m hora.compat` puts it on the PATH under that name for
-the script that it runs; `hora mpirun --install DIR` writes `mpirun` and `mpiexec` into a folder of yours.
+It is not installed as `mpirun`, which would hide a real one. `python -m hora.compat` puts it on the PATH under that
+name for the script that it runs; `hora mpirun --install DIR` writes `mpirun` and `mpiexec` into a folder of yours.
 """
 
 from __future__ import annotations

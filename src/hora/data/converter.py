@@ -3,8 +3,8 @@
     converter = make_spark_converter(df)                    # on the driver
     with converter.make_torch_dataloader(batch_size=64, cur_shard=hvd.rank(), shard_count=hvd.size()) as loader: …
 
-The names and defaults are those of `petastorm.spark`, which notebooks combine with HorovodRunner; the reader is Hora's own
-(`shard`): no row is lost, and all shards have the same number of batches.
+The names and defaults are those of `petastorm.spark`, which notebooks combine with HorovodRunner; the reader is Hora's
+own (`shard`): no row is lost, and all shards have the same number of batches.
 """
 
 from __future__ import annotations
@@ -326,8 +326,8 @@ def _warn_of_small_files(converter: SparkDatasetConverter) -> None:
     sizes = [filesystem.size(path) for filesystem, path in places]
     if len(sizes) > 1 and statistics.median(sizes) < _SMALL_FILE_BYTES:
         _log.warning(
-            "the median size of the %d files in %s is %.1f MB; with fewer and larger files (df.repartition(n)) reading is "
-            "faster",
+            "the median size of the %d files in %s is %.1f MB; with fewer and larger files (df.repartition(n)) "
+            "reading is faster",
             len(sizes),
             converter.cache_dir_url,
             statistics.median(sizes) / 1024**2,

@@ -38,8 +38,8 @@ class BaseDataLoader:
 class AsyncDataLoaderMixin:
     """Reads ahead: `class Mine(AsyncDataLoaderMixin, MyLoader)`. A daemon thread fills a queue, epoch after epoch.
 
-    `async_loader_queue_size=0`: without a thread. An exception of `_iterate` is raised where the batches are taken. An epoch
-    that was left early ends there: the next one begins at its beginning.
+    `async_loader_queue_size=0`: without a thread. An exception of `_iterate` is raised where the batches are taken. An
+    epoch that was left early ends there: the next one begins at its beginning.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""`horovod.spark.data_loaders`: loaders over a Petastorm reader, for programs that bring one. Petastorm itself is not imported.
+"""`horovod.spark.data_loaders`: loaders over a Petastorm reader, for programs that bring one. Petastorm itself is not
+imported.
 
-A reader gives rows, or batches of rows, as named tuples; it knows when it has given all (`last_row_consumed`) and begins again
-when it is asked to (`reset`). Hora's own reading is `shard`.
+A reader gives rows, or batches of rows, as named tuples; it knows when it has given all (`last_row_consumed`) and
+begins again when it is asked to (`reset`). Hora's own reading is `shard`.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class InMemoryAsyncReaderLoader(AsyncDataLoaderMixin, InMemoryReaderLoader):
 def _checked(reader: Any) -> Any:
     if not all(hasattr(reader, name) for name in ("__iter__", "reset", "last_row_consumed")):
         raise ValueError(
-            f"these loaders take a reader of Petastorm, but were given a {type(reader).__name__}; without Petastorm use "
-            "hora.data.converter.make_spark_converter or the estimators"
+            f"these loaders take a reader of Petastorm, but were given a {type(reader).__name__}; without Petastorm "
+            "use hora.data.converter.make_spark_converter or the estimators"
         )
     return reader
 

@@ -1,7 +1,7 @@
 """The rows of a Parquet dataset that belong to one rank, as batches of numpy arrays.
 
-Rows are dealt out by number: rank r of n has rows [r·N/n, (r+1)·N/n), whatever the files and row groups are, so every row
-belongs to exactly one rank and no rank has more than one row more than another. Knows nothing of torch or Spark.
+Rows are dealt out by number: rank r of n has rows [r·N/n, (r+1)·N/n), whatever the files and row groups are, so every
+row belongs to exactly one rank and no rank has more than one row more than another. Knows nothing of torch or Spark.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[
 
 
 def _array(column: Any, name: str, *, any_type: bool) -> np.ndarray[Any, Any]:
-    """A column as an array: one dimension for numbers, two for lists of them. `any_type`: texts and bytes as objects."""
+    """A column as an array: one dimension for numbers, two for lists of them.
+
+    `any_type`: texts and bytes as objects.
+    """
     import pyarrow
 
     if column.null_count:

@@ -10,11 +10,11 @@ links along the tree of their set besides, where these are others. Links carry
     ack           the receiver has this news and passes it on
     bye, gone     the sender has said goodbye; so has everybody below it, or, from the root, everybody
 
-News spreads along all links: a rank that has not had it notes it and passes it on to its other neighbours. So a dead rank,
-which all its neighbours miss, is known on every side of it. One that is stopped passes nothing on and acknowledges
-nothing: after _ACK_LIMIT_S the neighbour that sees this tells that rank's other neighbours itself, over connections of
-their own (`around` names the stopped ones). Invariants: each rank notes each (kind, rank) of news once; what a rank is
-told of another is believed only from that one's side of the tree.
+News spreads along all links: a rank that has not had it notes it and passes it on to its other neighbours. So a dead
+rank, which all its neighbours miss, is known on every side of it. One that is stopped passes nothing on and
+acknowledges nothing: after _ACK_LIMIT_S the neighbour that sees this tells that rank's other neighbours itself, over
+connections of their own (`around` names the stopped ones). Invariants: each rank notes each (kind, rank) of news once;
+what a rank is told of another is believed only from that one's side of the tree.
 
 Goodbyes are counted on the way up, so there are as many messages as ranks. That what was agreed before a goodbye is
 still executed by all does not rest on the order in which messages come: with it a rank tells how many rounds of each of
@@ -258,7 +258,10 @@ class Hub:
         self._server.call(function)
 
     def leave(self, why: str, rounds: Rounds) -> None:
-        """Say goodbye: this rank shuts down, having seen so many rounds of its sets. The first one to do so ends the world."""
+        """Say goodbye: this rank shuts down, having seen so many rounds of its sets.
+
+        The first one to do so ends the world.
+        """
         self._goodbye(self.rank)
         self._noted.add(("leaving", self.rank))
         if not self._ending:
@@ -280,14 +283,19 @@ class Hub:
             self._changed.wait_for(lambda: self._all_gone, limit_s)
 
     def ask_in_flight(self, rank: int, serial: int, *, limit_s: float) -> set[Key]:
-        """The keys of what this rank waits for in a set, by a connection of its own. OSError, EOFError: it does not answer."""
+        """The keys of what this rank waits for in a set, by a connection of its own.
+
+        OSError, EOFError: it does not answer.
+        """
         assert self._where is not None
         with self._connect(rank, self._where(rank), limit_s) as connection:
             connection.send({"want": "in flight", "set": serial})
             return {(operation, name) for operation, name in json.loads(connection.receive(limit_s=limit_s)[1])}
 
     def close(self) -> None:
-        """Stop the thread and close every socket and descriptor, after news that a stopped rank has to be gone around with."""
+        """Stop the thread and close every socket and descriptor, after news that a stopped rank has to be gone around
+        with.
+        """
         with self._changed:
             self._changed.wait_for(self._has_told_all, _CLOSE_LIMIT_S)
         self._server.close()
@@ -502,8 +510,9 @@ class Hub:
             self._events.lost(rank)
 
     def _believes(self, peer: Peer, kind: str, rank: int, around: Sequence[int]) -> bool:
-        """Return whether a connection may say this: a rank speaks for those behind it, one that goes around a stopped rank
-        for those behind that. Any rank may report a fault."""
+        """Return whether a connection may say this: a rank speaks for those behind it, one that goes around a stopped
+        rank for those behind that. Any rank may report a fault.
+        """
         if kind not in ("leaving", "lost"):
             return kind == "fault"
         if peer.speaker == rank or self._tree is None:

@@ -1,8 +1,8 @@
 """The process sets of a world: which exist, and the queue of each one that this rank is a member of.
 
-All ranks register and remove sets in the same order, so that numbers and labels agree. `add`, `remove` and `share_segment`
-are requests like any other: the members agree on them, and `_execute` does what they ask. What members of other hosts say of
-a set may come before this rank has registered it; it is kept until then.
+All ranks register and remove sets in the same order, so that numbers and labels agree. `add`, `remove` and
+`share_segment` are requests like any other: the members agree on them, and `_execute` does what they ask. What members
+of other hosts say of a set may come before this rank has registered it; it is kept until then.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class ProcessSets:
         return answer
 
     def of_this_host(self) -> int:
-        """The number of the set of this host's ranks; the sets of all hosts are registered unless they are (collective)."""
+        """The number of the set of this host's ranks; the sets of all hosts are registered unless they are
+        (collective).
+        """
         hosts = [(0,)] if self.peers is None else [tuple(host) for host in self.peers.sharing]
         for host in hosts:
             if host not in self._sets.values():
@@ -138,8 +140,9 @@ class ProcessSets:
         return None if answer is None else _segment(answer)
 
     def share_in_hosts(self, number: int, num_bytes: int) -> tuple[Segment | None, list[int]]:
-        """Memory that the members of each host have in common, so many bytes for each of them, and which members those of
-        this host are (collective). None where all share one host, and on hosts with too little memory."""
+        """Memory that the members of each host have in common, so many bytes for each of them, and which members those
+        of this host are (collective). None where all share one host, and on hosts with too little memory.
+        """
         queue, peers = self.queue(number), self.peers
         if peers is None or not peers.spans_hosts(queue.ranks):
             return None, []

@@ -58,7 +58,9 @@ class StallInspector:
         self._next = 0.0
 
     def due(self, now: float) -> bool:
-        """Return whether it is time to look; at most twice per warning interval, and not more than four times a second."""
+        """Return whether it is time to look; at most twice per warning interval, and not more than four times a
+        second.
+        """
         if now < self._next:
             return False
         self._next = now + max(min(self.warning_s, self.shutdown_s or self.warning_s) / 2, 0.25)

@@ -56,7 +56,10 @@ class WorldStatus:
         self._wake()
 
     def fault(self, text: str, *, tell: bool = False) -> None:
-        """The world is broken, and with `tell` the others have to learn it from here. The first reason is what users see."""
+        """The world is broken, and with `tell` the others have to learn it from here.
+
+        The first reason is what users see.
+        """
         with self._lock:
             if not self._fault and not self._closing:
                 self._fault = text
@@ -74,7 +77,9 @@ class WorldStatus:
         self.fault(f"a collective failed on rank {self._rank}: {text}; Horovod has been shut down", tell=True)
 
     def interrupted(self, by: str) -> None:
-        """End the job on all ranks because this one was stopped in the middle of its part, which cannot be done again."""
+        """End the job on all ranks because this one was stopped in the middle of its part, which cannot be done
+        again.
+        """
         text = f"rank {self._rank} was interrupted ({by}) in the middle of a collective that the others need it for"
         self.fault(f"{text}; Horovod has been shut down, and hvd.init() on all ranks begins anew", tell=True)
 

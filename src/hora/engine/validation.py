@@ -166,7 +166,9 @@ def _with_contiguous_tensors(
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that any thread may write to: one of inference mode must not be, outside that mode."""
+    """The same memory as a tensor that any thread may write to: one of inference mode must not be, outside that
+    mode.
+    """
     if not tensor.is_inference():
         return tensor
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,1 +1,3 @@
-"""The `hvd` surface for Keras, of whichever version and backend: what `horovod.keras` and `horovod.tensorflow.keras` share."""
+"""The `hvd` surface for Keras, of whichever version and backend: what `horovod.keras` and `horovod.tensorflow.keras`
+share.
+"""

@@ -1,4 +1,6 @@
-"""Methods of Horovod's Keras callbacks; `horovod.keras` and `horovod.tensorflow.keras` add the base class of their Keras."""
+"""Methods of Horovod's Keras callbacks; `horovod.keras` and `horovod.tensorflow.keras` add the base class of their
+Keras.
+"""
 
 from __future__ import annotations
 
@@ -144,8 +146,8 @@ class Schedule:
         rate = rate if hasattr(rate, "assign") else getattr(optimizer, "learning_rate", None)
         if not hasattr(rate, "assign"):
             raise ValueError(
-                f"the learning rate of {type(optimizer).__name__} is a schedule of Keras already; make the optimizer with a "
-                "number"
+                f"the learning rate of {type(optimizer).__name__} is a schedule of Keras already; make the optimizer "
+                "with a number"
             )
         return rate
 

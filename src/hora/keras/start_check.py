@@ -19,7 +19,9 @@ _WARN_AT, _RAISE_AT = 2, 64
 
 
 class StartCheck:
-    """Called with the variables before each reduction: compares them twice; ranks that still differ then are an error."""
+    """Called with the variables before each reduction: compares them twice; ranks that still differ then are an
+    error.
+    """
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -38,9 +40,9 @@ class StartCheck:
         if not others:
             return
         text = (
-            f"the weights on rank {', '.join(map(str, others))} are not those of rank 0: gradients are reduced, but the "
-            "ranks did not begin from the same model; add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the "
-            "callbacks of fit, or call hvd.broadcast_variables(model.variables, root_rank=0)"
+            f"the weights on rank {', '.join(map(str, others))} are not those of rank 0: gradients are reduced, but "
+            "the ranks did not begin from the same model; add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to "
+            "the callbacks of fit, or call hvd.broadcast_variables(model.variables, root_rank=0)"
         )
         if self._num_calls >= _RAISE_AT:
             raise ValueError(f"{text} (after {self._num_calls} steps, on rank {hvd.rank()})")

@@ -1,7 +1,7 @@
 """`@hora.distributed`: a function that can also be called on every rank of a job, wherever that runs.
 
-It only chooses who starts the job: `run` for this machine, ssh and Slurm; Spark's and Ray's own starters, which stand above
-this package and are found by their names.
+It only chooses who starts the job: `run` for this machine, ssh and Slurm; Spark's and Ray's own starters, which stand
+above this package and are found by their names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Starter = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], int, M
 def distributed(
     *, num_processes: int, on: str = "local", **options: Any
 ) -> Callable[[Callable[P, T]], Distributed[P, T]]:
-    """Make a function of it that `f.distributed(x)` calls on `num_processes` ranks, for the list of their values in rank order;
-    `f(x)` still calls it here.
+    """Make a function of it that `f.distributed(x)` calls on `num_processes` ranks, for the list of their values in
+    rank order; `f(x)` still calls it here.
 
     `on`: `local`, `ssh` (with `hosts="a:4,b:4"`), `slurm` (inside an allocation), `spark` (the active session), `ray`.
     `options`: for what starts the job there, `horovod.run`, `horovod.spark.run` or `RayExecutor`.

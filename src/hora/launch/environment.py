@@ -1,5 +1,5 @@
-"""The environment of this process, for `hora.launch` and the rooms above it: read and changed here and nowhere else; and
-the argv that starts one of our modules in a process of its own.
+"""The environment of this process, for `hora.launch` and the rooms above it: read and changed here and nowhere else;
+and the argv that starts one of our modules in a process of its own.
 
 What the variables mean is not known here; who asks is given all of them, or a mapping in a test. Supervisors and probes
 import this and start fast, so it imports nothing.

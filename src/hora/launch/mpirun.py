@@ -1,7 +1,8 @@
 """Reads a command line of `mpirun` (Open MPI's, with what MPICH's, Intel's and HPE's add) as a job of ours. Pure.
 
-What has a meaning here is taken over: processes, hosts, variables, directory, output, the interface, ssh's options. What tunes
-MPI's own transports is dropped; everything else that is left out is named once, in `left_out`. Called by `hora mpirun`.
+What has a meaning here is taken over: processes, hosts, variables, directory, output, the interface, ssh's options.
+What tunes MPI's own transports is dropped; everything else that is left out is named once, in `left_out`. Called by
+`hora mpirun`.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class MpiCommand:
         num_proc = self.num_proc if self.num_proc is not None else num_slots
         if num_proc > num_slots and not self.oversubscribe:
             raise ValueError(
-                f"-np {num_proc}, but the hosts have {num_slots} slots ({', '.join(map(str, hosts))}); name more slots, as "
-                "in -H a:4,b:4, or say --oversubscribe"
+                f"-np {num_proc}, but the hosts have {num_slots} slots ({', '.join(map(str, hosts))}); name more "
+                "slots, as in -H a:4,b:4, or say --oversubscribe"
             )
         return _place(merged, num_proc, by_node=self.by_node)
 

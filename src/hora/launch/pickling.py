@@ -25,8 +25,8 @@ def pickle_call(
         return bytes(cloudpickle.dumps((function, tuple(args), dict(kwargs or {}))))
     except Exception as error:  # whatever a user's object does when it is pickled
         raise TypeError(
-            f"the function and its arguments cannot be sent to the workers: {error}. What cannot be pickled (a lock, an "
-            "open file, a connection) has to be made inside the function, not passed to it or used from outside"
+            f"the function and its arguments cannot be sent to the workers: {error}. What cannot be pickled (a lock, "
+            "an open file, a connection) has to be made inside the function, not passed to it or used from outside"
         ) from error
 
 

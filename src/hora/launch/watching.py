@@ -37,8 +37,9 @@ class Watching:
         listen: str | None = None,
         record: str | None = None,
     ) -> Watching | None:
-        """Read what was asked for by arguments, by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by Kubeflow's
-        variables; None: nothing."""
+        """Read what was asked for by arguments, by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by
+        Kubeflow's variables; None: nothing.
+        """
         asked = environ.get("HORA_DASHBOARD", "")
         if page is None:
             page = asked not in ("", "0") or bool(listen)

@@ -1,4 +1,5 @@
-"""The worker entry point: `python -m hora.launch.worker` fetches the job's function, runs it, and sends home the result.
+"""The worker entry point: `python -m hora.launch.worker` fetches the job's function, runs it, and sends home the
+result.
 
 The function comes over the authenticated connection and from nowhere else. What it raises is reported with its own
 traceback; the process then ends with a non-zero status. Commands need no entry point: supervisors run them as they are.

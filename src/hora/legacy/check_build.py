@@ -1,7 +1,7 @@
 """`--check-build`: what works on this machine, each entry really tried, in a child process.
 
-The child (`python -m hora.legacy.check_build`) runs one collective through each back end and prints why one does not work;
-the launcher, which only formats that, never imports torch. Also used by `hora doctor`.
+The child (`python -m hora.legacy.check_build`) runs one collective through each back end and prints why one does not
+work; the launcher, which only formats that, never imports torch. Also used by `hora doctor`.
 """
 
 from __future__ import annotations

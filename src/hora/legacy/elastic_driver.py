@@ -1,4 +1,6 @@
-"""`horovod.runner.elastic.driver`: the intervals, which may be changed here, and what programs ask of an elastic job."""
+"""`horovod.runner.elastic.driver`: the intervals, which may be changed here, and what programs ask of an elastic
+job.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class ElasticDriver:
             return self._places.get((host, local_rank), _NOWHERE)
 
     def get_worker_client(self, slot: Slot) -> Slot | None:
-        """Something true if the process has its place in the current generation, so that a change would be told to it."""
+        """Something true if the process has its place in the current generation, so that a change would be told to
+        it.
+        """
         with self._lock:
             return self._places.get((slot.hostname, slot.local_rank))
 

@@ -1,4 +1,6 @@
-"""Another distribution that also owns the import name `horovod`: looked for when `horovod` is imported or a job is launched."""
+"""Another distribution that also owns the import name `horovod`: looked for when `horovod` is imported or a job is
+launched.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def foreign_horovod() -> str | None:
 
 
 def foreign_message() -> str | None:
-    """Say that two distributions claim `horovod`, whose files are in use, and what to do; None if Hora is the only one."""
+    """Say that two distributions claim `horovod`, whose files are in use, and what to do; None if Hora is the only
+    one.
+    """
     found = foreign_horovod()
     if found is None:
         return None

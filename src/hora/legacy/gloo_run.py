@@ -1,4 +1,5 @@
-"""`horovod.runner.gloo_run`: a rank's place and its meeting place as variables, for programs that start their ranks themselves.
+"""`horovod.runner.gloo_run`: a rank's place and its meeting place as variables, for programs that start their ranks
+themselves.
 
 Its launchers are `horovod.run` here, and their names say so.
 """

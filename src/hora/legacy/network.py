@@ -1,4 +1,7 @@
-"""`horovod.runner.util.network`: this machine's addresses and interfaces, for old programs. Hora's own is `net.address`."""
+"""`horovod.runner.util.network`: this machine's addresses and interfaces, for old programs.
+
+Hora's own is `net.address`.
+"""
 
 from __future__ import annotations
 

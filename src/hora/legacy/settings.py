@@ -1,4 +1,7 @@
-"""`Settings` and `ElasticSettings`: holders of what Horovod's launchers pass around. Nothing in Hora reads them by itself."""
+"""`Settings` and `ElasticSettings`: holders of what Horovod's launchers pass around.
+
+Nothing in Hora reads them by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`safe_shell_exec` and `tiny_shell_exec`: a shell command to its end, with its output.
 
-The safe one runs under a supervisor, as workers do: whatever the command has started ends with it, and all of it with this
-process, however that dies.
+The safe one runs under a supervisor, as workers do: whatever the command has started ends with it, and all of it with
+this process, however that dies.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Meeting point of a static executor's ranks, which can be watched. Also driven by Ray Train's `HorovodTrainer`, which only
-sets the variables that it gets here in its own actors."""
+"""Meeting point of a static executor's ranks, which can be watched.
+
+Also driven by Ray Train's `HorovodTrainer`, which only sets the variables that it gets here in its own actors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Nodes of a Ray cluster, and the number of workers that fit on each: in all, whatever else runs there at the moment."""
+"""Nodes of a Ray cluster, and the number of workers that fit on each: in all, whatever else runs there at the
+moment.
+"""
 
 from __future__ import annotations
 

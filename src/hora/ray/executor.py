@@ -79,8 +79,8 @@ class RayExecutor:
             )
         if min_workers and num_workers:
             raise ValueError(
-                "Both `min_workers` and `num_workers` provided. Say min_workers for an elastic job, num_workers for one "
-                "of a fixed size"
+                "Both `min_workers` and `num_workers` provided. Say min_workers for an elastic job, num_workers for "
+                "one of a fixed size"
             )
         per_worker: dict[str, Any] = {
             "cpus_per_worker": renamed.get("cpus_per_worker", cpus_per_worker),

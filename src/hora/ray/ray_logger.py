@@ -1,7 +1,7 @@
 """`ray_logger.log` in a training function, and the callbacks in the driver that get what was logged.
 
-The values go through a `ray.util.queue.Queue` on the driver's node. A worker has put its value there before `log` returns,
-so everything that was logged before the function returned is delivered before the executor's `run` does.
+The values go through a `ray.util.queue.Queue` on the driver's node. A worker has put its value there before `log`
+returns, so everything that was logged before the function returned is delivered before the executor's `run` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Elastic functions: those that train with `hvd.elastic.run`, and so go on when ranks come and go.
 
 `HorovodRunner` has no argument for it (its signature is fixed), so a function says it by itself: outright, with an
-attribute (`main.elastic = True`, or `False`), or by its code, which uses `hvd.elastic` and one of its states. The code is
-read, never called; what stands in strings, comments and data does not count.
+attribute (`main.elastic = True`, or `False`), or by its code, which uses `hvd.elastic` and one of its states. The code
+is read, never called; what stands in strings, comments and data does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _ELASTIC_ROOM = "hora.torch.elastic"
 
 
 def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Tell whether `main(**kwargs)` drives an elastic loop. Functions of its own module that it names or is given count too."""
+    """Tell whether `main(**kwargs)` drives an elastic loop.
+
+    Functions of its own module that it names or is given count too.
+    """
     said = getattr(main, "elastic", None)
     if isinstance(said, bool):
         return said

@@ -1,4 +1,5 @@
-"""`horovod.spark.run` and `run_elastic`: call a function on the tasks of a Spark cluster and return every rank's result.
+"""`horovod.spark.run` and `run_elastic`: call a function on the tasks of a Spark cluster and return every rank's
+result.
 
 The sisters of `HorovodRunner` with Horovod's own signatures. They check arguments and read results; `launch.spark` does
 the work. Re-exported by `horovod.spark`.

@@ -47,7 +47,13 @@ class HorovodRunner:
     """
 
     # No annotations on these two: callers inspect the signatures.
-    def __init__(self, *, np, driver_log_verbosity="log_callback_only", dashboard=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+    def __init__(  # type: ignore[no-untyped-def]  # noqa: ANN204
+        self,
+        *,
+        np,  # noqa: ANN001
+        driver_log_verbosity="log_callback_only",  # noqa: ANN001
+        dashboard=None,  # noqa: ANN001
+    ):
         if isinstance(np, bool) or not hasattr(np, "__index__"):
             raise ValueError(f"np must be an integer (2: two Spark tasks, -2: two local processes), but it is {np!r}")
         if driver_log_verbosity not in _VERBOSITIES:

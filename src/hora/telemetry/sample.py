@@ -68,8 +68,9 @@ _VERSION = 1
 class Report:
     """One message of a rank: a sample, and what else there is to say. Everything but the sample is rare.
 
-    `waiting`: (what it is blocked in, for how many seconds, the ranks that must come; none: all). `metrics`: name to value.
-    `events`: (kind, text). `host`: how its machine is, from one rank of each. `total_steps`: where it will end, if known.
+    `waiting`: (what it is blocked in, for how many seconds, the ranks that must come; none: all). `metrics`: name to
+    value. `events`: (kind, text). `host`: how its machine is, from one rank of each. `total_steps`: where it will end,
+    if known.
     """
 
     sample: Sample

@@ -1,8 +1,8 @@
 """Errors of a collective under TensorFlow: each is of the class that Horovod documents and of TensorFlow's own.
 
-TensorFlow turns what an operation of a function raises into an exception of its own, and makes an `UnknownError` of errors
-that it does not know. `translate_errors` has it make these, so that `except hvd.HorovodInternalError` means the same in
-eager mode, around a `tf.function` and around `model.fit`.
+TensorFlow turns what an operation of a function raises into an exception of its own, and makes an `UnknownError` of
+errors that it does not know. `translate_errors` has it make these, so that `except hvd.HorovodInternalError` means the
+same in eager mode, around a `tf.function` and around `model.fit`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ __all__ = ["ArgumentError", "CollectiveError", "own_errors", "translate_errors"]
 
 
 class CollectiveError(HorovodInternalError, tf.errors.FailedPreconditionError, tf.errors.UnknownError):
-    """A collective could not complete; pickled as the plain HorovodInternalError, which needs no TensorFlow to be read."""
+    """A collective could not complete; pickled as the plain HorovodInternalError, which needs no TensorFlow to be
+    read.
+    """
 
     def __init__(self, node_def: Any, op: Any, message: str, *details: Any) -> None:
         tf.errors.OpError.__init__(self, node_def, op, message, tf.errors.UNKNOWN, *details)

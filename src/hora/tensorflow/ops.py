@@ -57,13 +57,16 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduce a tensor over all ranks. `IndexedSlices` (Sum or Average) come back as those of all ranks, one after another."""
+    """Reduce a tensor over all ranks.
+
+    `IndexedSlices` (Sum or Average) come back as those of all ranks, one after another.
+    """
     op = handle_average_backwards_compatibility(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         if op not in (Sum, Average) or (prescale_factor, postscale_factor) != (1.0, 1.0):
             raise NotImplementedError(
-                "an allreduce of IndexedSlices knows Sum and Average without scale factors; pass sparse_as_dense=True, or "
-                "tf.convert_to_tensor(slices), for everything else"
+                "an allreduce of IndexedSlices knows Sum and Average without scale factors; pass "
+                "sparse_as_dense=True, or tf.convert_to_tensor(slices), for everything else"
             )
         return _sparse_allreduce(tensor, op, name, process_set, ignore_name_scope)
     tensor = as_tensor(tensor)
@@ -122,7 +125,9 @@ def _reduce(
     name: str | None,
     process_set: ProcessSet,
 ) -> list[Any]:
-    """Run an allreduce or a reducescatter of the torch front, grouped or not, on what the compressor makes of the tensors."""
+    """Run an allreduce or a reducescatter of the torch front, grouped or not, on what the compressor makes of the
+    tensors.
+    """
     pairs = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in pairs]
     scales = {"op": op, "prescale_factor": prescale, "postscale_factor": postscale, "process_set": process_set}
@@ -378,7 +383,10 @@ def _collective(
     gradient: Gradient,
     kept: list[Any] | None = None,
 ) -> list[Any]:
-    """Run a collective, with its gradient where one may be asked for. `kept`: filled with the outputs after the first."""
+    """Run a collective, with its gradient where one may be asked for.
+
+    `kept`: filled with the outputs after the first.
+    """
 
     def forward(*inputs: Any) -> tuple[Any, Gradient]:
         outputs = call(work, inputs, dtypes, shapes)

@@ -1,7 +1,7 @@
 """Compression: a cast before the collective and its inverse after it, for the fronts and the optimizer.
 
-Between hosts float32 on the CPU is not cast by each rank: the engine reduces it as it is inside each host, and encodes what
-then travels (`code_for`).
+Between hosts float32 on the CPU is not cast by each rank: the engine reduces it as it is inside each host, and encodes
+what then travels (`code_for`).
 """
 
 from __future__ import annotations
@@ -85,9 +85,10 @@ class BF16Compressor(_CastCompressor):
 
 
 class Int8Compressor(NoneCompressor):
-    """A byte for each number of a float32 tensor, and a scale for every 256 of them, where sums and averages travel between
-    hosts; in the optimizer what that loses is added in the next step. Inside a host, and for everything else, tensors are
-    sent as they are."""
+    """A byte for each number of a float32 tensor, and a scale for every 256 of them, where sums and averages travel
+    between hosts; in the optimizer what that loses is added in the next step. Inside a host, and for everything else,
+    tensors are sent as they are.
+    """
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,15 @@ class Compression:
 class ErrorFeedback(Compressor):
     """A casting compressor whose rounding errors are carried over: what a cast loses in one step is added in the next.
 
-    The remainders live in the optimizer's buckets, in the parameters' dtype, on each rank; between hosts each rank has those
-    of what it sends for its host. Outside the optimizer it behaves as the compressor inside it.
+    The remainders live in the optimizer's buckets, in the parameters' dtype, on each rank; between hosts each rank has
+    those of what it sends for its host. Outside the optimizer it behaves as the compressor inside it.
     """
 
     def __init__(self, compression: type[Compressor]) -> None:
         if wire_dtype(compression) is None:
             raise ValueError(
-                f"error feedback needs Compression.fp16 or Compression.bf16, but got {compression!r} (Compression.int8 has "
-                "it already)"
+                f"error feedback needs Compression.fp16 or Compression.bf16, but got {compression!r} "
+                "(Compression.int8 has it already)"
             )
         self.compression = compression
 
@@ -155,7 +156,9 @@ def wire_dtype(compression: type[Compressor] | Compressor) -> torch.dtype | None
 
 
 def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch.Tensor], *, op: int) -> str:
-    """The engine's code for sums and averages of these tensors between hosts; empty for other tensors and compressors."""
+    """The engine's code for sums and averages of these tensors between hosts; empty for other tensors and
+    compressors.
+    """
     if isinstance(compression, ErrorFeedback):
         compression = compression.compression
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):

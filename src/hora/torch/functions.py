@@ -1,8 +1,8 @@
 """Bringing all ranks to the same state: parameters and arbitrary objects from a root, objects from every rank.
 
-Objects travel as cloudpickle bytes behind a MAC under a key that only the ranks of this world have: the transport may be
-open to strangers (gloo is), so nothing is unpickled before it is known to come from the rank it should come from. The state
-of optimizers is in `optimizer.state`.
+Objects travel as cloudpickle bytes behind a MAC under a key that only the ranks of this world have: the transport may
+be open to strangers (gloo is), so nothing is unpickled before it is known to come from the rank it should come from.
+The state of optimizers is in `optimizer.state`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def broadcast_tensors(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Return the root's tensors. ValueError on all ranks that names those whose tensors are of other number or shape."""
+    """Return the root's tensors.
+
+    ValueError on all ranks that names those whose tensors are of other number or shape.
+    """
     name = "broadcast_tensors" if name is None else name
     mine = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
     described = dict(zip(process_set.ranks or (), allgather_object(mine, f"{name}.shapes", process_set), strict=True))
@@ -79,8 +82,8 @@ def broadcast_tensors(
 def _check_alike(of_root: list[Any], of_other: list[Any], root_rank: int, other: int) -> None:
     if len(of_root) != len(of_other):
         raise ValueError(
-            f"ranks have different variables: rank {root_rank} has {len(of_root)} of them, rank {other} {len(of_other)}; "
-            "build the same model on all ranks before the broadcast"
+            f"ranks have different variables: rank {root_rank} has {len(of_root)} of them, rank {other} "
+            f"{len(of_other)}; build the same model on all ranks before the broadcast"
         )
     for i, (wanted, found) in enumerate(zip(of_root, of_other, strict=True)):
         if wanted != found:
@@ -148,8 +151,8 @@ def _unpickle(payload: torch.Tensor, failed: bool, sender: int) -> Any:
     mac, data = received[:_MAC_BYTES], received[_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(data, sender, failed=failed)):
         raise HorovodInternalError(
-            f"what came as an object of rank {sender} is not from it: it was changed on the way, or a stranger sent it; "
-            "it has not been unpickled"
+            f"what came as an object of rank {sender} is not from it: it was changed on the way, or a stranger sent "
+            "it; it has not been unpickled"
         )
     if failed:
         raise HorovodInternalError(

@@ -19,7 +19,8 @@ __all__ = ["SECURITY_HEADERS", "Access", "Refusal", "new_token"]
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src '{style}'; img-src 'self' data:; connect-src 'self'; "
-    "form-action 'none'; base-uri 'none'; frame-ancestors {ancestors}; require-trusted-types-for 'script'; trusted-types 'none'"
+    "form-action 'none'; base-uri 'none'; frame-ancestors {ancestors}; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",

@@ -1,7 +1,8 @@
 """Addresses of the page: the addresses it answers to, the one to print, and how this user's `hora top` finds it.
 
-Every live page also listens on a socket in the abstract namespace, which disappears with its process and asks the kernel
-for the caller's user. Only the job's own user (and root) is told the address and the token there, so neither is ever in a file.
+Every live page also listens on a socket in the abstract namespace, which disappears with its process and asks the
+kernel for the caller's user. Only the job's own user (and root) is told the address and the token there, so neither is
+ever in a file.
 """
 
 from __future__ import annotations

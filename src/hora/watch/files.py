@@ -1,4 +1,6 @@
-"""The page as it travels: one HTML with its styles inside, so that the first paint waits for nothing, and one script."""
+"""The page as it travels: one HTML with its styles inside, so that the first paint waits for nothing, and one
+script.
+"""
 
 from __future__ import annotations
 

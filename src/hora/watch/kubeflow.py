@@ -1,8 +1,9 @@
 """Progress for Kubeflow: a job inside a TrainJob tells the trainer's controller how far it is, by the POST that the
 controller's variables describe. Driven by `live`.
 
-The token is read from its file every time, because it is replaced now and then, and goes to the named server only: over TLS,
-checked against the controller's own authority, without following it elsewhere. A report that fails costs that report.
+The token is read from its file every time, because it is replaced now and then, and goes to the named server only: over
+TLS, checked against the controller's own authority, without following it elsewhere. A report that fails costs that
+report.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     HORA-RUN 1\\n   one line of JSON: the job's facts   then blocks: length (4 bytes), zlib of the entries in it
 
-A block is written every few seconds, so a launcher that is killed loses no more; a cut-off last block is passed over when
-the file is read. A file that comes from somebody else is data and nothing more: sizes are checked, nothing is executed.
+A block is written every few seconds, so a launcher that is killed loses no more; a cut-off last block is passed over
+when the file is read. A file that comes from somebody else is data and nothing more: sizes are checked, nothing is
+executed.
 """
 
 from __future__ import annotations

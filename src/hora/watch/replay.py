@@ -1,4 +1,6 @@
-"""`hora view`: a recorded run, or a timeline, in the same page as a live one, with nothing to stop and nobody to ask."""
+"""`hora view`: a recorded run, or a timeline, in the same page as a live one, with nothing to stop and nobody to
+ask.
+"""
 
 from __future__ import annotations
 

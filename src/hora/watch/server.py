@@ -1,8 +1,8 @@
 """The server behind the page: one thread, one event loop, a run, and a bounded number of viewers.
 
 Entries come from any thread (`feed`) and are taken in here, so nothing in the run needs a lock. Once a second what has
-changed is put into words once, for all viewers. A viewer that does not keep up is dropped; the page comes back by itself
-and starts afresh. Strangers get ten seconds, no memory to speak of, and nothing of the run; when they are too
+changed is put into words once, for all viewers. A viewer that does not keep up is dropped; the page comes back by
+itself and starts afresh. Strangers get ten seconds, no memory to speak of, and nothing of the run; when they are too
 many, the oldest one from where most of them come is shown out, so that a crowd does not keep the owner from the page.
 """
 
@@ -65,8 +65,10 @@ class Controls(Protocol):
 
 
 class Server:
-    """Serves one run, or a `timeline` (`hora.watch.timeline`). `controls`: None for a recorded one. `on_tick(run)` is called
-    once a second, in the server's thread."""
+    """Serves one run, or a `timeline` (`hora.watch.timeline`).
+
+    `controls`: None for a recorded one. `on_tick(run)` is called once a second, in the server's thread.
+    """
 
     def __init__(
         self,

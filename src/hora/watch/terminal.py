@@ -69,8 +69,9 @@ def _picture(run: Mapping[str, Any], width: int) -> RenderableType:
 def _headline(run: Mapping[str, Any], now: Mapping[str, Any]) -> Text:
     color = _STATES.get(now["state"], "yellow")
     facts = run["facts"]
-    return Text.assemble(("● ", color), (now["words"], f"bold {color}"), "   ", (str(facts.get("title", "")), "bold"), "  ", (
-        str(facts.get("command", "")), "dim"))  # fmt: skip
+    title, command = str(facts.get("title", "")), str(facts.get("command", ""))
+    words = (now["words"], f"bold {color}")
+    return Text.assemble(("● ", color), words, "   ", (title, "bold"), "  ", (command, "dim"))
 
 
 def _numbers(now: Mapping[str, Any]) -> Text:

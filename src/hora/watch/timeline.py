@@ -1,4 +1,5 @@
-"""A timeline file (`HOROVOD_TIMELINE`, ours or Horovod's), read for the page: what every tensor went through, who came last.
+"""A timeline file (`HOROVOD_TIMELINE`, ours or Horovod's), read for the page: what every tensor went through, who came
+last.
 
 A timeline is a Chrome trace in which every "process" is a tensor: it is negotiated, each rank's arrival is marked, then
 it is reduced. Pure: bytes in, plain values for JSON out. Perfetto opens the file as it is.
@@ -29,8 +30,11 @@ def is_timeline(path: str | Path) -> bool:
 
 
 def read_timeline(path: str | Path) -> dict[str, Any]:
-    """`tensors`: name and spans [begin, end, which name, how deep] in microseconds. `late`: by rank, how often it came last and
-    for how long the first ones had waited then, all together. ValueError for a file that is no timeline."""
+    """`tensors`: name and spans [begin, end, which name, how deep] in microseconds.
+
+    `late`: by rank, how often it came last and for how long the first ones had waited then, all together. ValueError
+    for a file that is no timeline.
+    """
     with Path(path).open("rb") as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:

@@ -4,7 +4,8 @@
 2. A session that `hora workers launch` keeps for this folder.
 3. Otherwise a session of this process's own, which ends with it. Under `hora.compat` its name is in the environment, so
    that the processes it starts speak to it too.
-4. A process that has none, in a second terminal, lists, awaits and stops the workers of the first script that has launched
+4. A process that has none, in a second terminal, lists, awaits and stops the workers of the first script that has
+  launched
    some in the same folder.
 """
 
@@ -100,7 +101,8 @@ class RemoteSession:
 
 
 _lock = threading.Lock()
-# With the process it belongs to: a forked child has none. The last are gateways: for its workers, and for a second terminal.
+# With the process it belongs to: a forked child has none. The last are gateways: for its workers, and for a second
+# terminal.
 _own: tuple[int, Session, Gateway, list[directory.Published]] | None = None
 
 
@@ -181,11 +183,11 @@ def launch_workers(
     """Start `n` workers with `cpu` cores and `memory` GiB each; returns one dict per worker without waiting for them.
 
     `script` wins over `code`. Where there are fewer cores than were asked for, the workers share them, with a warning;
-    `strict` refuses instead, as memory and GPUs that are not there always are. A launch that was refused is a dict without
-    `id`, with `message` (and a warning; with `raise_on_error` a RuntimeError). `all_or_nothing`: if one does not fit, none is
-    started; `wait_seconds` is how long to wait for room before that. `backend`: `local` processes, tasks of the active
-    `spark` session, or `auto`: Spark where this process has a session on a cluster. The accelerator and resource arguments
-    of the original are accepted and have no meaning here.
+    `strict` refuses instead, as memory and GPUs that are not there always are. A launch that was refused is a dict
+    without `id`, with `message` (and a warning; with `raise_on_error` a RuntimeError). `all_or_nothing`: if one does
+    not fit, none is started; `wait_seconds` is how long to wait for room before that. `backend`: `local` processes,
+    tasks of the active `spark` session, or `auto`: Spark where this process has a session on a cluster. The accelerator
+    and resource arguments of the original are accepted and have no meaning here.
     """
     if kernel not in ("python3", "python2", "r", "scala", ""):
         raise ValueError(f"kernel must be python3, but it is {kernel!r}")

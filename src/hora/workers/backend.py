@@ -1,4 +1,6 @@
-"""Interface to the place where a session's workers run: this machine (`LocalWorkers`, here) or Spark (`spark_backend`)."""
+"""Interface to the place where a session's workers run: this machine (`LocalWorkers`, here) or Spark
+(`spark_backend`).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Backend(Protocol):
         """Wait until it is known whether `n` more workers fit. The session's lock is not held."""
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The request as `n` workers can have it: where cores are too few, a share of them and a `note` that says so."""
+        """The request as `n` workers can have it: where cores are too few, a share of them and a `note` that says
+        so.
+        """
 
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         """Set something aside for this worker; raises Refused."""

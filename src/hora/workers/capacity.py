@@ -97,8 +97,8 @@ class Capacity:
                 gpus += [] if holder else [gpu]
         if len(gpus) < num_gpus:
             raise Refused(
-                f"{num_gpus} GPUs were asked for, but {len(gpus)} of {len(self.gpus)} are free; {len(others)} are in use "
-                f"by workers of other sessions ({', '.join(others)})"
+                f"{num_gpus} GPUs were asked for, but {len(gpus)} of {len(self.gpus)} are free; {len(others)} are in "
+                f"use by workers of other sessions ({', '.join(others)})"
             )
         return tuple(gpus)
 

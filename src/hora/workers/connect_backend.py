@@ -1,7 +1,7 @@
 """Workers through Spark Connect: each is the one task of a query, which starts it and tells how it ended.
 
-A worker that ends gives its slot back at once; stopping one interrupts its query. Its output comes live, and that it runs is
-known, where the task can reach this client; else both are known when it has ended. Called by `session`.
+A worker that ends gives its slot back at once; stopping one interrupts its query. Its output comes live, and that it
+runs is known, where the task can reach this client; else both are known when it has ended. Called by `session`.
 """
 
 from __future__ import annotations

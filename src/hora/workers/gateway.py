@@ -1,8 +1,8 @@
 """Access of other processes to a session: workers that launch workers, and the `hora workers` command.
 
-The gateway listens on an abstract local socket, which exists in no file system and vanishes with the session. It answers
-processes of the same user (or root) that prove to hold the session's key; a client makes sure of both as well, because
-any process can take a socket's name first. Requests and answers are JSON; nothing is unpickled.
+The gateway listens on an abstract local socket, which exists in no file system and vanishes with the session. It
+answers processes of the same user (or root) that prove to hold the session's key; a client makes sure of both as well,
+because any process can take a socket's name first. Requests and answers are JSON; nothing is unpickled.
 """
 
 from __future__ import annotations

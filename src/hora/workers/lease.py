@@ -1,7 +1,7 @@
 """Ranks belong to the workers on whose addresses they run: they use these workers' GPUs, and end when the workers do.
 
-A job that is started at such addresses (`mpirun -H <workers>`, `horovodrun -H …`) takes a lease of them from their session: a
-connection that stays open while the ranks live, so that a session that stops workers can wait for it.
+A job that is started at such addresses (`mpirun -H <workers>`, `horovodrun -H …`) takes a lease of them from their
+session: a connection that stays open while the ranks live, so that a session that stops workers can wait for it.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]
 
 
 def lease_of(hosts: Collection[str]) -> Lease | None:
-    """The lease of a job on these hosts; None where none of them is an address of a worker. The workers are those of the
-    session that the environment speaks of, else of this folder's."""
+    """The lease of a job on these hosts; None where none of them is an address of a worker.
+
+    The workers are those of the session that the environment speaks of, else of this folder's.
+    """
     session = _session(variables())
     if session is None:
         return None

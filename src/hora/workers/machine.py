@@ -1,4 +1,6 @@
-"""Resources of this machine: cores and memory this process may use, and its GPUs, less those that other sessions gave away."""
+"""Resources of this machine: cores and memory this process may use, and its GPUs, less those that other sessions gave
+away.
+"""
 
 from __future__ import annotations
 

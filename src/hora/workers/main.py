@@ -1,8 +1,8 @@
 """The worker's own process: runs the code or the script it was given. `python -m hora.workers.main`
 
-What to run comes from the supervisor's memory (HORA_WORKER_ORDER_FILE), never from the command line. Code may use a line that
-begins with `!` for a shell command, as in a notebook; `{name}` and `$name` of Python variables are filled in there.
-A thread watches that the worker keeps to its memory.
+What to run comes from the supervisor's memory (HORA_WORKER_ORDER_FILE), never from the command line. Code may use a
+line that begins with `!` for a shell command, as in a notebook; `{name}` and `$name` of Python variables are filled in
+there. A thread watches that the worker keeps to its memory.
 """
 
 from __future__ import annotations

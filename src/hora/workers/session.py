@@ -1,7 +1,7 @@
 """A session: owns workers, from launch to end.
 
-It numbers them, has a backend start them (this machine's, or Spark's where a Spark session is active), shows their output with
-their ids in front, and knows how each of them ended. Callers: `api` in this process, `gateway` for others.
+It numbers them, has a backend start them (this machine's, or Spark's where a Spark session is active), shows their
+output with their ids in front, and knows how each of them ended. Callers: `api` in this process, `gateway` for others.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Session:
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Start `n` workers; one dict for each, in order. What does not fit is a dict without `id`, with `message`.
 
-        Too few cores are shared, which the `message` then says, unless the request is `strict` or wants all or nothing. With
-        `all_or_nothing` in the request nothing starts then, and `wait_s` says for how long to wait for room first.
+        Too few cores are shared, which the `message` then says, unless the request is `strict` or wants all or nothing.
+        With `all_or_nothing` in the request nothing starts then, and `wait_s` says for how long to wait for room first.
         """
         backend = self._backend(request)
         backend.settle(n)
@@ -154,8 +154,10 @@ class Session:
             return self._sorted(wanted, good)
 
     def hold(self, ids: Iterable[str], holder: object, *, abandoned: Callable[[], bool]) -> list[str]:
-        """Wait until one of these workers ends, or is about to; all that do. `stop` waits for their holder, which says that
-        its ranks there have ended by holding fewer, or none (`release`)."""
+        """Wait until one of these workers ends, or is about to; all that do.
+
+        `stop` waits for their holder, which says that its ranks there have ended by holding fewer, or none (`release`).
+        """
         with self._changed:
             self._holders[holder] = set(ids)
             self._changed.notify_all()

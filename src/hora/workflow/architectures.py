@@ -1,7 +1,7 @@
 """Networks a model file can name: built from plain numbers, never from code in the file.
 
-`build` is called by `model_file.load`; the labs and users make the networks themselves. A network of one's own is passed to
-`load` instead.
+`build` is called by `model_file.load`; the labs and users make the networks themselves. A network of one's own is
+passed to `load` instead.
 """
 
 from __future__ import annotations

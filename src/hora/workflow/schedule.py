@@ -1,4 +1,7 @@
-"""The learning rate over time, as a pure function of the epoch, and when to stop before the last one. `fit` asks both."""
+"""The learning rate over time, as a pure function of the epoch, and when to stop before the last one.
+
+`fit` asks both.
+"""
 
 from __future__ import annotations
 

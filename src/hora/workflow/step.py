@@ -1,7 +1,7 @@
 """One optimizer step, and one pass over validation data: precision, accumulation and clipping live here.
 
-It knows nothing about epochs, checkpoints or progress, which belong to its callers: `fit`, and the training of the Spark
-estimator. Nor does it know what is minimised: that is the `Objective`.
+It knows nothing about epochs, checkpoints or progress, which belong to its callers: `fit`, and the training of the
+Spark estimator. Nor does it know what is minimised: that is the `Objective`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,14 @@ from hora.legacy.util import check_extension
 from hora.torch import *
 from hora.torch import __all__ as _names
 from hora.torch import _check_has_gpu
-from horovod.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm  # type: ignore[attr-defined]
+from horovod.torch import (  # type: ignore[attr-defined]
+    compression,
+    elastic,
+    functions,
+    mpi_ops,
+    optimizer,
+    sync_batch_norm,
+)
 
 __all__ = [*_names, "compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"]
 

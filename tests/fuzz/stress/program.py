@@ -1,8 +1,8 @@
 """What a program of the stress is, and its form as text. Pure data.
 
 A program has phases, one after the other on every rank. In a phase, thread 0 first adds process sets; then every thread
-carries out its operations; then thread 0 may let the ranks join, or remove sets. What is not waited for by then is waited
-for at the end of the phase.
+carries out its operations; then thread 0 may let the ranks join, or remove sets. What is not waited for by then is
+waited for at the end of the phase.
 
 Programs cannot deadlock by themselves. All ranks make the blocking operations of a thread in the same order; such an
 operation closes a *segment* of its thread. Asynchronous ones change places inside their segment only (`lags`), and

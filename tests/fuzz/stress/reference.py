@@ -1,8 +1,8 @@
 """What every operation of a program must give, computed from the ranks' data without any engine.
 
-`expectation` says whether a value or which error must come; `check` compares a value. Whole numbers are small enough for
-every dtype and factor here, so they are compared exactly, except after a division by three. Real numbers have a tolerance
-in units of the dtype's rounding, since the order of additions is the engine's.
+`expectation` says whether a value or which error must come; `check` compares a value. Whole numbers are small enough
+for every dtype and factor here, so they are compared exactly, except after a division by three. Real numbers have a
+tolerance in units of the dtype's rounding, since the order of additions is the engine's.
 """
 
 from __future__ import annotations
@@ -192,7 +192,8 @@ def _reduced(
     dyadic = num_members & (num_members - 1) == 0 or not average
     if operation.values == "whole" and dyadic:
         return exact.to(dtype), None
-    # One rounding per factor and addition, each of what has been added up so far at most; half precision is rounded once.
+    # One rounding per factor and addition, each of what has been added up so far at most; half precision is rounded
+    # once.
     size = _combined("Product" if operation.reduce_op == "Product" else "Sum", [tensor.abs() for tensor in wide])
     rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * (len(tensors) + 3)
     last = exact.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).tiny * torch.finfo(dtype).eps

@@ -1,7 +1,7 @@
 """A small program that fails like a large one. Pure: `fails` plays a program and says whether it still fails.
 
-Greedy: take away phases, operations and ranks, then make what is left plainer, as long as it still fails; again from the
-start after every success, until nothing more can go. `fails` sees a program only once.
+Greedy: take away phases, operations and ranks, then make what is left plainer, as long as it still fails; again from
+the start after every success, until nothing more can go. `fails` sees a program only once.
 """
 
 from __future__ import annotations

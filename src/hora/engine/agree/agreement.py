@@ -1,7 +1,7 @@
 """Agreement: every member of a process set learns the same announcements in the same rounds.
 
-A round is a set of announcements that all members feed to their planners (`plan`) before they close it, so that all of them
-derive the same batches. How a round comes about depends on where the members are:
+A round is a set of announcements that all members feed to their planners (`plan`) before they close it, so that all of
+them derive the same batches. How a round comes about depends on where the members are:
 
     one member            `LocalAgreement`, here: what it announces is agreed
     all on one host       `agree.shared_memory`: the first member cuts rounds, all read them in shared memory

@@ -12,7 +12,8 @@ since the last.
 Why no two members come to different ends: the records of a ticket do not change before all members have read them. And
 news that comes instead is about a request that cannot be settled without the member that reads it, so the member that
 announced it does not get as far as this ticket; by then a round has passed, and tickets are others. Who sees news looks
-once more whether all have published: news may also come after the ticket was settled. `verify/repeated.pml` has all of it.
+once more whether all have published: news may also come after the ticket was settled. `verify/repeated.pml` has all of
+it.
 
 Records are published, waited for and compared by the native part (`repeated.h`).
 """

@@ -18,8 +18,10 @@ for one signature. Whoever announces another one under its name does so in full,
 
 States of a request at a member:
 
-    absent --announced by some below--> held --by all at or below--> absent, passed on: as ALL if all have the same signature
-                                        held --OLD_S pass, or a member joins--> apart, what is known passed on member by member
+    absent --announced by some below--> held --by all at or below--> absent, passed on: as ALL if all have the same
+      signature
+                                        held --OLD_S pass, or a member joins--> apart, what is known passed on member
+                                          by member
                                         apart --announced by more--> apart, passed on --by all--> absent
 
 So a request that ranks do not agree about, or that some never announce, still comes to the root with everything that is
@@ -294,8 +296,11 @@ class TreeAgreement:
         """Nothing is kept back."""
 
     def unannounced_requests(self) -> UnannouncedRequests:
-        """Return what the root knows of requests that some members have not announced. Of ranks that speak through a missing
-        one it knows from themselves; a request about which they have not been asked yet is left out."""
+        """Return what the root knows of requests that some members have not announced.
+
+        Of ranks that speak through a missing one it knows from themselves; a request about which they have not been
+        asked yet is left out.
+        """
         if self._rank != self._tree.root:
             return {}
         found: UnannouncedRequests = {}

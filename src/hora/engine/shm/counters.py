@@ -58,7 +58,10 @@ class Counters:
         return [peer for peer, counter in self._peers if counter.value < value]
 
     def wait(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> None:
-        """Return when all members have published `value` or more. `check_alive` raises when that has become pointless."""
+        """Return when all members have published `value` or more.
+
+        `check_alive` raises when that has become pointless.
+        """
         begin = 0.0
         while not (self._look(value) if self._native is None else self._look_natively(value)):
             check_alive()

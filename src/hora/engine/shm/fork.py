@@ -1,10 +1,11 @@
 """Shared memory in a forked child: its own copy, as it was when it was forked.
 
-A mapping that is shared stays so in a child: a child that writes a checkpoint or evaluates a model would see the next steps'
-parameters, and one that writes to them or to gradients would spoil the training. So every such mapping is replaced in the
-child, at the same address, by private memory: with the same contents where its tensors may look, with zeros elsewhere (the
-other members' gradients). Pages that are copied when they are written to would still show what other ranks write later,
-and so would a copy that the child makes while its parent goes on: the parent makes it, before it forks.
+A mapping that is shared stays so in a child: a child that writes a checkpoint or evaluates a model would see the next
+steps' parameters, and one that writes to them or to gradients would spoil the training. So every such mapping is
+replaced in the child, at the same address, by private memory: with the same contents where its tensors may look, with
+zeros elsewhere (the other members' gradients). Pages that are copied when they are written to would still show what
+other ranks write later, and so would a copy that the child makes while its parent goes on: the parent makes it, before
+it forks.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _copies: dict[int, list[_Copy]] = {}  # by the thread that forks
 
 
 def copy_in_children(memory: mmap.mmap, offset: int, num_bytes: int) -> None:
-    """From now on a forked child has private memory in this mapping's place, with a copy of this piece (and of others)."""
+    """From now on a forked child has private memory in this mapping's place, with a copy of this piece (and of
+    others).
+    """
     _copied.setdefault(memory, []).append((offset, num_bytes))
 
 
@@ -79,7 +82,8 @@ def _after_fork_in_child() -> None:
 def _refuse(num_bytes: int) -> None:
     """A hook of a fork cannot raise, and the child must not go on."""
     text = (
-        f"a forked process cannot have its own copy of {num_bytes / 2**20:.0f} MiB of shared parameters and state: there "
+        f"a forked process cannot have its own copy of {num_bytes / 2**20:.0f} MiB of shared parameters and state: "
+        "there "
         'is too little memory; start it with multiprocessing\'s "spawn" or "forkserver", or train with sharded=False\n'
     )
     os.write(2, text.encode())

@@ -104,7 +104,9 @@ class Counter:
         _wake_call(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, _none, _none, 0)
 
     def wake_any(self, asleep: Sequence[Counter]) -> None:
-        """Wake every waiter, if one of these says that its member sleeps; a member says so before it looks a last time."""
+        """Wake every waiter, if one of these says that its member sleeps; a member says so before it looks a last
+        time.
+        """
         fence()  # either they see what was written before, or their being asleep is seen here
         for one in asleep:
             if one.value:
@@ -216,9 +218,9 @@ class _FencedCounter(Counter):
 def fence() -> None:
     """Full memory barrier: earlier reads and writes of this thread are visible to every processor before later ones.
 
-    Python has no such instruction, but its locks are made of them. Nothing before may move past a release, nothing after
-    may move ahead of an acquisition, and on ARM no acquisition moves ahead of a release before it. The lock is a new one,
-    so that nothing else, be it a signal handler or the child of a fork, can ever find it taken.
+    Python has no such instruction, but its locks are made of them. Nothing before may move past a release, nothing
+    after may move ahead of an acquisition, and on ARM no acquisition moves ahead of a release before it. The lock is a
+    new one, so that nothing else, be it a signal handler or the child of a fork, can ever find it taken.
     """
     lock = threading.Lock()
     lock.acquire()

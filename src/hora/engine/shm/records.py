@@ -1,7 +1,8 @@
 """The records of one direction of a stream for the native part (`records.h`): the same bytes as `Records` makes.
 
-They are sealed and opened by the libcrypto that Python itself was linked with, whatever its version: nothing more has to be
-installed, and where Python has none of its own `usable` says so, and Python does the same with the package cryptography.
+They are sealed and opened by the libcrypto that Python itself was linked with, whatever its version: nothing more has
+to be installed, and where Python has none of its own `usable` says so, and Python does the same with the package
+cryptography.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def usable() -> bool:
 
 
 class NativeRecords:
-    """Seals or opens what `records` would, and takes turns with it: between jobs of the native part either may be used."""
+    """Seals or opens what `records` would, and takes turns with it: between jobs of the native part either may be
+    used.
+    """
 
     def __init__(self, records: Records, *, seals: bool) -> None:
         self._records, self._seals, self._key = records, seals, b""

@@ -105,7 +105,10 @@ class SharedMemory:
         return aligned(count * dtype.itemsize)
 
     def take(self, count: int, dtype: torch.dtype, *, copied: bool = True) -> torch.Tensor:
-        """The next piece, which begins on a page of its own. A forked child finds it private, and empty unless `copied`."""
+        """The next piece, which begins on a page of its own.
+
+        A forked child finds it private, and empty unless `copied`.
+        """
         num_bytes = count * dtype.itemsize
         offset = self.reserve(num_bytes)
         copy_in_children(self.segment.memory, offset, num_bytes if copied else 0)

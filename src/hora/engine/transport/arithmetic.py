@@ -8,9 +8,9 @@ also divides by the number of members. Integers are scaled in float64 and trunca
 and products of half precision are computed in float32, factors and all, and rounded once, at the end. NaN
 propagates and integers wrap, as in torch.
 
-Where data is copied on its way (`staged`), an average over a power of two of members is a sum of numbers that were divided
-while they were copied: the same bits, without a pass over the result. Numbers that the division makes smaller than the
-smallest normal number may lose their last bits, and sums that would overflow do not.
+Where data is copied on its way (`staged`), an average over a power of two of members is a sum of numbers that were
+divided while they were copied: the same bits, without a pass over the result. Numbers that the division makes smaller
+than the smallest normal number may lose their last bits, and sums that would overflow do not.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _Step = Callable[[torch.Tensor, torch.Tensor], object]
 class Arithmetic:
     """One reduction for one dtype and number of members. Made by `arithmetic_of`, which keeps them.
 
-    `prescales`: each member applies the prescale to its own data, with `prepare`, before `reduce` sees it. Else `reduce`
-    does it. `stage`: the factor of `prepare`, None if there is more to it. `elsewhere`: something else combines, and `prepare`
-    and `finish_` do what comes before and after. `weights`: how much each member counts in an average of half precision.
-    `compiled`: the native part, which does sums of tensors on the CPU if it is there; `sum` is what it is told, None for what
-    it does not know.
+    `prescales`: each member applies the prescale to its own data, with `prepare`, before `reduce` sees it. Else
+    `reduce` does it. `stage`: the factor of `prepare`, None if there is more to it. `elsewhere`: something else
+    combines, and `prepare` and `finish_` do what comes before and after. `weights`: how much each member counts in an
+    average of half precision. `compiled`: the native part, which does sums of tensors on the CPU if it is there; `sum`
+    is what it is told, None for what it does not know.
     """
 
     __slots__ = (
@@ -206,8 +206,8 @@ class Arithmetic:
             out.copy_(source)
 
 
-# Pieces of float32 that no thread uses now. Not of `threading.local`: Python destroys those of a thread that TensorFlow has
-# made as soon as it goes back there, and a tensor does not survive that.
+# Pieces of float32 that no thread uses now. Not of `threading.local`: Python destroys those of a thread that TensorFlow
+# has made as soon as it goes back there, and a tensor does not survive that.
 _wide_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 

@@ -1,9 +1,9 @@
 """The transport for CUDA tensors: NCCL, or where members share a GPU, that GPU's memory or the host's.
 
-Which one is known with the first tensor, since it says which GPU this member uses; the members compare their GPUs through
-the store then. Calls return when everything is queued on the current stream, and batches follow one another there. A
-collective of NCCL that waits for a dead peer would never end, so when the world breaks it is aborted (`give_up`). The engine
-makes it and orders the streams.
+Which one is known with the first tensor, since it says which GPU this member uses; the members compare their GPUs
+through the store then. Calls return when everything is queued on the current stream, and batches follow one another
+there. A collective of NCCL that waits for a dead peer would never end, so when the world breaks it is aborted
+(`give_up`). The engine makes it and orders the streams.
 """
 
 from __future__ import annotations

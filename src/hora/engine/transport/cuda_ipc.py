@@ -1,8 +1,8 @@
 """CUDA's driver, through ctypes: memory of a GPU that processes share, and copies by its copy engine.
 
-torch can share its own tensors, but keeps a file for that in /dev/shm, which a SIGKILL leaves behind, and cannot do it with
-every setting of its allocator. What is allocated here belongs to no allocator and has no name: it goes with the process.
-`DeviceMemoryTransport` calls, with the GPU as the current one of its thread.
+torch can share its own tensors, but keeps a file for that in /dev/shm, which a SIGKILL leaves behind, and cannot do it
+with every setting of its allocator. What is allocated here belongs to no allocator and has no name: it goes with the
+process. `DeviceMemoryTransport` calls, with the GPU as the current one of its thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CUDA tensors through host memory, over the transport of the same members for CPU tensors.
 
-For members that share a GPU, which NCCL does not serve, and for what `DeviceMemoryTransport` does not do. `CudaTransport`
-chooses it.
+For members that share a GPU, which NCCL does not serve, and for what `DeviceMemoryTransport` does not do.
+`CudaTransport` chooses it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ENGINE_BYTES = 32 * 2**10
 class CudaStagingTransport:
     """CUDA tensors through host memory, over the transport `cpu` of the same members, which its giver closes.
 
-    Everything is ordered on the current stream: a copy to pinned memory, the host waits for it, the CPU transport does its
-    work, and the results are copied back without waiting. Element-wise reductions and broadcasts go in portions with two
-    buffers, so that one is copied while the other is reduced.
+    Everything is ordered on the current stream: a copy to pinned memory, the host waits for it, the CPU transport does
+    its work, and the results are copied back without waiting. Element-wise reductions and broadcasts go in portions
+    with two buffers, so that one is copied while the other is reduced.
     """
 
     def __init__(self, cpu: Transport) -> None:
@@ -131,8 +131,9 @@ class CudaStagingTransport:
 
 
 class Stage:
-    """Pinned memory for tensors of one size, one piece for each stream: copies on a stream are in order, so that what is
-    queued from a piece is copied before new data comes into it."""
+    """Pinned memory for tensors of one size, one piece for each stream: copies on a stream are in order, so that what
+    is queued from a piece is copied before new data comes into it.
+    """
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self._count, self._dtype = count, dtype

@@ -1,14 +1,14 @@
 """CUDA tensors of members that share a GPU, through the GPU's own memory.
 
-Every member has two slots there that all members have mapped. A step: each member puts its data into one of its slots; when
-its stream has done that, it says so by a counter in the host's shared memory; when all have said so, each member reads all
-slots and leaves the result where it belongs, in member order, so with the same bits everywhere. Nobody waits for the last
-part: it is ordered on the stream. In the next step the other slots are used, and a member that says its data for that is
-there has read the slots of this one, because its stream works in order.
+Every member has two slots there that all members have mapped. A step: each member puts its data into one of its slots;
+when its stream has done that, it says so by a counter in the host's shared memory; when all have said so, each member
+reads all slots and leaves the result where it belongs, in member order, so with the same bits everywhere. Nobody waits
+for the last part: it is ordered on the stream. In the next step the other slots are used, and a member that says its
+data for that is there has read the slots of this one, because its stream works in order.
 
-A GPU changes from one process to another in about a tenth of a millisecond, which decides what is fast here: few steps, each
-with much data. What is small goes through host memory (`CudaStagingTransport`), and so do Adasum and alltoall.
-No wait is on the GPU: a dead peer is the liveness check's business. Made by `CudaTransport`; all calls are on one stream.
+A GPU changes from one process to another in about a tenth of a millisecond, which decides what is fast here: few steps,
+each with much data. What is small goes through host memory (`CudaStagingTransport`), and so do Adasum and alltoall. No
+wait is on the GPU: a dead peer is the liveness check's business. Made by `CudaTransport`; all calls are on one stream.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ class DeviceMemoryTransport:
         smaller.close()
 
     def _turn(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The slots of the next step: the own one, to be filled, and those of all members, to be read when published."""
+        """The slots of the next step: the own one, to be filled, and those of all members, to be read when
+        published.
+        """
         self._step += 1
         slots = self._memory.views(self._step % 2, count, dtype)
         return slots[self._member], slots

@@ -59,8 +59,9 @@ class Division:
 
 @dataclass(frozen=True)
 class Portion:
-    """A part of an allgather or a reducescatter: for each of some tensors what is the member's own, and the parts of all
-    members, with their sizes. Two are under way at a time, in different turns."""
+    """A part of an allgather or a reducescatter: for each of some tensors what is the member's own, and the parts of
+    all members, with their sizes. Two are under way at a time, in different turns.
+    """
 
     own: list[torch.Tensor]
     members: list[Tensors]

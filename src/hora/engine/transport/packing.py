@@ -1,8 +1,8 @@
 """Several flat tensors as one. No communication, no arithmetic.
 
-For shared memory: `cut` makes pieces that fit a slot exactly, across the borders of tensors; `put` and `take` copy between
-pieces and slots. Between processes: `portions` keeps small tensors together and cuts large ones, `Buffers` is memory to
-pack them into, and `overlap` has one portion travel while another is worked on.
+For shared memory: `cut` makes pieces that fit a slot exactly, across the borders of tensors; `put` and `take` copy
+between pieces and slots. Between processes: `portions` keeps small tensors together and cuts large ones, `Buffers` is
+memory to pack them into, and `overlap` has one portion travel while another is worked on.
 """
 
 from __future__ import annotations

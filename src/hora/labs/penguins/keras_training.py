@@ -1,6 +1,8 @@
-"""The penguin lab's training with Keras: the same network, rows and rates as `training`, through `horovod.keras`'s pieces.
+"""The penguin lab's training with Keras: the same network, rows and rates as `training`, through `horovod.keras`'s
+pieces.
 
-The weights come from the torch network of the same shape, and end in it, so that everything after the training is the same lab.
+The weights come from the torch network of the same shape, and end in it, so that everything after the training is the
+same lab.
 """
 
 from __future__ import annotations

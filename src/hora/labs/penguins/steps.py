@@ -1,15 +1,16 @@
 """The steps that make arrays of raw penguins: what they are, which columns they see, and what comes out.
 
-They are carried out twice, by `pandas_steps` and by `spark_steps`, with the same rows in the same order; here is what the two
-have in common. Nothing here trains.
+They are carried out twice, by `pandas_steps` and by `spark_steps`, with the same rows in the same order; here is what
+the two have in common. Nothing here trains.
 
 The steps, in both:
 1. read every column as text, under the lab's names; 2. drop rows in which anything is missing;
 3. index island and species by frequency, ties by name; 4. flipper / 10, mass / 100; 5. split 70/30;
 6. oversample the training rows.
 
-The split orders rows by a hash of (seed, the row's own text), so it needs no row number, is the same in pandas and in Spark,
-and puts identical birds on the same side. Only training rows are multiplied: no copy of a test bird is ever trained on.
+The split orders rows by a hash of (seed, the row's own text), so it needs no row number, is the same in pandas and in
+Spark, and puts identical birds on the same side. Only training rows are multiplied: no copy of a test bird is ever
+trained on.
 """
 
 from __future__ import annotations

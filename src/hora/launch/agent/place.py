@@ -1,7 +1,8 @@
-"""This node's place in a job, from flags or from the variables of the platform that started an agent on every node. Pure.
+"""This node's place in a job, from flags or from the variables of the platform that started an agent on every node.
+Pure.
 
-Flags come first, then the first platform whose variables are there; one that has set only some of them is an error that names
-the missing one. Called by `nodes`.
+Flags come first, then the first platform whose variables are there; one that has set only some of them is an error that
+names the missing one. Called by `nodes`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Place:
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or not 0 <= self.index < self.num_nodes:
             raise ValueError(
-                f"node {self.index} of {self.num_nodes} ({self.platform}): the nodes are 0, 1, …; check what names this one"
+                f"node {self.index} of {self.num_nodes} ({self.platform}): the nodes are 0, 1, …; check what names "
+                "this one"
             )
         if not 0 < self.port < 65536:
             raise ValueError(f"the nodes' port must lie in 1..65535, but it is {self.port} ({self.platform})")
@@ -66,8 +68,8 @@ def find_place(
         if found is None and (num_nodes is None or index is None or given is None):
             missing = "--nnodes" if num_nodes is None else "--node-rank" if index is None else "--meet HOST:PORT"
             raise ValueError(
-                f"{missing} is missing: no variables of Kubeflow, SkyPilot, Slurm, LSF, PBS, SageMaker, Open MPI or PMI tell "
-                "which node this is"
+                f"{missing} is missing: no variables of Kubeflow, SkyPilot, Slurm, LSF, PBS, SageMaker, Open MPI or "
+                "PMI tell which node this is"
             )
     host, port = _host_and_port(meet, found, environ)
     return Place(

@@ -1,5 +1,5 @@
-"""A Slurm allocation as hosts: which nodes and slots it has, and an agent on each of them, started by one `srun`, or by one for
-each component of a heterogeneous job.
+"""A Slurm allocation as hosts: which nodes and slots it has, and an agent on each of them, started by one `srun`, or by
+one for each component of a heterogeneous job.
 
 The agents' secret goes through srun's standard input, which Slurm brings to every task. Called by `nodes`.
 """
@@ -45,8 +45,11 @@ _OF_A_COMPONENT = re.compile(r"_(HET|PACK)_GROUP_\d+")  # the new and the old na
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Nodes that were asked for together. `counts`: each one's tasks and cores. `gpus`: how many all tasks were promised
-    together, if they were promised any by the task: a step with fewer tasks has to say that it wants them all."""
+    """Nodes that were asked for together.
+
+    `counts`: each one's tasks and cores. `gpus`: how many all tasks were promised together, if they were promised any
+    by the task: a step with fewer tasks has to say that it wants them all.
+    """
 
     nodes: tuple[str, ...]
     counts: tuple[tuple[int, int], ...] = ()
@@ -131,8 +134,8 @@ def _slots(nodes: list[str], counts: list[tuple[int, int]], num_proc: int | None
     chosen = cores if num_proc is not None and sum(tasks) < num_proc else tasks
     if num_proc is not None and sum(chosen) < num_proc:
         raise ValueError(
-            f"-np {num_proc}, but the Slurm job has {sum(tasks)} tasks and {sum(cores)} cores on {len(nodes)} nodes; ask for "
-            "fewer processes, or for more tasks (sbatch --nodes … --ntasks-per-node …)"
+            f"-np {num_proc}, but the Slurm job has {sum(tasks)} tasks and {sum(cores)} cores on {len(nodes)} nodes; "
+            "ask for fewer processes, or for more tasks (sbatch --nodes … --ntasks-per-node …)"
         )
     return tuple(HostInfo(name, slots) for name, slots in zip(nodes, chosen, strict=True))
 

@@ -1,4 +1,7 @@
-"""Reports of a worker's failure: the texts and the exception that the caller of a job gets. Called by the controller."""
+"""Reports of a worker's failure: the texts and the exception that the caller of a job gets.
+
+Called by the controller.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The workers' output: whole lines with a prefix that tells the rank, on the console and in files.
 
-Bytes go in as they arrive; lines come out as soon as they are complete (`\\n`, `\\r` or both end one), byte
-for byte what the worker wrote. Of a line that was written over and over (`\\r`, a progress bar) a file gets only the last
-state. Memory is bounded whatever a worker prints. Keeps the end of each worker's output for error reports. Called by the
+Bytes go in as they arrive; lines come out as soon as they are complete (`\\n`, `\\r` or both end one), byte for byte
+what the worker wrote. Of a line that was written over and over (`\\r`, a progress bar) a file gets only the last state.
+Memory is bounded whatever a worker prints. Keeps the end of each worker's output for error reports. Called by the
 controller, from any thread.
 """
 
@@ -165,7 +165,9 @@ class _Lines:
         return text
 
     def _dress_returns(self, text: bytes, prefix: bytes) -> bytes:
-        """With a prefix for every line but those that are nothing but a return: many bars begin with it, none needs it."""
+        """With a prefix for every line but those that are nothing but a return: many bars begin with it, none needs
+        it.
+        """
         pieces = _LINE_WITH_END.findall(text)
         bare = [piece == b"\r" or (number == 0 and self._inside) for number, piece in enumerate(pieces)]
         return b"".join(piece if is_bare else prefix + piece for piece, is_bare in zip(pieces, bare, strict=True))

@@ -37,8 +37,9 @@ __all__ = [
 
 _READ_WHILE_LOADING = (b"_NUM_THREADS", b"KMP_", b"GOMP_", b"MKL_", b"OPENBLAS_", b"TORCH_", b"LD_PRELOAD")
 
-# What takes a rank long to import, and the words by which a pickled function shows that it will: torch, what imports much of
-# Hora, and what torch imports when an optimizer is made, which takes as long as torch. Not pyarrow: it starts a thread.
+# What takes a rank long to import, and the words by which a pickled function shows that it will: torch, what imports
+# much of Hora, and what torch imports when an optimizer is made, which takes as long as torch. Not pyarrow: it starts a
+# thread.
 _LOADED_IN_ADVANCE = {
     "torch": (b"torch",),
     "horovod.torch": (b"horovod.torch",),
@@ -107,7 +108,10 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first sign that a worker failed. `consequence`: it only says that another rank was lost, the worker `blames`."""
+    """The first sign that a worker failed.
+
+    `consequence`: it only says that another rank was lost, the worker `blames`.
+    """
 
     worker: int
     at: float
@@ -119,8 +123,8 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Events of a job so far. `workers` in order of their numbers; `failures` of this generation in the order in which they
-    were seen, one for each worker at most. `begun_at`: when the first generation was started.
+    """Events of a job so far. `workers` in order of their numbers; `failures` of this generation in the order in which
+    they were seen, one for each worker at most. `begun_at`: when the first generation was started.
 
     Only elastic jobs have the rest. `hosts`: slots that may be used now, by host; `barred`: hosts that are out for a
     while or for ever; `may_grow`: further slots may turn up by themselves; `notified`: the workers know that the next
@@ -140,7 +144,10 @@ class Facts:
 
 
 class Decision:
-    """Orders for the controller. `waits_for_more`: the job has too few workers, and its patience does not begin anew."""
+    """Orders for the controller.
+
+    `waits_for_more`: the job has too few workers, and its patience does not begin anew.
+    """
 
     @property
     def waits_for_more(self) -> bool:

@@ -1,4 +1,6 @@
-"""Stacks of the ranks that keep others waiting: asked when a rank reports a stall, and told the user, page or no page."""
+"""Stacks of the ranks that keep others waiting: asked when a rank reports a stall, and told the user, page or no
+page.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ _AGAIN_S = 30.0
 
 
 class StallStacks:
-    """`ask(question, worker)` puts a question to a worker, `say(text)` tells the user. `worlds`: the present one, by worker."""
+    """`ask(question, worker)` puts a question to a worker, `say(text)` tells the user.
+
+    `worlds`: the present one, by worker.
+    """
 
     def __init__(self, ask: Callable[[dict[str, Any], int], None], say: Callable[[str], None]) -> None:
         self._ask, self._say = ask, say

@@ -1,14 +1,14 @@
 """The fork server: a process that loads, once, what ranks import anyway, and forks from there what it is asked for.
 
-Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. A supervisor has one for the
-workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of Spark
-has one for its supervisors (`spark.standby`). Importing does not start threads that a fork would lose, and nothing is
-computed here. Both ask over the socket that is the server's standard input.
+Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. A supervisor has one for
+the workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
+Spark has one for its supervisors (`spark.standby`). Importing does not start threads that a fork would lose, and
+nothing is computed here. Both ask over the socket that is the server's standard input.
 
 `serve` is the process, `ForkServer` the asker's end, `WorkerForks` the one of a supervisor.
 
-Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is asked
-for by {"worker", "env", "unset", "cwd", "supervisor"} with stdout and stderr; the answer is {"worker", "pid"}.
+Request: {"load": modules, "fork": None or what the role needs}, and the descriptors that the fork gets. A worker is
+asked for by {"worker", "env", "unset", "cwd", "supervisor"} with stdout and stderr; the answer is {"worker", "pid"}.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def _be_worker(
 
 
 class ForkServer:
-    """The asker's end of a fork server. `start` starts its process, which gets this descriptor for its standard input."""
+    """The asker's end of a fork server.
+
+    `start` starts its process, which gets this descriptor for its standard input.
+    """
 
     def __init__(self, start: Callable[[int], None]) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,8 +115,10 @@ class ForkServer:
             start(theirs.fileno())
 
     def ask(self, fork: Mapping[str, Any] | None, descriptors: Sequence[int], modules: Sequence[str] = ()) -> None:
-        """Have it load these modules, and then fork what is described, if anything is. If it has ended, so have the other
-        ends of the descriptors, which says it."""
+        """Have it load these modules, and then fork what is described, if anything is.
+
+        If it has ended, so have the other ends of the descriptors, which says it.
+        """
         with contextlib.suppress(OSError):
             request = {"load": list(modules), "fork": fork}
             socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
@@ -217,14 +222,19 @@ def load(modules: Iterable[str]) -> bool:
 
 
 def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:
-    """Tell whether two environments are the same but for variables with these prefixes. Any other one might have been read by
-    what is loaded already."""
+    """Tell whether two environments are the same but for variables with these prefixes.
+
+    Any other one might have been read by what is loaded already.
+    """
     changed = {name for name in {*one, *other} if one.get(name) != other.get(name)}
     return all(name.startswith(prefixes) for name in changed)
 
 
 def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn:
-    """In a fork that has its streams: be a worker with this environment. `work` is `worker.work`, which ends the process."""
+    """In a fork that has its streams: be a worker with this environment.
+
+    `work` is `worker.work`, which ends the process.
+    """
     name_process(f"hora-rank-{env['HORA_WORKER']}")
     replace_variables(env)
     _reseed_generators()

@@ -1,7 +1,8 @@
-"""The processes of this machine, as a supervisor needs them: how they are started, who descends from whom, how they end.
+"""The processes of this machine, as a supervisor needs them: how they are started, who descends from whom, how they
+end.
 
-`spawn` forks and executes a worker: a session of its own, dead when its parent dies, its output in two pipes. `guard` makes
-this process the parent of a supervisor, which ends what the supervisor leaves behind should it be killed.
+`spawn` forks and executes a worker: a session of its own, dead when its parent dies, its output in two pipes. `guard`
+makes this process the parent of a supervisor, which ends what the supervisor leaves behind should it be killed.
 
 Linux only: /proc and prctl. Imports nothing heavy, because supervisors do.
 """

@@ -7,15 +7,15 @@ processes:
     guardian     inherits whatever the supervisor leaves behind, should that be killed, and ends it
     supervisor   starts workers in their own sessions, forwards their output, ends them and their descendants
 
-Both are subreapers, so double-forked grandchildren stay in sight; workers die with the supervisor
-(PDEATHSIG); the supervisor takes the guardian's death for an order to end. It also holds the workers' private files (the
-job's secret above all) in memfds, which they read through /proc. It must start fast and imports accordingly.
+Both are subreapers, so double-forked grandchildren stay in sight; workers die with the supervisor (PDEATHSIG); the
+supervisor takes the guardian's death for an order to end. It also holds the workers' private files (the job's secret
+above all) in memfds, which they read through /proc. It must start fast and imports accordingly.
 
 Where a network lies between, the launcher sends {"op": "alive"} now and then, which the supervisor answers, and the
 supervisor's only argument says after how many seconds of silence it takes the launcher for gone.
 
-Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "private_files", "preload"}, {"op": "terminate",
-"workers", "grace_s"}, {"op": "finish", "grace_s"}. Frames: kind, worker, length, body; kinds are the
+Commands: {"op": "start", "worker", "argv", "env", "inherit_env", "cwd", "private_files", "preload"}, {"op":
+"terminate", "workers", "grace_s"}, {"op": "finish", "grace_s"}. Frames: kind, worker, length, body; kinds are the
 constants below.
 """
 

@@ -1,5 +1,5 @@
-"""The actor in which one worker of an elastic job lives. The function runs in the actor's own process, so that it can use
-Ray: its objects, its datasets, the queue of `ray_logger`.
+"""The actor in which one worker of an elastic job lives. The function runs in the actor's own process, so that it can
+use Ray: its objects, its datasets, the queue of `ray_logger`.
 
 The function, its arguments and the executable come by Ray itself; the worker's place in the job, its result and what it
 raises go through the job's rendezvous, as everywhere (`hora.launch.worker`). Created by `launcher`.

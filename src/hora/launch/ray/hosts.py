@@ -1,5 +1,7 @@
-"""The hosts of an elastic job on Ray: what its discovery says, as far as Ray has granted it. Asked by the controller, in
-the way of a discovery script."""
+"""The hosts of an elastic job on Ray: what its discovery says, as far as Ray has granted it.
+
+Asked by the controller, in the way of a discovery script.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The launcher for Ray: each worker of an elastic job is an actor in the placement group of its slot. See `job.Launcher`.
+"""The launcher for Ray: each worker of an elastic job is an actor in the placement group of its slot. See
+`job.Launcher`.
 
-Ray starts the processes and tells of their ends, also of those whose node is gone; it shows their output where the driver
-runs. It ends them with the driver.
+Ray starts the processes and tells of their ends, also of those whose node is gone; it shows their output where the
+driver runs. It ends them with the driver.
 """
 
 from __future__ import annotations

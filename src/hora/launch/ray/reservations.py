@@ -1,8 +1,8 @@
 """Ray's reservations for an elastic job: one placement group for each slot, on the node where that slot is.
 
-A slot that Ray has not granted yet (another job holds the cores) is no slot: the job does not count on it, and nobody is
-blamed. A slot outlives the worker in it, so that a worker that failed is replaced in the same place. One that the hosts
-no longer have is given back when its worker has left. Asked by `hosts` and `launcher`.
+A slot that Ray has not granted yet (another job holds the cores) is no slot: the job does not count on it, and nobody
+is blamed. A slot outlives the worker in it, so that a worker that failed is replaced in the same place. One that the
+hosts no longer have is given back when its worker has left. Asked by `hosts` and `launcher`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Reservations:
         self._refused_at: dict[str, float] = {}
 
     def update(self, found: Mapping[str, int], *, wait_s: float = 0.0) -> list[HostInfo]:
-        """These are the hosts now, each with so many slots; returns what of it is ours. `wait_s`: how long to wait for one
-        more."""
+        """These are the hosts now, each with so many slots; returns what of it is ours.
+
+        `wait_s`: how long to wait for one more.
+        """
         with self._lock:
             self._drop(found)
             self._take(wait_s)

@@ -1,9 +1,9 @@
 """The Spark cluster that is there: its context, how many processes it can run at once, how executors reach the driver.
 
-Nothing is started or reserved, but for a session where `cluster_or_new` is asked for one. Through Spark Connect there is no
-SparkContext: functions that take a `cluster` take the client's session as well. Slots are counted before anything is
-submitted, so that a job that can never fit is an error at once instead of a stage that waits for ever. Called on the driver:
-by the launcher's side and by what users call.
+Nothing is started or reserved, but for a session where `cluster_or_new` is asked for one. Through Spark Connect there
+is no SparkContext: functions that take a `cluster` take the client's session as well. Slots are counted before anything
+is submitted, so that a job that can never fit is an error at once instead of a stage that waits for ever. Called on the
+driver: by the launcher's side and by what users call.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def active_context() -> Any | None:
     if is_connect(found):
         raise ValueError(
             "this SparkSession is a Spark Connect client, through which jobs of a changing size cannot be started: "
-            "HorovodRunner, horovod.spark.run, the estimators and the workers API can be used. For this, run the driver in "
-            "classic mode (SparkSession.builder.master(…) instead of remote(…), without SPARK_REMOTE), or use processes on "
-            "this machine"
+            "HorovodRunner, horovod.spark.run, the estimators and the workers API can be used. For this, run the "
+            "driver in classic mode (SparkSession.builder.master(…) instead of remote(…), without SPARK_REMOTE), or "
+            "use processes on this machine"
         )
     return found
 
@@ -168,16 +168,16 @@ def _count_connect_slots(session: Any) -> int:
 def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) -> int:
     """The cluster's slots, at least `num_slots` (0: whatever there is); ValueError if it has fewer.
 
-    Where Spark allocates executors on demand, those that it may still start count too. Executors of a young
-    application may still be registering, so that is waited for, where there is none at all a minute from now on, and where
-    one has just come for the others, but never longer than `limit_s`; a cluster that has been up for a while answers at once.
+    Where Spark allocates executors on demand, those that it may still start count too. Executors of a young application
+    may still be registering, so that is waited for, where there is none at all a minute from now on, and where one has
+    just come for the others, but never longer than `limit_s`; a cluster that has been up for a while answers at once.
     """
     if is_connect(cluster):
         slots = count_slots(cluster)
         if slots < num_slots:
             raise ValueError(
-                f"np={num_slots} processes need {num_slots} Spark task slots, but the cluster behind this Spark Connect "
-                f"session has {slots}; use np={slots} or fewer"
+                f"np={num_slots} processes need {num_slots} Spark task slots, but the cluster behind this Spark "
+                f"Connect session has {slots}; use np={slots} or fewer"
             )
         return slots
     context = cluster
@@ -206,7 +206,8 @@ def require_slots(cluster: Any, num_slots: int, *, limit_s: float = math.inf) ->
         if not noticed and time.time() - began > _NOTICE_AFTER_S:
             noticed = True
             _log.warning(
-                "waiting for Spark executors to register with %s: %d of %d task slots are there, for %.0f s more at most",
+                "waiting for Spark executors to register with %s: %d of %d task slots are there, for %.0f s more at "
+                "most",
                 context.master,
                 slots,
                 wanted,
@@ -292,7 +293,8 @@ def driver_addresses(context: Any) -> tuple[str, str]:
 
 
 def listening_address(host: str, *, bind: str = "") -> tuple[str, str]:
-    """Return the address to listen on so that others reach this machine as `host`, and that address: loopback stays loopback.
+    """Return the address to listen on so that others reach this machine as `host`, and that address: loopback stays
+    loopback.
 
     `bind`: where to listen, if that is known.
     """

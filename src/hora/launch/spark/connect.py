@@ -1,10 +1,10 @@
 """Jobs through Spark Connect: the client sends one barrier stage and waits; its first task is the launcher.
 
-A Connect client has no SparkContext, and the cluster may not be able to reach it. So what the driver does on classic Spark
-happens in task 0 (`lead`): it listens for the other tasks, which learn its address and the stage's secret from
-`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions are returned as the rows of the stage; log
-lines too, or live where task 0 can reach the client (`live_log`). Nothing that a user's function does makes a task fail:
-Spark would repeat the stage. Called by what users call, with a session instead of a context.
+A Connect client has no SparkContext, and the cluster may not be able to reach it. So what the driver does on classic
+Spark happens in task 0 (`lead`): it listens for the other tasks, which learn its address and the stage's secret from
+`BarrierTaskContext.allGather`, places ranks and runs the job. Values and exceptions are returned as the rows of the
+stage; log lines too, or live where task 0 can reach the client (`live_log`). Nothing that a user's function does makes
+a task fail: Spark would repeat the stage. Called by what users call, with a session instead of a context.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _log = logging.getLogger("hora.launch")
 
 
 def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
-    """Run the job on the cluster of a SparkContext, or behind a Connect session. However it ends, no slot stays taken."""
+    """Run the job on the cluster of a SparkContext, or behind a Connect session.
+
+    However it ends, no slot stays taken.
+    """
     return _run_on_connect(cluster, wanted) if is_connect(cluster) else run_on_spark(cluster, wanted)
 
 
@@ -98,7 +101,8 @@ class _Watch:
     def __call__(self) -> None:
         if self._log.calls > 1:  # nothing of ours fails, so Spark has had a reason of its own
             raise JobFailedError(
-                f"Spark has lost an executor of {self._tag} or killed one of its tasks, and began it anew: it was ended instead"
+                f"Spark has lost an executor of {self._tag} or killed one of its tasks, and began it anew: it was "
+                "ended instead"
             )
         if self._until is not None and not self._log.calls and time.monotonic() > self._until:
             self._until = None

@@ -1,7 +1,7 @@
 """The Spark launcher: the ranks of a job as the tasks of one Spark stage. Spark is the cluster manager here.
 
-`run_on_spark` starts the stage, waits until every task has said where it runs, gives ranks to tasks and hands the job to
-the controller like any other. `SparkLauncher` then starts, watches and ends processes through the tasks. Called by
+`run_on_spark` starts the stage, waits until every task has said where it runs, gives ranks to tasks and hands the job
+to the controller like any other. `SparkLauncher` then starts, watches and ends processes through the tasks. Called by
 `HorovodRunner` and `horovod.spark.run`. Importing this module does not import pyspark.
 """
 
@@ -98,9 +98,9 @@ def meet_all(driver: TaskConnections, num_proc: int, timeout_s: float) -> list[T
     places = driver.meet(num_proc, lambda: time.monotonic() <= deadline)
     if places is None:
         raise StartTimeoutError(
-            f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {num_proc} had not reached the first "
-            f"one at {driver.address} after {timeout_s:g} s. Check that executors can reach one another, or raise "
-            "start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
+            f"Timed out waiting for Spark tasks to start. Tasks {driver.missing()} of {num_proc} had not reached the "
+            f"first one at {driver.address} after {timeout_s:g} s. Check that executors can reach one another, or "
+            "raise start_timeout (HOROVOD_SPARK_START_TIMEOUT)."
         )
     return places
 
@@ -125,7 +125,10 @@ class _Patience:
         return now - self._started <= self._wanted.start_timeout_s
 
     def _others_have_the_slots(self) -> bool:
-        """Tell whether there are enough slots, but busy ones. Executors that never come are no reason to wait for ever."""
+        """Tell whether there are enough slots, but busy ones.
+
+        Executors that never come are no reason to wait for ever.
+        """
         if self._driver.num_arrived() or not self._driver.stage.is_waiting():
             return False
         return self._driver.stage.count_slots() >= self._wanted.num_proc
@@ -134,7 +137,8 @@ class _Patience:
 class SparkLauncher:
     """Starts each worker in the Spark task that was placed for its rank. See `job.Launcher`.
 
-    `bind_gpus`: make Spark's GPUs the visible ones. `executable`: the workers' Python, if it is not that of Spark's own.
+    `bind_gpus`: make Spark's GPUs the visible ones. `executable`: the workers' Python, if it is not that of Spark's
+    own.
     """
 
     def __init__(

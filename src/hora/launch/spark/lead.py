@@ -1,7 +1,8 @@
-"""Body of the tasks of a Connect job's barrier stage. Task 0 leads: it is the launcher, as the driver is on classic Spark.
+"""Body of the tasks of a Connect job's barrier stage. Task 0 leads: it is the launcher, as the driver is on classic
+Spark.
 
-`ConnectTasks` travels with the query and is called by Spark in each task. The others learn from `allGather`, which goes through
-Spark's own channel, where task 0 listens, and the stage's secret; then they are tasks like any other (`task`).
+`ConnectTasks` travels with the query and is called by Spark in each task. The others learn from `allGather`, which goes
+through Spark's own channel, where task 0 listens, and the stage's secret; then they are tasks like any other (`task`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ _TASK_LIMIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectTasks:
-    """The body of the stage: what to run, and how its output looks. `artifact`: the file that has the call, if it is large.
-    `preload`: what to load before ranks are forked; None if they have to be started afresh. `keep_output`: see `SparkTask`.
+    """The body of the stage: what to run, and how its output looks.
+
+    `artifact`: the file that has the call, if it is large. `preload`: what to load before ranks are forked; None if
+    they have to be started afresh. `keep_output`: see `SparkTask`.
     """
 
     num_proc: int

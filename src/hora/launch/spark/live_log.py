@@ -1,8 +1,8 @@
 """A Connect client's ear: log lines of a running job, from its first task, where that can reach the client.
 
-The client listens at the address from which it talks to the Connect server, nowhere else. Only text comes in, from who holds
-the key that travelled with the query; it is shown and never interpreted. A task that cannot reach the client keeps the
-lines for the end.
+The client listens at the address from which it talks to the Connect server, nowhere else. Only text comes in, from who
+holds the key that travelled with the query; it is shown and never interpreted. A task that cannot reach the client
+keeps the lines for the end.
 """
 
 from __future__ import annotations

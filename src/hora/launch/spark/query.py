@@ -1,6 +1,8 @@
-"""A query of a Connect client whose tasks are ours: it is run by a thread, can be interrupted, and its rows are what came home.
+"""A query of a Connect client whose tasks are ours: it is run by a thread, can be interrupted, and its rows are what
+came home.
 
-`connect` runs jobs by it, the workers API a worker. Rows are chunks of bytes by kind: an answer may be larger than a message.
+`connect` runs jobs by it, the workers API a worker. Rows are chunks of bytes by kind: an answer may be larger than a
+message.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ class Query:
     def __init__(self, session: Any, body: Body, *, num_tasks: int, name: str, barrier: bool) -> None:
         if not hasattr(session, "interruptTag"):
             raise ValueError(
-                "processes through Spark Connect need Spark 3.5 or newer: queries of this client can neither be interrupted "
-                "nor start all their tasks at once. Run the driver in classic mode (a master instead of sc://…)"
+                "processes through Spark Connect need Spark 3.5 or newer: queries of this client can neither be "
+                "interrupted nor start all their tasks at once. Run the driver in classic mode (a master instead of "
+                "sc://…)"
             )
         self._session, self._body, self._num_tasks, self._barrier = session, body, num_tasks, barrier
         self.tag = f"{name}.connect.{os.getpid()}.{next(_numbers)}"

@@ -66,7 +66,9 @@ class SparkStage:
         return not self.ended.is_set()
 
     def on_leaving_executors(self) -> dict[int, int]:
-        """The tasks that run where Spark is about to take the executor away (decommissioning), with their attempts' numbers."""
+        """The tasks that run where Spark is about to take the executor away (decommissioning), with their attempts'
+        numbers.
+        """
         from py4j.protocol import Py4JError
 
         try:
@@ -139,8 +141,8 @@ class _TaskBody:
 def _own_workers(context: Any) -> Iterator[None]:
     """Have Spark run what is defined within this in Python workers of their own.
 
-    Spark keeps a set of Python workers for each environment that they ask for. So the next job gets those that have a warm
-    process beside them (`standby`), however many others UDFs have had meanwhile.
+    Spark keeps a set of Python workers for each environment that they ask for. So the next job gets those that have a
+    warm process beside them (`standby`), however many others UDFs have had meanwhile.
     """
     environment = context.environment
     context.environment = {**environment, "HORA_SPARK_WORKER": "1"}

@@ -1,13 +1,15 @@
-"""A fork server beside a Python worker of Spark's: supervisors, and with them ranks, are forks of a clean, warm process.
+"""A fork server beside a Python worker of Spark's: supervisors, and with them ranks, are forks of a clean, warm
+process.
 
-Spark keeps its Python workers, and what a UDF did to one must not reach a rank. So the first job on a worker has it start
-a clean process, which loads what ranks import and waits (`host.fork_server`). This and every later job's supervisor there,
-and its workers in turn, are forks: hundredths of a second, not seconds. User code runs in the forks only, which are gone
-when their job is over. The process ends with the worker, which Spark keeps for a minute without work.
+Spark keeps its Python workers, and what a UDF did to one must not reach a rank. So the first job on a worker has it
+start a clean process, which loads what ranks import and waits (`host.fork_server`). This and every later job's
+supervisor there, and its workers in turn, are forks: hundredths of a second, not seconds. User code runs in the forks
+only, which are gone when their job is over. The process ends with the worker, which Spark keeps for a minute without
+work.
 
-`begin` has it load early, before the tasks meet, which takes a second; `supervisor` asks it for a supervisor, giving the
-supervisor's stdin, stdout, stderr and a socket. Through the socket comes how the supervisor ended; a byte sent into it kills
-the supervisor.
+`begin` has it load early, before the tasks meet, which takes a second; `supervisor` asks it for a supervisor, giving
+the supervisor's stdin, stdout, stderr and a socket. Through the socket comes how the supervisor ended; a byte sent into
+it kills the supervisor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Base of all estimators and their models: parameters, the way from a DataFrame to a model, saving and loading.
 
-`HorovodEstimator` checks what was asked for, has the data written to the store, runs a training through a backend and wraps
-what comes back. A subclass says which function trains (`_training`) and what its result means (`_create_model`). Other
-packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`, `_fit_on_prepared_data`,
-`_read_checkpoint`, `get_model_class`, `_get_model_kwargs`; clients' tests look for `TorchEstimator._load_checkpoint` too.
+`HorovodEstimator` checks what was asked for, has the data written to the store, runs a training through a backend and
+wraps what comes back. A subclass says which function trains (`_training`) and what its result means (`_create_model`).
+Other packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`,
+`_fit_on_prepared_data`, `_read_checkpoint`, `get_model_class`, `_get_model_kwargs`; clients' tests look for
+`TorchEstimator._load_checkpoint` too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _named: set[str] = set()
 
 @with_params(ESTIMATOR)
 class EstimatorParams(Params):
-    """The parameters of an estimator, with `setX` and `getX` for each. `table` has them all, a subclass's own included."""
+    """The parameters of an estimator, with `setX` and `getX` for each.
+
+    `table` has them all, a subclass's own included.
+    """
 
     table: ClassVar[ParamTable] = ESTIMATOR
 

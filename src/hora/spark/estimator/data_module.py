@@ -1,4 +1,5 @@
-"""Sources of training batches: `ParquetDataModule`, an estimator's default, gives every rank its rows of the store's data.
+"""Sources of training batches: `ParquetDataModule`, an estimator's default, gives every rank its rows of the store's
+data.
 
 Users may bring a class of their own with the same constructor: a context manager with `train_data()` and `val_data()`
 that give iterables of batches, dicts of column to array or `(features, label)`. Re-exported, under the old name too, by

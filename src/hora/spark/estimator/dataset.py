@@ -90,8 +90,8 @@ def materialise(
 ) -> Dataset:
     """Write the columns to the store. ValueError for rows that differ in shape, missing values, an empty part.
 
-    `num_partitions` files for the `num_proc` ranks at most, and fewer where there are few rows. `sparse`: vectors without
-    their zeros.
+    `num_partitions` files for the `num_proc` ranks at most, and fewer where there are few rows. `sparse`: vectors
+    without their zeros.
     """
     from pyspark.sql import functions as sql
 
@@ -124,7 +124,9 @@ def open_dataset(
     with_validation: bool,
     any_type: bool = False,
 ) -> Dataset:
-    """The dataset that lies in the store; measured the first time, unless `columns` are given, and remembered next to it."""
+    """The dataset that lies in the store; measured the first time, unless `columns` are given, and remembered next to
+    it.
+    """
     path = store.get_train_data_path(index)
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
@@ -191,7 +193,9 @@ def _split(validation: float | str | None) -> list[Any]:
 
 
 def _write(rows: DataFrame, store: Store, path: str) -> None:
-    """Parquet at `path`, instead of what is there: by Spark, or by its tasks where only the store knows the file system."""
+    """Parquet at `path`, instead of what is there: by Spark, or by its tasks where only the store knows the file
+    system.
+    """
     try:
         rows.write.mode("overwrite").parquet(path)
     except Exception as error:

@@ -1,6 +1,7 @@
 """Objective of an estimator's training: a loss and metrics for each label column, of `hora.workflow`'s steps.
 
-A label has the type that its loss takes: integers stay integers where they can (class numbers), else they become floats.
+A label has the type that its loss takes: integers stay integers where they can (class numbers), else they become
+floats.
 """
 
 from __future__ import annotations
@@ -121,7 +122,10 @@ class LabelColumns:
         return weighted_loss(outputs, labels, self._loss_weights, self._losses, weights)
 
     def _wants_float(self, number: int, output: torch.Tensor, label: torch.Tensor) -> bool:
-        """Tell whether this label's loss cannot be computed, or not be differentiated, with an integer label. Tried once."""
+        """Tell whether this label's loss cannot be computed, or not be differentiated, with an integer label.
+
+        Tried once.
+        """
         if number not in self._as_float:
             trial = output.detach().clone().requires_grad_()
             try:
@@ -140,7 +144,9 @@ def weighted_loss(
     loss_fns: Sequence[Loss],
     sample_weights: torch.Tensor | None = None,
 ) -> Any:
-    """Return the sum of the labels' losses, each times its weight; rows of larger weight count for more in their means."""
+    """Return the sum of the labels' losses, each times its weight; rows of larger weight count for more in their
+    means.
+    """
     total: Any = 0
     for loss, share, output, label in zip(loss_fns, loss_weights, outputs, labels, strict=True):
         if sample_weights is None:

@@ -1,4 +1,5 @@
-"""A model and its optimizer as bytes, TorchScript modules included: so they travel to the ranks and back, and are saved.
+"""A model and its optimizer as bytes, TorchScript modules included: so they travel to the ranks and back, and are
+saved.
 
 Ranks need this and nothing of Spark, whose `pyspark.ml` takes as long to import as torch.
 """

@@ -188,8 +188,8 @@ def check_plain_training(values: Mapping[str, Any]) -> None:
     """ValueError for what only Lightning's training has."""
     if values["callbacks"]:
         raise ValueError(
-            "callbacks cannot be called in the training of a plain module: use horovod.spark.lightning.TorchEstimator, or "
-            "train_minibatch_fn"
+            "callbacks cannot be called in the training of a plain module: use "
+            "horovod.spark.lightning.TorchEstimator, or train_minibatch_fn"
         )
 
 

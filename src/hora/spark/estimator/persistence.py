@@ -3,8 +3,8 @@
 They are written and read as a DataFrame of one row, which every Spark can do, classic or through Connect.
 
 A model and its optimizer also travel to the ranks and back as these bytes (`ModelAndOptimizer`), TorchScript modules
-included. Parameters that JSON cannot hold are pickled; how such files are read is in `unpickling`. Stores and backends are
-not kept: they belong to the place where a training runs, not to the model.
+included. Parameters that JSON cannot hold are pickled; how such files are read is in `unpickling`. Stores and backends
+are not kept: they belong to the place where a training runs, not to the model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class ParamsWriter(MLWriter):
         rows.coalesce(1).write.mode("overwrite" if self.shouldOverwrite else "error").text(_place(path))
 
     def _handleOverwrite(self, path: str) -> None:  # noqa: N802 - pyspark's name
-        """Remove what was there: all of it by Spark's own way, which a Connect client has not, else what is written anew."""
+        """Remove what was there: all of it by Spark's own way, which a Connect client has not, else what is written
+        anew.
+        """
         if connect_session(self._sparkSession) is None:
             super()._handleOverwrite(path)
 

@@ -1,4 +1,5 @@
-"""`TorchEstimator`: fit a torch model on a Spark DataFrame, on several processes. Users import it from `horovod.spark.torch`.
+"""`TorchEstimator`: fit a torch model on a Spark DataFrame, on several processes. Users import it from
+`horovod.spark.torch`.
 
 The way from data to a model is in `base`, the training itself in `training`.
 """

@@ -1,7 +1,8 @@
 """`TorchModel`: a trained model that a DataFrame can be sent through. Users import it from `horovod.spark.torch`.
 
-Predictions are made by a pandas UDF over the feature columns; a subclass's own function is called with the DataFrame's rows,
-by a plain UDF. The model is loaded once for each Python worker and task. Works on classic Spark and through Spark Connect.
+Predictions are made by a pandas UDF over the feature columns; a subclass's own function is called with the DataFrame's
+rows, by a plain UDF. The model is loaded once for each Python worker and task. Works on classic Spark and through Spark
+Connect.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class TorchModel(HorovodModel):
             self._setDefault(outputCols=[f"{label}__output" for label in label_columns])
 
     def get_prediction_fn(self) -> PredictRow:
-        """A function `(model, row) -> tensor, or one for each label`, with the gradients off and the model in eval mode."""
+        """A function `(model, row) -> tensor, or one for each label`, with the gradients off and the model in eval
+        mode.
+        """
         features = list(self.getOrDefault("feature_columns") or ())
         shapes = list(self.getOrDefault("input_shapes") or [(1, -1)] * len(features))
 
@@ -170,7 +173,9 @@ class _Predict:
 
 
 class _PredictRow:
-    """The user's function with the model, which is unpacked where it is first called: a row in, an array for each output."""
+    """The user's function with the model, which is unpacked where it is first called: a row in, an array for each
+    output.
+    """
 
     def __init__(self, model: bytes, function: PredictRow) -> None:
         self._packed, self._function = model, function
@@ -188,7 +193,9 @@ class _PredictRow:
 
 
 def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) -> Column:
-    """The same column, by a function of whole rows as the DataFrame has them: its vectors are vectors, its structs rows."""
+    """The same column, by a function of whole rows as the DataFrame has them: its vectors are vectors, its structs
+    rows.
+    """
     import pyspark
     from pyspark.sql import functions as sql
 
@@ -221,8 +228,8 @@ def _evaluated(predict: Predict, frame: DataFrame, read: Sequence[str], num_labe
                 {f"o{number}": list(output.astype(float)) for number, output in enumerate(outputs)}, copy=False
             )
 
-    # As objects, which Spark reads to find out what kind of function it is: pandas is not imported with this module. Spark 3.4
-    # knows no other tuple than typing's.
+    # As objects, which Spark reads to find out what kind of function it is: pandas is not imported with this module.
+    # Spark 3.4 knows no other tuple than typing's.
     given: Any = pandas.Series if len(read) == 1 else typing.Tuple[pandas.Series, ...]  # noqa: UP006
     batches.__annotations__ = {"frames": Iterator[given], "return": Iterator[pandas.DataFrame]}
     evaluate: Any = vars(sql)["pandas_udf"](batches, _outputs_type(num_labels))

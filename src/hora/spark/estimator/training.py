@@ -2,10 +2,10 @@
 
 `train` is the whole of it and gets everything in one `TrainingSpec`. Called through a backend.
 
-Steps, validation and means are those of `hora.workflow`. The epoch loop is not `fit`'s, because an estimator promises other
-things: the data module's batches have no end and run on from one epoch into the next (so do accumulated gradients, which
-are added, not averaged); the user may bring the step itself; the optimizer's state is broadcast even where it is new;
-batch-norm statistics stay each rank's own; checkpoint, log and history have Horovod's form.
+Steps, validation and means are those of `hora.workflow`. The epoch loop is not `fit`'s, because an estimator promises
+other things: the data module's batches have no end and run on from one epoch into the next (so do accumulated
+gradients, which are added, not averaged); the user may bring the step itself; the optimizer's state is broadcast even
+where it is new; batch-norm statistics stay each rank's own; checkpoint, log and history have Horovod's form.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Facts that a rank of any estimator needs, apart from its model. `values` are the estimator's parameters. `checkpoint`:
-    what the run goes on from, a state for `TorchEstimator`, the bytes of Lightning's file for its estimator."""
+    """Facts that a rank of any estimator needs, apart from its model.
+
+    `values` are the estimator's parameters. `checkpoint`: what the run goes on from, a state for `TorchEstimator`, the
+    bytes of Lightning's file for its estimator.
+    """
 
     store: Store
     remote: RemoteStore

@@ -1,4 +1,5 @@
-"""Reading saved models without running code that they brought: torch's own layers, optimizers and losses, tensors, data.
+"""Reading saved models without running code that they brought: torch's own layers, optimizers and losses, tensors,
+data.
 
 What else a pickle names (a class of the user's, a function of a notebook) can run any code when it is read. `load` says
 so before it reads such a file, and refuses it under HORA_STRICT=1. Classes that the user has declared harmless to torch
@@ -53,8 +54,8 @@ def load(data: bytes, *, what: str, rename: Rename) -> Any:
         return _Careful(data, rename).load()
     except _Foreign as error:
         accept_risk(
-            f"{what} holds {error}, and reading it can run any code: load only what you trust. A class of your own that "
-            "is harmless can be declared so with torch.serialization.add_safe_globals"
+            f"{what} holds {error}, and reading it can run any code: load only what you trust. A class of your own "
+            "that is harmless can be declared so with torch.serialization.add_safe_globals"
         )
     return _Trusting(data, rename).load()
 
@@ -108,8 +109,8 @@ class _Careful(_Trusting):
             if name in _PLAIN.get(module, ()) or _is_known(value):
                 return value
         if "cloudpickle" in module.split(".") and name in _BY_VALUE:
-            # A class or function that travels whole. What it is called is among what the helper gets, which is no more than
-            # collected here: nothing of the file runs.
+            # A class or function that travels whole. What it is called is among what the helper gets, which is no more
+            # than collected here: nothing of the file runs.
             self._naming = True
             return lambda *args: _name_it(_BY_VALUE[name], *args)
         if self._naming:

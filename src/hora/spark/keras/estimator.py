@@ -1,4 +1,5 @@
-"""`KerasEstimator`: fit a Keras model on a Spark DataFrame, on several processes. Users import it from `horovod.spark.keras`.
+"""`KerasEstimator`: fit a Keras model on a Spark DataFrame, on several processes. Users import it from
+`horovod.spark.keras`.
 
 The way from data to a model is that of all estimators (`hora.spark.estimator.base`); the training is in `training`.
 """

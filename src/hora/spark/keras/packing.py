@@ -1,7 +1,7 @@
 """Keras models, optimizers, losses and metrics as what travels to the ranks and back, or is saved.
 
-Models are Keras's own archives, everything else with a configuration is that. Nothing here imports TensorFlow before a model
-is at hand.
+Models are Keras's own archives, everything else with a configuration is that. Nothing here imports TensorFlow before a
+model is at hand.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Training of a Keras estimator on every rank: `model.fit` over the rank's rows, a checkpoint in the store, a report."""
+"""Training of a Keras estimator on every rank: `model.fit` over the rank's rows, a checkpoint in the store, a
+report.
+"""
 
 from __future__ import annotations
 

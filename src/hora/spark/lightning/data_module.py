@@ -1,7 +1,8 @@
 """The rows of a rank as a LightningDataModule: `ParquetLightningData`, under Horovod's name `PetastormDataModule`.
 
-Reading and sharding are `hora.data.shard`'s: every row once an epoch, on one rank, and all ranks take the same number of steps.
-A transformation is of single rows here, as it is for Lightning in Horovod; the torch estimator's is of DataFrames.
+Reading and sharding are `hora.data.shard`'s: every row once an epoch, on one rank, and all ranks take the same number
+of steps. A transformation is of single rows here, as it is for Lightning in Horovod; the torch estimator's is of
+DataFrames.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ __all__ = ["RowTransformation", "parquet_data_module"]
 
 
 class RowTransformation:
-    """A user's function from one row, a dict, to another. `edit_fields` are `(name, dtype, shape or None, nullable)`."""
+    """A user's function from one row, a dict, to another.
+
+    `edit_fields` are `(name, dtype, shape or None, nullable)`.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """LightningModules: one made around a plain module, and old ones made acceptable to today's Lightning.
 
-`to_lightning_module` gives a plain `torch.nn.Module` the steps that an estimator's losses and columns ask for. `modern` lets
-modules with hooks that Lightning has removed (`training_epoch_end` and its kin) train again.
+`to_lightning_module` gives a plain `torch.nn.Module` the steps that an estimator's losses and columns ask for. `modern`
+lets modules with hooks that Lightning has removed (`training_epoch_end` and its kin) train again.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def modern(module: Any) -> Any:
         hook = getattr(module, old, None)
         if callable(hook):
             warnings.warn(
-                f"{type(module).__name__}.{old} was removed in Lightning 2.0; it is called from {new} here, with the outputs "
-                f"of {step}. Move it there.",
+                f"{type(module).__name__}.{old} was removed in Lightning 2.0; it is called from {new} here, with the "
+                f"outputs of {step}. Move it there.",
                 DeprecationWarning,
                 stacklevel=2,
             )
@@ -146,8 +146,8 @@ def old_hooks(package: Package, callbacks: Sequence[Any]) -> list[Any]:
     if not old:
         return []
     warnings.warn(
-        f"callbacks with hooks that Lightning has removed ({', '.join(_CALLBACK_HOOKS)}): they are called from those that took "
-        "their place. Move them there.",
+        f"callbacks with hooks that Lightning has removed ({', '.join(_CALLBACK_HOOKS)}): they are called from those "
+        "that took their place. Move them there.",
         DeprecationWarning,
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
 """Lightning's two packages: it is called `lightning` or `pytorch_lightning`, and each has classes of its own.
 
-Everything here that subclasses one of Lightning's classes is therefore made by a function of the package, `Package`, once for
-each of them. Nothing is imported before it is needed.
+Everything here that subclasses one of Lightning's classes is therefore made by a function of the package, `Package`,
+once for each of them. Nothing is imported before it is needed.
 """
 
 from __future__ import annotations

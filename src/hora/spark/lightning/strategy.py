@@ -1,8 +1,8 @@
 """The Horovod strategy: how a Lightning `Trainer` uses the ranks of a job, its own launcher left out.
 
-One process and one device a rank; gradients are averaged by `hvd.DistributedOptimizer` as backward goes on, and waited for
-before Lightning clips or steps. Works wherever `hvd.init()` does: `Trainer(strategy=HorovodStrategy())`, or by its name,
-`Trainer(strategy="horovod")`, once it was imported.
+One process and one device a rank; gradients are averaged by `hvd.DistributedOptimizer` as backward goes on, and waited
+for before Lightning clips or steps. Works wherever `hvd.init()` does: `Trainer(strategy=HorovodStrategy())`, or by its
+name, `Trainer(strategy="horovod")`, once it was imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def horovod_strategy(package: Package) -> type[Any]:
 
 
 class _Horovod:
-    """Trains on the ranks of `hvd`: the learning rate is multiplied by their number, rank 0's parameters are everybody's."""
+    """Trains on the ranks of `hvd`: the learning rate is multiplied by their number, rank 0's parameters are
+    everybody's.
+    """
 
     # What Lightning's own class gives: this one is mixed in before it.
     lightning_module: Any

@@ -1,7 +1,7 @@
 """Training on one rank of a Lightning estimator: a `Trainer` over the rank's rows, checkpoints in the store, a report.
 
-`train` is the whole of it and gets everything in one `LightningSpec`. Called through a backend, which may also call it in a
-process where nothing was launched: a world of one.
+`train` is the whole of it and gets everything in one `LightningSpec`. Called through a backend, which may also call it
+in a process where nothing was launched: a world of one.
 """
 
 from __future__ import annotations
@@ -137,8 +137,9 @@ def _take_over(package: Package, callbacks: list[Any], spec: LightningSpec, fold
 
 
 def _logger(spec: LightningSpec, folder: str) -> Any:
-    """Return the user's logger, else one that writes into the run's folder: TensorBoard's where it is installed and the run
-    is saved, as Lightning does."""
+    """Return the user's logger, else one that writes into the run's folder: TensorBoard's where it is installed and the
+    run is saved, as Lightning does.
+    """
     given = spec.values["logger"]
     if given is not None:
         return given

@@ -1,4 +1,5 @@
-"""State handlers: save, restore and synchronise models, optimizers and samplers; a handler for each kind of value in a state.
+"""State handlers: save, restore and synchronise models, optimizers and samplers; a handler for each kind of value in a
+state.
 
 Snapshots of tensors are written into buffers that are kept from commit to commit, so a commit allocates nothing and
 costs one copy of the state. Used by `torch_state`; users may register handlers of their own.
@@ -49,12 +50,16 @@ class StateHandler:
         self.save()
 
     def lent(self) -> bool:
-        """Return whether a durable commit still reads what was saved last, so that the next `save` must not write over it."""
+        """Return whether a durable commit still reads what was saved last, so that the next `save` must not write over
+        it.
+        """
         return False
 
     @property
     def committed(self) -> Any:
-        """Return what was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of them."""
+        """Return what was saved last, for durable commits: tensors, numbers, texts, and lists and dictionaries of
+        them.
+        """
         raise TypeError(f"{type(self).__name__} must define `committed` to be part of a durable commit")
 
     @committed.setter

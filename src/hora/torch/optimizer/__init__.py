@@ -1,1 +1,3 @@
-"""`DistributedOptimizer` and what it is made of: how gradients are grouped, in which order, and how they are reduced."""
+"""`DistributedOptimizer` and what it is made of: how gradients are grouped, in which order, and how they are
+reduced.
+"""

@@ -89,8 +89,8 @@ class DeltaOptimizer(_DistributedOptimizer):
 
     def _make_whole(self) -> None:
         raise ValueError(
-            "with op=Adasum every parameter is stepped while backward runs, so its gradient can be neither unscaled nor "
-            "clipped afterwards; use op=Average"
+            "with op=Adasum every parameter is stepped while backward runs, so its gradient can be neither unscaled "
+            "nor clipped afterwards; use op=Average"
         )
 
     @contextlib.contextmanager

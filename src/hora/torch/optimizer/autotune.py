@@ -1,10 +1,10 @@
 """Autotune (`HOROVOD_AUTOTUNE=1`): which way of reducing gradients makes this training's steps shortest.
 
 Small buckets start early and overlap with backward, large ones cost less per byte; where no core is free, it may pay to
-overlap nothing. What pays depends on the model and the machine, so the first steps try, as a race: in every round all that
-are still in it, the default always, because machines have moods. Slow ones drop out. The default stays unless another
-setting is clearly better. The members add up their times, so all of them see the same numbers and decide the same without
-another word. Pure but for the log file; `BucketOrder` asks it after each step.
+overlap nothing. What pays depends on the model and the machine, so the first steps try, as a race: in every round all
+that are still in it, the default always, because machines have moods. Slow ones drop out. The default stays unless
+another setting is clearly better. The members add up their times, so all of them see the same numbers and decide the
+same without another word. Pure but for the log file; `BucketOrder` asks it after each step.
 
     warming up --trials--> racing, round by round --one is left, or no trial--> done
     any --a rank has joined--> paused --all have joined--> done, with what is known by then
@@ -28,7 +28,8 @@ _MB = 2**20
 _SETTLING_STEPS = 2
 # Rounds after which the slower half drops out.
 _ROUNDS_A_HEAT = 2
-# To be chosen, a setting must be better than the default by this much: less is noise, and would come out worse half the time.
+# To be chosen, a setting must be better than the default by this much: less is noise, and would come out worse half the
+# time.
 _MARGIN = 0.02
 # Horovod's columns, and one more.
 _HEADER = (
@@ -58,7 +59,10 @@ _CHALLENGERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOptions:
-    """Horovod's: discarded trials, steps of a trial, trials at most, where to log. `tells`: what it does, rank 0 alone."""
+    """Horovod's: discarded trials, steps of a trial, trials at most, where to log.
+
+    `tells`: what it does, rank 0 alone.
+    """
 
     warmup_samples: int = 3
     steps_per_sample: int = 10
@@ -135,7 +139,10 @@ class Autotuner:
 
 
 def _different_settings(num_bytes: int) -> list[Setting]:
-    """The default first. Sizes beyond the model's are all the same: one bucket, which is reduced after backward anyway."""
+    """The default first.
+
+    Sizes beyond the model's are all the same: one bucket, which is reduced after backward anyway.
+    """
     settings: dict[Setting, Setting] = {}
     for setting in (DEFAULT, *_CHALLENGERS):
         size = min(setting.bucket_bytes, num_bytes)
@@ -145,7 +152,10 @@ def _different_settings(num_bytes: int) -> list[Setting]:
 
 
 class _Race:
-    """The order of trials and the winner. A challenger is compared with the default in the rounds in which it took part."""
+    """The order of trials and the winner.
+
+    A challenger is compared with the default in the rounds in which it took part.
+    """
 
     def __init__(self, settings: Sequence[Setting], num_trials: int) -> None:
         self.default, *self._challengers = settings

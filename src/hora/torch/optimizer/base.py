@@ -2,8 +2,8 @@
 
 This file holds Horovod's behaviour: budgets of backward passes, `synchronize`, `skip_synchronize`, `zero_grad`'s guard,
 closures. How gradients travel is a `Reducer`'s business: the first step goes through `PerParameterReducer`, later ones
-through `buckets.Buckets` once the ranks have agreed on an order. `sharded.optimizer` extends this class, `adasum` is the
-Adasum one.
+through `buckets.Buckets` once the ranks have agreed on an order. `sharded.optimizer` extends this class, `adasum` is
+the Adasum one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class SliceNorm(NamedTuple):
 class StepState:
     """Progress of one step, replaced as a whole, so that nothing of a step that is left out reaches the next one.
 
-        fresh --a gradient--> backward --synchronize, clipping, unscaling--> reduced --step, zero_grad, a gradient--> fresh
+        fresh --a gradient--> backward --synchronize, clipping, unscaling--> reduced --step, zero_grad, a gradient-->
+        fresh
 
     Keyed by id: hashing a tensor is a call of Python code, and hooks are called often.
     """
@@ -169,9 +170,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         num_passes = passes.get(key, 0) + 1
         if num_passes > self.backward_passes_per_step:
             raise AssertionError(
-                f"the gradient of {self._parameter_names[parameter]} was computed more than backward_passes_per_step times "
-                f"before a call to step(); increase backward_passes_per_step (now {self.backward_passes_per_step}) to "
-                "accumulate gradients locally"
+                f"the gradient of {self._parameter_names[parameter]} was computed more than backward_passes_per_step "
+                "times before a call to step(); increase backward_passes_per_step (now "
+                f"{self.backward_passes_per_step}) to accumulate gradients locally"
             )
         passes[key] = num_passes
         if num_passes == self.backward_passes_per_step:
@@ -227,8 +228,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             watcher.step_ends()
 
     def _await_devices(self) -> None:
-        """Return when the reduced gradients really are on the GPUs. A wait for them has only put their streams in order, and
-        when a peer is lost meanwhile what they then hold is no sum."""
+        """Return when the reduced gradients really are on the GPUs.
+
+        A wait for them has only put their streams in order, and when a peer is lost meanwhile what they then hold is no
+        sum.
+        """
         devices = {parameter.device for parameter in self._hooked if parameter.device.type == "cuda"}
         status = self._runtime.status
         for event in [torch.cuda.current_stream(device).record_event() for device in devices]:
@@ -319,7 +323,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._planner.step_done(self._hooked)
         return result
 
-    # Optimizer.__init__ wraps `step` to run step hooks and the profiler's range; the base class's step has them already.
+    # Optimizer.__init__ wraps `step` to run step hooks and the profiler's range; the base class's step has them
+    # already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _base_step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -367,8 +372,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._backward_seen_since_step():
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition. To leave a step out, call "
-                "optimizer.synchronize() on all ranks, then optimizer.zero_grad()."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. To leave a step out, "
+                "call optimizer.synchronize() on all ranks, then optimizer.zero_grad()."
             )
         if self._step.reduced:
             self._tell_step_ended()

@@ -14,7 +14,8 @@ import torch
 
 __all__ = ["BUCKET_BYTES", "BucketSpec", "plan_buckets"]
 
-# Big enough that a request costs little per byte, small enough that reduction starts early and ends soon after backward.
+# Big enough that a request costs little per byte, small enough that reduction starts early and ends soon after
+# backward.
 BUCKET_BYTES = 4 * 2**20
 # Gradients start on cache lines: vector loads are aligned.
 _ALIGNMENT = 16

@@ -1,7 +1,7 @@
 """`clip_grad_norm_`: clip the reduced gradients by their global norm, whichever way the optimizer reduces them.
 
-Called between `loss.backward()` and `optimizer.step()`, as one does without ranks. It waits for the reductions first, so
-every rank sees the same norm; a sharded optimizer clips its slice by the norm of all slices.
+Called between `loss.backward()` and `optimizer.step()`, as one does without ranks. It waits for the reductions first,
+so every rank sees the same norm; a sharded optimizer clips its slice by the norm of all slices.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before.
 
-    `parameters` may be an optimizer. Gradients that a `DistributedOptimizer` has still to reduce are reduced first, and the
-    following `step()` does not reduce them again.
+    `parameters` may be an optimizer. Gradients that a `DistributedOptimizer` has still to reduce are reduced first, and
+    the following `step()` does not reduce them again.
     """
     if isinstance(parameters, torch.optim.Optimizer):
         parameters = [p for group in parameters.param_groups for p in group["params"]]
@@ -50,7 +50,8 @@ def clip_grad_norm_(
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped"
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped"
         )
     if gradients:
         torch.nn.utils.clip_grads_with_norm_(plain, max_norm, total, foreach)

@@ -41,15 +41,16 @@ def DistributedOptimizer(
 ) -> Any:
     """The same optimizer (hyper-parameters, groups and state kept), with gradients reduced over `process_set`.
 
-    `sharded=True` divides optimizer work and state over the ranks, and on one host keeps parameters once in shared memory.
+    `sharded=True` divides optimizer work and state over the ranks, and on one host keeps parameters once in shared
+    memory.
     """
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(f"{type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once")
     op = int(op)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.AVERAGE:
         raise ValueError(
-            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, only with "
-            "Average"
+            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, "
+            "only with Average"
         )
     if gradient_predivide_factor != 1.0 and torch.version.hip is not None:
         raise ValueError("gradient_predivide_factor not supported yet with ROCm")
@@ -116,7 +117,9 @@ def _kind_of_optimizer(
 
 
 def of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """A new object of a class made for it, sharing groups and state with `optimizer`, whatever its constructor needs."""
+    """A new object of a class made for it, sharing groups and state with `optimizer`, whatever its constructor
+    needs.
+    """
     base = type(optimizer)
     names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}
     return bare_copy(optimizer, type(base.__name__, (mixin, base), names))

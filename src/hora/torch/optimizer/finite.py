@@ -1,8 +1,9 @@
-"""The check for gradients that are not finite (`HORA_NAN_CHECK=1`): on the rank where they arise, before they are reduced.
+"""The check for gradients that are not finite (`HORA_NAN_CHECK=1`): on the rank where they arise, before they are
+reduced.
 
-After a reduction every rank has the same NaN, and nothing tells whose it was. The optimizer's hook calls this with every
-gradient that is complete. A gradient in host memory is looked at there and then. To look at one on a GPU is to wait for the
-GPU, so the optimizer holds those back until backward is over and has all of them looked at at once.
+After a reduction every rank has the same NaN, and nothing tells whose it was. The optimizer's hook calls this with
+every gradient that is complete. A gradient in host memory is looked at there and then. To look at one on a GPU is to
+wait for the GPU, so the optimizer holds those back until backward is over and has all of them looked at at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def check_finite(gradients: Iterable[tuple[str, torch.Tensor | None]], rank: int
     """
     found = {name: _values(gradient) for name, gradient in gradients if gradient is not None}
     found = {name: values for name, values in found.items() if values.numel()}
-    # The largest magnitude of all: a NaN or an infinity anywhere is one here too, and nothing is added up that could overflow.
+    # The largest magnitude of all: a NaN or an infinity anywhere is one here too, and nothing is added up that could
+    # overflow.
     if not found or math.isfinite(torch.nn.utils.get_total_norm(list(found.values()), math.inf).item()):
         return
     for name, values in found.items():

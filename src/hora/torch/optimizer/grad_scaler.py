@@ -1,8 +1,8 @@
 """torch's `GradScaler` with distributed optimizers: gradients are reduced before they are unscaled.
 
-`unscale_`, which `GradScaler.step` calls too, divides gradients in place and looks for infinities. While a reduction is under
-way that would be a race, and every rank would see its own infinities alone. After the reduction all ranks see the same,
-and skip the same steps.
+`unscale_`, which `GradScaler.step` calls too, divides gradients in place and looks for infinities. While a reduction is
+under way that would be a race, and every rank would see its own infinities alone. After the reduction all ranks see the
+same, and skip the same steps.
 """
 
 from __future__ import annotations

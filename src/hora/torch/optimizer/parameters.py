@@ -39,8 +39,8 @@ def parameter_names(
     if nameless:
         shapes = ", ".join(str(list(p.shape)) for p in nameless[:5])
         raise ValueError(
-            f"named_parameters was given, but {len(nameless)} parameters of the optimizer were not named (shapes {shapes}); "
-            "python object ids of tensors must match: pass model.named_parameters() of the same model"
+            f"named_parameters was given, but {len(nameless)} parameters of the optimizer were not named (shapes "
+            f"{shapes}); python object ids of tensors must match: pass model.named_parameters() of the same model"
         )
     return names
 

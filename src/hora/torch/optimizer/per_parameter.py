@@ -47,8 +47,8 @@ class _InFlight:
 class PerParameterReducer:
     """One request per parameter; with `groups`, one grouped request per group.
 
-    A rank that misses a gradient cannot see whether the others' is sparse. So until every parameter's layout is agreed on,
-    what is sparse or missing here waits for the agreement in `finish`. With `sparse` it was agreed on before.
+    A rank that misses a gradient cannot see whether the others' is sparse. So until every parameter's layout is agreed
+    on, what is sparse or missing here waits for the agreement in `finish`. With `sparse` it was agreed on before.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class PerParameterReducer:
         parameters = sorted(self._units, key=self._names.__getitem__)
         gradients = [parameter.grad for parameter in parameters]
         size = self._options.num_members
-        # Sums of: every member 1, then a gradient that is missing 0, a dense one 1, a sparse one more than all dense ones.
+        # Sums of: every member 1, then a gradient that is missing 0, a dense one 1, a sparse one more than all dense
+        # ones.
         ballot = torch.tensor(
             [1] + [0 if g is None else size + 1 if g.is_sparse else 1 for g in gradients], device="cpu"
         )

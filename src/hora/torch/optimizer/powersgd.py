@@ -1,9 +1,9 @@
 """PowerSGD's arithmetic and memory: low-rank factors of gradients, and what they have lost so far (arXiv 1905.13727).
 
-A gradient M of n rows and m columns travels as P = M Q (n x rank) and Q = Mᵀ P (m x rank), each summed over the ranks; P is
-made orthonormal between them, and P Qᵀ is what every rank takes for the gradient. Both products are linear in M. So the sum of
-the factors of a host's ranks is the factor of the host's sum: adding them up inside the host, as every allreduce does,
-compresses once per host. Nothing here communicates; `low_rank` does.
+A gradient M of n rows and m columns travels as P = M Q (n x rank) and Q = Mᵀ P (m x rank), each summed over the ranks;
+P is made orthonormal between them, and P Qᵀ is what every rank takes for the gradient. Both products are linear in M.
+So the sum of the factors of a host's ranks is the factor of the host's sum: adding them up inside the host, as every
+allreduce does, compresses once per host. Nothing here communicates; `low_rank` does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class PowerSGDMemory:
         return rank if worth_it else 0
 
     def factors(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The factors Q of these parameters, which are all that are compressed; drawn anew unless there are some of all."""
+        """The factors Q of these parameters, which are all that are compressed; drawn anew unless there are some of
+        all.
+        """
         shapes = {p: (p.numel() // p.shape[0], self.rank_of(p)) for p in parameters}
         if any(p not in self._factors or self._factors[p].shape != shapes[p] for p in parameters):
             generator = torch.Generator("cpu").manual_seed(self.settings.seed)
@@ -86,7 +88,8 @@ class PowerSGDMemory:
     def agree(self, summed: Callable[[torch.Tensor], list[int]], num_members: int, names: Mapping[Any, str]) -> None:
         """Agree with the other members on the number of steps and on whether all have the same factors (collective).
 
-        A newcomer has made one step, and no factors; survivors of a reset go on with their count and draw new factors with it.
+        A newcomer has made one step, and no factors; survivors of a reset go on with their count and draw new factors
+        with it.
         """
         if self.amid:  # the world ended in a step, which will be made again
             self.amid = False

@@ -1,1 +1,3 @@
-"""`DistributedOptimizer(..., sharded=True)`: one copy of parameters and optimizer state on a host, a slice for each rank."""
+"""`DistributedOptimizer(..., sharded=True)`: one copy of parameters and optimizer state on a host, a slice for each
+rank.
+"""
