@@ -246,6 +246,7 @@ class Rank(Process):
             self.outcome = str(error)
         except OSError as error:  # a neighbour that died before it was met
             self.outcome = f"could not begin: {error!r}"
+            self.world.harmed.add(self.rank)  # it ends, perhaps before those that join it have heard why
             self._on_fault(self.outcome)
             self._tell(self.outcome)
         self._shut_down()
