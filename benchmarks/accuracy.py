@@ -1,20 +1,22 @@
 """Accuracy of every way to send less: final losses and accuracies, in two offices on 100 Mbit/s; as root.
 
-    python -m benchmarks.accuracy --seeds 3                       everything, hours on two cores
-    python -m benchmarks.accuracy --tasks digits --seeds 1        a few minutes
+    python -m benchmarks.accuracy --results out/accuracy.jsonl      everything, an hour on two cores
+    python -m benchmarks.accuracy --tasks digits --seeds 1          a minute
 
 Tasks: "digits" (an MLP on scikit-learn's digits), "images" (the images lab's ResNet18, narrow, on the same pictures) and
-"characters" (examples/characters.py), all with Adam. Each setting trains from the same start on the same batches for equally
+"characters" (examples/characters.py with 0.8 million parameters), all with Adam. Each setting trains from the same start on the same batches for equally
 many steps, in two offices with a rank each. Loss and accuracy are on held-out data, after `exchange()`; the bytes are those
 that rank 0's office has sent, the seconds those of the whole training over this link. The spread is the standard deviation
-over the seeds.
+over the seeds. Every run is appended to the file of `--results` as a line of JSON; what is in it already is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,14 +92,14 @@ def characters() -> Task:
         pieces = example.pieces(of, count, 64, generator)
         return pieces[:, :-1], pieces[:, 1:]
 
-    model = example.Characters(width=192, depth=6)
+    model = example.Characters(width=128, depth=4)
     return Task(model, 1e-3, lambda g: cut(text, 8, g), cut(unseen, 64, torch.Generator().manual_seed(0)))
 
 
 TASKS: dict[str, tuple[Callable[[], Task], int]] = {
     "digits": (digits, 400),
     "images": (images, 300),
-    "characters": (characters, 600),
+    "characters": (characters, 300),
 }
 
 
@@ -106,7 +108,8 @@ def sent_bytes() -> int:
         return next(int(line.split(":")[1].split()[8]) for line in file if "cable" in line)
 
 
-def trained(name: str, setting: str, seed: int, num_steps: int) -> dict[str, float]:
+def trained(name: str, setting: str, seed: int, num_steps: int) -> dict[str, Any]:
+    """One training; what it came to."""
     torch.manual_seed(seed)
     task = TASKS[name][0]()
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
@@ -126,27 +129,45 @@ def trained(name: str, setting: str, seed: int, num_steps: int) -> dict[str, flo
         inputs, targets = task.test
         loss = task.loss(inputs, targets).item()
         right = (task.model(inputs).argmax(-1) == targets).float().mean().item()
-    return {"loss": loss, "accuracy": 100 * right, "mb": sent / 1e6, "seconds": took_s}
+    found = {"loss": loss, "accuracy": 100 * right, "mb": sent / 1e6, "seconds": took_s}
+    return {"task": name, "setting": setting, "seed": seed, "steps": num_steps, **found}
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(runs: list[tuple[str, str, int, int]], results: Path) -> None:
+    """One rank: these runs, each appended to the results by rank 0."""
     torch.set_num_threads(1)
     hvd.init()
-    for setting in arguments.settings:
-        results = [trained(arguments.worker, setting, seed, arguments.steps) for seed in range(arguments.seeds)]
+    for run in runs:
+        found = trained(*run)
         if hvd.rank() == 0:
-            print(row(arguments.worker, setting, results), flush=True)
+            with results.open("a") as file:
+                file.write(json.dumps(found) + "\n")
     hvd.shutdown()
 
 
-def row(task: str, setting: str, results: list[dict[str, float]]) -> str:
+def known(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = ["| task | setting | seeds | loss | accuracy | MB sent | seconds |", "|---|---|---|---|---|---|---|"]
+    for task in TASKS:
+        for setting in SETTINGS:
+            some = [result for result in results if (result["task"], result["setting"]) == (task, setting)]
+            if some:
+                lines.append(row(task, setting, some))
+    return "\n".join(lines)
+
+
+def row(task: str, setting: str, results: list[dict[str, Any]]) -> str:
     def spread(name: str, digits: int) -> str:
         values = [result[name] for result in results]
         around = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
         return f"{statistics.mean(values):.{digits}f}{around}"
 
     mb, seconds = (statistics.mean(result[name] for result in results) for name in ("mb", "seconds"))
-    return f"| {task} | {setting} | {spread('loss', 3)} | {spread('accuracy', 1)} % | {mb:.1f} | {seconds:.0f} |"
+    accuracy = f"{spread('accuracy', 1)} %"
+    return f"| {task} | {setting} | {len(results)} | {spread('loss', 3)} | {accuracy} | {mb:.1f} | {seconds:.0f} |"
 
 
 def main() -> None:
@@ -155,19 +176,28 @@ def main() -> None:
     parser.add_argument("--settings", type=some_of(tuple(SETTINGS)), default="all", help=f"of {','.join(SETTINGS)}")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--steps", type=int, default=0, help="of each run (default: each task's own number)")
-    parser.add_argument("--limit", type=float, default=7200.0, help="seconds for a task (default: 7200)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=7200.0, help="seconds for everything (default: 7200)")
+    parser.add_argument("--results", type=Path, help="lines of JSON, to go on with and to append to")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments)
+        work(arguments.worker, arguments.results)
         return
-    print("| task | setting | loss | accuracy | MB sent | seconds |\n|---|---|---|---|---|---|", flush=True)
-    for task in arguments.tasks:
-        steps = arguments.steps or TASKS[task][1]
-        command = [sys.executable, "-m", "benchmarks.accuracy", "--worker", task, "--steps", str(steps)]
-        command += ["--seeds", str(arguments.seeds), "--settings", ",".join(arguments.settings)]
-        with offices.offices(2, **LINK) as hosts:
-            offices.run_ranks(hosts, command, num_local=1, limit_s=arguments.limit)
+    with tempfile.TemporaryDirectory() as folder:
+        results = arguments.results or Path(folder) / "results.jsonl"
+        done = {(run["task"], run["setting"], run["seed"], run["steps"]) for run in known(results)}
+        runs = [
+            (task, setting, seed, arguments.steps or TASKS[task][1])
+            for task in arguments.tasks
+            for seed in range(arguments.seeds)
+            for setting in arguments.settings
+        ]
+        runs = [run for run in runs if run not in done]
+        if runs:
+            command = [sys.executable, "-m", "benchmarks.accuracy", "--worker", json.dumps(runs)]
+            with offices.offices(2, **LINK) as hosts:
+                offices.run_ranks(hosts, [*command, "--results", str(results)], num_local=1, limit_s=arguments.limit)
+        print(table(known(results)))
 
 
 if __name__ == "__main__":
