@@ -1,8 +1,8 @@
 """Training over slow links, against DDP over gloo, plain and with torch's own PowerSGD hook: as root, two offices x 2 ranks.
 
-    python -m benchmarks.slow_links                                     all rows, about half an hour
+    python -m benchmarks.slow_links --rounds 2 --out FOLDER             all rows, about 8 minutes on a quiet machine
     python -m benchmarks.slow_links --rows "1 Gbit/s" --rounds 1        whether it works
-    python -m benchmarks.slow_links --plan "MLP 4x2048"                 predictions of `hora.plan` beside what is measured
+    python -m benchmarks.slow_links --plan --rounds 1 --out FOLDER      predictions of `hora.plan` beside what is measured
 
 The offices are network namespaces (`benchmarks.offices`). All contenders of a row live in the same processes and take turns; a
 time is that of the slowest rank, the median over the rounds. DiLoCo is timed over one period of exchanges, beside the same
@@ -31,7 +31,6 @@ import horovod.torch as hvd
 from benchmarks import offices
 from benchmarks.collectives import join_gloo
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.names import some_of
 from benchmarks.training import make_optimizer, timed
 
 NEVER = 10**9
@@ -49,29 +48,48 @@ class Row(NamedTuple):
     of: str  # the others' time is divided by this one's, or, for "apart", this one by the others'
 
 
-BY_STEP = ("DDP", "DDP + PowerSGD", "plain", "int8", "PowerSGD 4")
+LOW_RANK = f"PowerSGD {RANK}"
+BY_STEP = ("DDP", "DDP + PowerSGD", "plain", "int8", LOW_RANK)
 PLANNED = ("plain", "bf16", "int8", "PowerSGD 1", "PowerSGD 4", "DiLoCo 10", "DiLoCo 50")
+PLANNED_LINKS = (
+    {"rate": "1gbit", "delay": "1ms"},
+    {"rate": "100mbit", "delay": "20ms"},
+    {"rate": "100mbit", "delay": "100ms"},
+)
+PLANNED_ROWS = {
+    f"{model}, {' '.join(link.values())}": Row(link, model, PLANNED, 3, "")
+    for model in ("MLP 4x2048", "ResNet18")
+    for link in PLANNED_LINKS
+}
 ROWS = {
-    "1 Gbit/s": Row({"rate": "1gbit", "delay": "1ms"}, "MLP 4x2048", BY_STEP, 3, "PowerSGD 4"),
-    "100 Mbit/s": Row({"rate": "100mbit", "delay": "20ms"}, "MLP 4x2048", BY_STEP, 2, "PowerSGD 4"),
+    "1 Gbit/s": Row({"rate": "1gbit", "delay": "1ms"}, "MLP 4x2048", BY_STEP, 3, LOW_RANK),
+    "100 Mbit/s": Row({"rate": "100mbit", "delay": "20ms"}, "MLP 4x2048", BY_STEP, 2, LOW_RANK),
     "100 Mbit/s lossy": Row(
-        {"rate": "100mbit", "delay": "20ms", "loss": "0.1%"}, "ResNet18", ("apart", "DiLoCo 50"), 50, "DiLoCo 50"
+        {"rate": "100mbit", "delay": "20ms", "loss": "0.1%"},
+        "ResNet18",
+        ("apart", "DiLoCo 50 int8"),
+        50,
+        "DiLoCo 50 int8",
     ),
-    "20 Mbit/s": Row({"rate": "20mbit", "delay": "100ms"}, "MLP 4x2048", ("apart", "DiLoCo 200"), 200, "DiLoCo 200"),
+    "20 Mbit/s": Row(
+        {"rate": "20mbit", "delay": "100ms"}, "MLP 4x2048", ("apart", "DiLoCo 200 int8"), 200, "DiLoCo 200 int8"
+    ),
 }
 
 
 def wrapped(contender: str, optimizer: torch.optim.Optimizer) -> Any:
     """The contender's optimizer."""
-    kind, _, number = contender.partition(" ")
+    compression: Any
+    kind, *more = contender.split()
     if kind == "DDP":
         return optimizer
     if kind == "apart":
         return hvd.LocalSGD(optimizer, every=NEVER)
     if kind == "DiLoCo":
-        return hvd.DiLoCo(optimizer, every=int(number))
+        compression = getattr(hvd.Compression, more[1] if more[1:] else "bf16")
+        return hvd.DiLoCo(optimizer, every=int(more[0]), compression=compression)
     if kind == "PowerSGD":
-        compression: Any = hvd.Compression.powersgd(rank=int(number), start_step=2)
+        compression = hvd.Compression.powersgd(rank=int(more[0]), start_step=2)
     else:
         compression = getattr(hvd.Compression, "none" if kind == "plain" else kind)
     return hvd.DistributedOptimizer(optimizer, compression=compression)
@@ -129,16 +147,16 @@ def work(row: Row, rounds: int, numbers: Path) -> None:
     hvd.shutdown()
 
 
-def check_plan(model: str, rounds: int, numbers: Path) -> None:
+def check_plan(row: Row, rounds: int, numbers: Path) -> None:
     """One rank: `hora.plan`'s prediction of each setting, and its measured step."""
     torch.set_num_threads(1)
     hvd.init()
-    workload = WORKLOADS[model]
+    workload = WORKLOADS[row.model]
     torch.manual_seed(0)
-    predicted = {row.name: 1e3 * row.step_s for row in hora.plan(workload.build(), batch_of(workload))}
+    predicted = {line.name: 1e3 * line.step_s for line in hora.plan(workload.build(), batch_of(workload))}
     found = {}
-    for name in PLANNED:
-        step, count = make_step(name, workload), int(name.split()[1]) if name.startswith("DiLoCo") else 3
+    for name in row.contenders:
+        step, count = make_step(name, workload), int(name.split()[1]) if name.startswith("DiLoCo") else row.num_steps
         for _ in range(WARM_UP):
             step()
         times = []
@@ -175,31 +193,39 @@ def report(name: str, times: dict[str, list[float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=some_of(tuple(ROWS)), default="all", help=f"of {', '.join(ROWS)}, or all")
+    parser.add_argument("--rows", default="all", help=f"of {'; '.join((*ROWS, *PLANNED_ROWS))}, with ; between; or all")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for a row (default: 1800)")
-    parser.add_argument("--json", type=Path, help="write the times here as well")
-    parser.add_argument("--plan", help="compare what hora.plan predicts for this model with what is measured, instead")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="a folder for the times, as JSON, and for what is printed")
+    parser.add_argument("--plan", action="store_true", help="what hora.plan predicts beside what is measured, instead")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker and arguments.plan:
-        check_plan(arguments.plan, arguments.rounds, arguments.json)
-        return
+    rows = PLANNED_ROWS if arguments.plan else ROWS
+    wanted = list(rows) if arguments.rows == "all" else [name.strip() for name in arguments.rows.split(";")]
+    if unknown := [name for name in wanted if name not in rows]:
+        parser.error(f"there is no row {unknown[0]!r} among {'; '.join(rows)}")
     if arguments.worker:
-        work(ROWS[arguments.worker], arguments.rounds, arguments.json)
+        (check_plan if arguments.plan else work)(rows[wanted[0]], arguments.rounds, arguments.worker)
         return
-    found = {}
-    for name in arguments.rows:
-        with tempfile.TemporaryDirectory() as folder, offices.offices(2, **ROWS[name].link) as hosts:
+    found, texts = {}, []
+    for name in wanted:
+        with tempfile.TemporaryDirectory() as folder, offices.offices(2, **rows[name].link) as hosts:
             numbers = Path(folder) / "numbers.json"
-            command = [sys.executable, "-m", "benchmarks.slow_links", "--worker", name, "--json", str(numbers)]
-            command += ["--rounds", str(arguments.rounds), *(["--plan", arguments.plan] if arguments.plan else [])]
+            command = [sys.executable, "-m", "benchmarks.slow_links", "--worker", str(numbers), "--rows", name]
+            command += ["--rounds", str(arguments.rounds), *(["--plan"] if arguments.plan else [])]
             offices.run_ranks(hosts, command, num_local=2, limit_s=arguments.limit)
             found[name] = json.loads(numbers.read_text())
         text = report_plan(name, found[name]) if arguments.plan else report(name, found[name])
-        print(text, f"  load {os.getloadavg()[0]:.1f}", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        texts.append(f"{text}  load {os.getloadavg()[0]:.1f}")
+        print(texts[-1], flush=True)
+        if arguments.out:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            kind = "slow_links_plan" if arguments.plan else "slow_links"
+            (arguments.out / f"{kind}.json").write_text(json.dumps(found, indent=1) + "\n")
+            (arguments.out / f"{kind}.txt").write_text("\n".join(texts) + "\n")
+    if arguments.plan:
+        off = [abs(planned / seen - 1) for row in found.values() for planned, seen in row.values()]
+        print(f"all: median {100 * statistics.median(off):.0f} % off", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,12 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
     """Train as planned; returns what this rank has at the end."""
     hvd.init()
     net = network(seed=hvd.rank())  # sync makes them equal
-    sharded = {"sharded": True} if plan.get("sharded") else {}
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters(), **sharded)
+    inner = torch.optim.Adam(net.parameters(), lr=0.01)
+    if plan.get("diloco"):
+        optimizer = hvd.DiLoCo(inner, net.named_parameters(), every=4, fragments=2, overlap=1)
+    else:
+        sharded = {"sharded": True} if plan.get("sharded") else {}
+        optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), **sharded)
     sampler = hvd.elastic.ElasticSampler(list(range(plan["samples"])), shuffle=True, seed=5)
     per_step = {"per_step": True, "losses": [], "worlds": []} if plan.get("per_step") else {}
     state = hvd.elastic.TorchState(
@@ -43,6 +47,12 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
         state.persist(plan["durable"], keep=3)
     start = f"{os.environ['HOROVOD_HOSTNAME']}/{os.environ['HORA_WORKER']}"
     _loop(state, plan, start)
+    outer = []
+    if plan.get("diloco"):
+        optimizer.exchange()
+        kept = optimizer.state_dict()["outer"]
+        outer = [kept["num_steps"], *(anchor.double().sum().item() for anchor in kept["anchors"])]
+        outer += [item["momentum_buffer"].double().sum().item() for item in kept["optimizer"]["state"].values()]
     momentum = [
         value.double().sum().item() for item in optimizer.state_dict()["state"].values() for value in item.values()
     ]
@@ -53,6 +63,7 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
         "pid": os.getpid(),
         "weights": torch.cat([p.detach().flatten() for p in net.parameters()]).tolist(),
         "momentum": momentum,
+        "outer": outer,
         "epoch": state.epoch,
         "steps": state.steps,
         "seen": state.seen,

@@ -131,6 +131,25 @@ def test_a_sharded_optimizer_loses_no_slice(tmp_path: Path, rank: int):
     assert all(value != 0 for value in results[0]["momentum"])
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_host_that_dies_costs_its_inner_steps_and_one_that_comes_takes_the_outer_state(tmp_path: Path, rank: int):
+    """Over TCP every rank is a host: in between two exchanges each has parameters of its own."""
+    plan = {"diloco": True, "epochs": 5, "pause_s": 0.1, "faults": [fault(rank, 6, "kill")]}
+    tcp = {"HORA_TRANSPORT": "tcp"}
+    job = ElasticJob(tmp_path, plan, tcp, num_proc=3, min_num_proc=2, cooldown_range=(1, 2))
+    results = job.results()
+    first = results[0]
+    assert {2, 3} == set(first["sizes"])
+    assert first["sizes"][-1] == 3, "the slot came back after its time out"
+    assert len(results) == 3
+    for result in results:
+        for name in ("weights", "outer", "epoch", "steps", "seen", "sizes"):
+            assert result[name] == first[name], f"rank {result['rank']} has another {name} than rank 0"
+    assert first["outer"][0] == first["steps"], "all counted on from what was committed"
+    assert all(value != 0 for value in first["outer"])
+    assert first["epoch"] == plan["epochs"]
+
+
 def test_all_die_and_the_next_job_goes_on_from_the_last_durable_commit(tmp_path: Path):
     durable = str(tmp_path / "commits")
     plan = {"durable": durable, "pause_s": 0.1}

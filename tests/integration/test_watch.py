@@ -265,8 +265,10 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
     """Everything the page has, from a run in which everything happened: a rank was lost, one is slow, a gradient was NaN."""
     simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)], lost_at=(100.0, 7), total_steps=9000)
     nan = json.dumps({"kind": "nan", "text": "the gradient of 3.bias on rank 2 has 1 NaN"}).encode()
+    plan = json.dumps({"kind": "plan", "text": "plan: a step takes 900 ms sent as it is"}).encode()
     recorder = Recorder(tmp_path / "run.hora", simulation.facts)
-    for entry in (*simulation.entries(600.0), Entry(simulation.began + 600.0, "event", 2, nan)):
+    news = (Entry(simulation.began + 600.0, "event", 2, nan), Entry(simulation.began + 600.0, "event", 0, plan))
+    for entry in (*simulation.entries(600.0), *news):
         recorder.take(entry)
     recorder.close()
     server, page = open_recording(tmp_path / "run.hora")
@@ -282,10 +284,12 @@ def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
         assert tab.locator("#bars .stack").count() == 7
         assert tab.locator("#bars .stack").first.locator("i").count() == 6
         _shows(tab, "#legend", "waiting for data.*backward.*waiting for other ranks.*optimizer", 10)
-        for kind in ("cpu", "memory", "gpu 0", "gpu 1", "shm", "network"):
+        wire = (r"network.*↑ [\d.]+ MB/s · [\d.]+ MB a step", r"link.*\d+ % of 1\.\d+ GB/s")
+        for kind in ("cpu", "memory", "gpu 0", "gpu 1", "shm", *wire):
             _shows(tab, "#hosts .host", rf"beta.*{kind}", 10)
         _shows(tab, "#events li.lost", "rank 7 on beta is lost", 10)
         _shows(tab, "#events li.world", "generation 1: 7 ranks", 10)
+        _shows(tab, "#events li.plan", "plan: a step takes 900 ms", 10)
         _shows(tab, "#events li.nan", r"the gradient of 3\.bias on rank 2", 10)
         marks = tab.evaluate("new Set(charts.metric.marks().map((mark) => mark.color)).size")
         assert marks == 3  # the new world, checkpoints, and the lost rank and the NaN in one colour

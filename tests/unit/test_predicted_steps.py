@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.torch.plan import Link, Work, predict, table
+from hora.torch.plan import Link, Work, advice, predict, table
 
 WIDE = Work(
     step_s=0.1,
@@ -34,6 +34,14 @@ def test_every_setting_has_a_row_with_a_line_to_write():
     assert "100 Mbit/s" in shown[0]
     assert "33.7 MB" in shown[0]
     assert len(shown) == 3 + len(rows)
+
+
+def test_the_advice_names_the_fastest_of_each_kind():
+    told = advice(predict(link(100, 0.04), WIDE))
+    assert told.startswith("plan: a step takes ")
+    for line in ("Compression.int8", "powersgd(rank=1)", "hvd.DiLoCo(optimizer, every="):
+        assert line in told
+    assert "bf16" not in told
 
 
 def test_on_a_slow_wire_the_bytes_are_the_step():

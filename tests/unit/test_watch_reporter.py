@@ -102,6 +102,14 @@ def test_a_profile_finds_where_the_training_thread_is_most():
     assert frames[0][2] == "test_a_profile_finds_where_the_training_thread_is_most"
 
 
+def test_a_link_that_was_measured_is_told_with_the_machine():
+    measured, launcher = Meter(), _Launcher()
+    assert "link" not in Reporter(measured, launcher.take, machine=True).report().host
+    measured.link_bytes_per_s = 12.5e6
+    assert Reporter(measured, launcher.take, machine=True).report().host["link"] == 12_500_000
+    assert not Reporter(measured, launcher.take, machine=False).report().host
+
+
 def test_questions_that_make_no_sense_are_passed_over():
     launcher = _Launcher()
     reporter = Reporter(Meter(), launcher.take, machine=False)

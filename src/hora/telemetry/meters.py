@@ -34,6 +34,7 @@ class Meter:
         "backward_s",
         "blocked",
         "data_s",
+        "link_bytes_per_s",
         "num_bytes",
         "num_samples",
         "num_steps",
@@ -53,6 +54,7 @@ class Meter:
         self.wait_s = self.reduce_s = 0.0  # of the training thread
         self.transport_s = 0.0  # data moved, on whatever thread
         self.num_bytes = self.num_samples = 0.0
+        self.link_bytes_per_s = 0.0  # of this host's way out, once it was measured
         self.total_steps = 0  # as far as the fit loop or the user says
         self.blocked: tuple[Any, float, Sequence[int]] | None = None  # in what, since when, with which ranks
         self.on_stall: Callable[[Sequence[int]], None] | None = None  # these ranks keep others waiting for too long

@@ -65,6 +65,8 @@ class Reporter:
         if self._machine is not None and time.monotonic() - self._machine_at >= _MACHINE_S:
             self._machine_at = time.monotonic()
             host = self._machine.facts()
+            if self._meter.link_bytes_per_s:
+                host = {**host, "link": round(self._meter.link_bytes_per_s)}
         return Report(
             self._reading.sample(cpu_s=cpu_s - before, memory_bytes=_memory_bytes()),
             self._waiting(),

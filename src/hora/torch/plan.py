@@ -8,6 +8,7 @@ optimizer calls `Planner.step_done` after each of its steps, and the job ends wh
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,21 +18,27 @@ from typing import Any
 import torch
 
 from hora import engine
+from hora.engine.persistent import PersistentReduction
 from hora.engine.request import Kind, ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.basics import rank
 from hora.torch.compression import PowerSGD
 from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
-from hora.torch.optimizer.low_rank import BUCKET_BYTES as LOW_RANK_BUCKET_BYTES
+from hora.torch.optimizer.buckets import make_reductions
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_
+from hora.torch.optimizer.reducer import ReduceOptions
+from hora.torch.process_sets import global_process_set
 
-__all__ = ["Link", "Planner", "Prediction", "Work", "measure_link", "plan", "predict", "table"]
+__all__ = ["Link", "Planner", "Prediction", "Work", "advice", "measure_link", "plan", "predict", "table"]
 
 _NUM_STEPS = 5  # that are timed
 _WARM_UP = 3
 _LONG_S = 0.3  # a transfer that takes this long tells the link's speed
 _MOST_BYTES = 32 * 2**20
 _FRAGMENTS = 4  # DiLoCo's default
+_ANNOUNCED = 3  # trips through the link of what the ranks have to agree on first
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +127,13 @@ def _low_rank(rank: int, link: Link, work: Work) -> Prediction:
     for shape in work.shapes:
         own = memory.rank_of(torch.empty(shape, device="meta"))
         num_bytes += 4 * (own * (shape[0] + _numel(shape[1:])) if own else _numel(shape))
-    num_buckets = max(-(-work.num_bytes // LOW_RANK_BUCKET_BYTES), 1)
-    travel_s = 2 * link.latency_s + num_bytes * link.byte_s
-    hidden_s = min(work.backward_s, travel_s) * (num_buckets - 1) / num_buckets / 2  # P may, Q seldom is
-    waiting_s = max(travel_s - hidden_s, 2 * link.latency_s)
+    waiting_s = 2 * link.latency_s + num_bytes * link.byte_s  # P may travel beside backward: it is little
     line = f"compression=hvd.Compression.powersgd(rank={rank})"
     return _prediction(f"PowerSGD {rank}", link, work, waiting_s, num_bytes, line, _LOW_RANK, own_s=work.factor_s[rank])
 
 
 def _apart(every: int, link: Link, work: Work) -> Prediction:
-    fragment_s = link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
+    fragment_s = _ANNOUNCED * link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
     overlap = every // (2 * _FRAGMENTS)
     waiting_s = max(fragment_s - overlap * work.step_s, 0.0) * _FRAGMENTS / every
     line = f"hvd.DiLoCo(optimizer, every={every})"
@@ -163,26 +167,33 @@ def table(link: Link, work: Work, predictions: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
+def advice(predictions: Sequence[Prediction]) -> str:
+    """The plan in a sentence: the first setting, and the fastest of each kind of those that send less."""
+    first, *others = predictions
+    kinds: dict[str, Prediction] = {}
+    for row in others:
+        best = kinds.setdefault(row.accuracy, row)
+        if row.step_s < best.step_s:
+            kinds[row.accuracy] = row
+    told = [f"{1e3 * row.step_s:.0f} ms with {row.line}" for row in kinds.values()]
+    return f"plan: a step takes {1e3 * first.step_s:.0f} ms sent as it is, {', '.join(told)}"
+
+
 # --- measuring: collective ---------------------------------------------------------------------------------------------
 
 
 def measure_link() -> Link:
-    """Time allreduces over all ranks (collective, a few seconds). ValueError where all ranks are on one host."""
+    """Time allreduces over all ranks, as gradients travel (collective, a few seconds). ValueError where all ranks are on one
+    host."""
     runtime = engine.current_runtime()
     if not runtime.compresses(0):
         raise ValueError("all ranks are on one host: there is no link to plan for")
     before = _segments()
-    for _ in range(3):  # connections, and what the ranks learn
-        _allreduce_s(1, "")
-    latency_s = statistics.median(_allreduce_s(1, "") for _ in range(5))
-    count = 2**16
-    while (took_s := _allreduce_s(count, "")) < _LONG_S + latency_s and 4 * count < _MOST_BYTES:
-        count *= 2
-    took_s = statistics.median([took_s, _allreduce_s(count, ""), _allreduce_s(count, "")])
-    byte_s = {"": max(took_s - latency_s, 1e-9) / (4 * count)}
-    for code in ("bf16", "int8"):
-        took_s = statistics.median(_allreduce_s(count, code) for _ in range(3))
-        byte_s[code] = max(took_s - latency_s, 1e-9) / (4 * count)
+    latency_s, count = _sum_s(1), 2**16
+    while (took_s := _sum_s(count)) < _LONG_S + latency_s and 4 * count < _MOST_BYTES:
+        count *= 4
+    by_code = {"": took_s, "bf16": _sum_s(count, "bf16"), "int8": _sum_s(count, "int8")}
+    byte_s = {code: max(one_s - latency_s, 1e-9) / (4 * count) for code, one_s in by_code.items()}
     sent, again = (now - then for now, then in zip(_segments(), before, strict=True))
     sums = torch.tensor([float(sent), float(again)], device="cpu")
     _reduce(sums, ReduceOp.SUM, "plan.segments")
@@ -196,9 +207,25 @@ def measure_link() -> Link:
     )
 
 
-def _reduce(tensor: torch.Tensor, op: int, name: str, code: str = "") -> None:
+def _sum_s(count: int, code: str = "") -> float:
+    """Seconds of a sum of so many float32, as a gradient bucket travels, of the slowest rank (collective)."""
+    runtime, cpu = engine.current_runtime(), torch.device("cpu")
+    layout = (f"plan.{next(_numbers)}", count, torch.float32, cpu, code)
+    _, (reduction,) = make_reductions(runtime, ReduceOptions(process_set=global_process_set), [layout])
+    times_s = []
+    for _ in range(_WARM_UP + 3):  # first come connections, and what the ranks learn
+        runtime.barrier()
+        began = time.perf_counter()
+        reduction.wait()
+        times_s.append(_slowest(time.perf_counter() - began))
+    if isinstance(reduction, PersistentReduction):
+        reduction.release()
+    return statistics.median(times_s[_WARM_UP:])
+
+
+def _reduce(tensor: torch.Tensor, op: int, name: str) -> None:
     runtime = engine.current_runtime()
-    handle = runtime.submit(Kind.ALLREDUCE, [tensor], outputs=[tensor], name=name, op=op, code=code, background=False)
+    handle = runtime.submit(Kind.ALLREDUCE, [tensor], outputs=[tensor], name=name, op=op, background=False)
     runtime.synchronize(handle)
 
 
@@ -207,14 +234,6 @@ def _slowest(seconds: float) -> float:
     found = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     _reduce(found, ReduceOp.MAX, "plan.slowest")
     return float(found)
-
-
-def _allreduce_s(count: int, code: str) -> float:
-    tensor = torch.ones(count, device="cpu")
-    engine.current_runtime().barrier()
-    began = time.perf_counter()
-    _reduce(tensor, ReduceOp.SUM, f"plan.{count}.{code}", code)
-    return _slowest(time.perf_counter() - began)
 
 
 def _segments() -> tuple[int, int]:
@@ -242,8 +261,9 @@ def _factor_s(parameters: Sequence[torch.Tensor], rank: int) -> float:
             orthonormalise_(q)
             p = error @ q
             orthonormalise_(p)
-            torch.mm(p, p.t() @ error, out=gradient)
-            error.sub_(gradient)
+            new = p.t() @ error
+            torch.mm(p, new, out=gradient)
+            error.addmm_(p, new, alpha=-1)
         if parameters and parameters[0].device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
@@ -299,7 +319,9 @@ def _default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 def _shown(link: Link, work: Work) -> list[Prediction]:
     found = predict(link, work)
+    meter.link_bytes_per_s = link.bandwidth / 8
     if rank() == 0:
+        meter.event("plan", advice(found))
         print(table(link, work, found), flush=True)
     return found
 

@@ -177,6 +177,7 @@ class Simulation:
             "shm_total": round(64e9),
             "net_in": round(2.1e8 * (1 + wave)),
             "net_out": round(2.0e8 * (1 - wave)),
+            "link": round(1.25e9),
             "load": 24.1,
             "gpus": [
                 {"name": "H200", "busy": round(0.87 + wave, 3), "memory": round(61e9), "memory_total": round(139e9)}

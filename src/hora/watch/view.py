@@ -81,7 +81,10 @@ def head(run: Run) -> dict[str, Any]:
             {"name": op.name, "there": op.there, "missing": op.missing, "waited_s": round(op.waited_s, 1)}
             for op in run.pending()
         ],
-        "hosts": {name: _host(run, name) for name in sorted({place.host for place in run.places.values()})},
+        "hosts": {
+            name: _host(run, name, _median_step_s(recent))
+            for name in sorted({place.host for place in run.places.values()})
+        },
     }
 
 
@@ -167,9 +170,12 @@ def _rank(place: Place, recent: Sample | None) -> dict[str, Any]:
     return facts
 
 
-def _host(run: Run, name: str) -> dict[str, Any]:
-    ranks = [place.rank for place in run.places.values() if place.host == name]
-    return {**run.hosts.get(name, {}), "ranks": sorted(ranks)}
+def _host(run: Run, name: str, step_s: float) -> dict[str, Any]:
+    """`net_step`: the bytes that the host sends in a step."""
+    facts = {**run.hosts.get(name, {}), "ranks": sorted(p.rank for p in run.places.values() if p.host == name)}
+    if step_s and "net_out" in facts:
+        facts["net_step"] = round(facts["net_out"] * step_s)
+    return facts
 
 
 def _own_ms(cell: Sample) -> float:

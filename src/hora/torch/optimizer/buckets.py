@@ -19,7 +19,7 @@ import torch
 from hora import engine
 from hora.engine.lane import Lane
 from hora.engine.persistent import PersistentReduction
-from hora.engine.request import Kind
+from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.transport.host_reduction import HostLink, HostReduction
@@ -28,7 +28,16 @@ from hora.torch.optimizer.bucket_plan import BucketSpec
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction, summed
 
-__all__ = ["SMALL_BYTES", "Bucket", "Buckets", "host_memory", "make_buckets", "release_all", "view_like"]
+__all__ = [
+    "SMALL_BYTES",
+    "Bucket",
+    "Buckets",
+    "host_memory",
+    "make_buckets",
+    "make_reductions",
+    "release_all",
+    "view_like",
+]
 
 # Gradients smaller than this are copied together when the bucket is complete: a call costs more than the bytes.
 SMALL_BYTES = 16 * 1024
@@ -209,6 +218,36 @@ def host_memory(
     found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
     everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
     return (memory, near) if everywhere and memory is not None else None
+
+
+def make_reductions(
+    runtime: engine.Runtime, options: ReduceOptions, layouts: Sequence[tuple[str, int, torch.dtype, torch.device, str]]
+) -> tuple[list[torch.Tensor], list[PersistentReduction] | list[RequestedReduction]]:
+    """Zeroed tensors and the sum of each over the members, in place, to be made in this order in every step (collective).
+
+    A layout: the name, elements, dtype, device, and the code between hosts. On CPUs of several hosts nothing is announced.
+    """
+    num_bytes = sum(SharedMemory.space(count, dtype) for _, count, dtype, _, _ in layouts)
+    on_cpu = all(device.type == "cpu" for *_, device, _ in layouts)
+    found = host_memory(runtime, options, num_bytes) if on_cpu else None
+    reduces = [Reduce(int(ReduceOp.SUM), code=code) for *_, code in layouts]
+    if found is None:
+        flats = [torch.zeros(count, dtype=dtype, device=device) for _, count, dtype, device, _ in layouts]
+        set_id = options.process_set_id
+        return flats, [
+            RequestedReduction(runtime, Kind.ALLREDUCE, flat, name=layout[0], reduce=reduce, process_set_id=set_id)
+            for layout, flat, reduce in zip(layouts, flats, reduces, strict=True)
+        ]
+    memory, near = found
+    lane = runtime.lane(memory, options.process_set_id, near)
+    link = runtime.host_link(lane)
+    flats, made = [], list[PersistentReduction]()
+    for (name, count, dtype, _, _), reduce in zip(layouts, reduces, strict=True):
+        places = [memory.take(count, dtype, copied=m == lane.member) for m in range(len(lane.ranks))]
+        flats.append(places[lane.member])
+        made.append(HostReduction(lane, link, places, name=name, reduce=reduce))
+    runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
+    return flats, made
 
 
 def _host_bucket(lane: Lane, link: HostLink, options: ReduceOptions, spec: BucketSpec, memory: SharedMemory) -> Bucket:

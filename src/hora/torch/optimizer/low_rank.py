@@ -1,63 +1,75 @@
 """Gradient reduction by low-rank factors: `Compression.powersgd`, between hosts, from its first step on.
 
-A bucket's factors P, with whatever travels as it is behind them, are sent when its last gradient is there, while backward goes
-on. When they are back, at a later gradient or in `finish`, the bucket's part of the factors Q is made of them; `finish` sends
-all Q together. So two round trips follow the last gradient, however many buckets there are. Gradients are not copied: the
-error memory takes them up, and the product of the factors is written over them.
+The factors P of a bucket, with whatever travels as it is behind them, are sent when its last gradient is there, while backward
+goes on. `finish` makes each bucket's part of the factors Q when its P are back, and sends all Q together. So two trips follow
+the last gradient. Gradients are not copied: the error memory takes them up, and the product of the factors is written over
+them.
 
-    idle --all gradients are there--> P under way --P is there--> Q made --finish--> idle
+    idle --all gradients are there--> P under way --finish--> Q under way --> idle
+
+Like gradient buckets, factors on CPUs lie in the memory of each host, and their order is fixed: nothing is announced, and a
+trip is one way through the link.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, ReduceOp
-from hora.torch.optimizer.bucket_plan import BucketSpec
+from hora.engine.persistent import PersistentReduction
+from hora.engine.request import ReduceOp
+from hora.torch.optimizer.buckets import make_reductions, release_all
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_, working_dtype
-from hora.torch.optimizer.reducer import ReduceOptions
+from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 
 __all__ = ["BUCKET_BYTES", "LowRankReducer"]
 
-# Of gradients. Factors are a hundredth of that: smaller buckets would be many small requests, each a round trip.
-BUCKET_BYTES = 16 * 2**20
+# Of what travels. Buckets follow one another, each a trip through the link, so that smaller ones would make a long link slow.
+BUCKET_BYTES = 512 * 2**10
 
 
-class _Request:
-    """A sum of one tensor over the members, in place, in every step anew."""
+class _Flat:
+    """Layout of one buffer: a matrix of each of these shapes, and then room for some parameters as they are."""
 
-    def __init__(self, runtime: engine.Runtime, options: ReduceOptions, name: str, flat: torch.Tensor) -> None:
-        self._runtime, self._options, self._name, self.flat = runtime, options, name, flat
-        self._handle: int | None = None
+    def __init__(
+        self, name: str, shapes: Sequence[tuple[int, int]], rest: Sequence[torch.Tensor] = (), *, like: torch.Tensor
+    ) -> None:
+        self.name, self.dtype, self.device = name, working_dtype(like), like.device
+        self._shapes, self._rest = shapes, rest
+        self._sizes = [*(rows * columns for rows, columns in shapes), *(p.numel() for p in rest)]
+        self.count = sum(self._sizes)
+
+    def divide(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the matrices and the room behind them, as views."""
+        parts = flat.split(self._sizes)
+        matrices = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=False)]
+        return matrices, [part.view(p.shape) for part, p in zip(parts[len(self._shapes) :], self._rest, strict=True)]
+
+
+class _Sum:
+    """The sum of one buffer over the members, in place, once in every step."""
+
+    def __init__(self, reduction: PersistentReduction | RequestedReduction) -> None:
+        self._reduction = reduction
+        self._due = False
+
+    def expect(self) -> None:
+        """A step begins, in which all members make this sum."""
+        self._due = True
 
     def start(self, *, background: bool = True) -> None:
-        self._handle = self._runtime.submit(
-            Kind.ALLREDUCE,
-            [self.flat],
-            outputs=[self.flat],
-            name=self._name,
-            op=ReduceOp.SUM,
-            process_set_id=self._options.process_set_id,
-            background=background,
-        )
-
-    @property
-    def under_way(self) -> bool:
-        return self._handle is not None
-
-    @property
-    def arrived(self) -> bool:
-        return self._handle is not None and self._runtime.poll(self._handle)
+        self._reduction.start(background=background)
 
     def wait(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._runtime.synchronize(handle)
+        """Wait for it; start it if that has not happened. Once in a step: again it does nothing."""
+        if self._due:
+            self._due = False
+            self._reduction.wait()
 
 
 class _Bucket:
@@ -65,20 +77,23 @@ class _Bucket:
 
     def __init__(
         self,
-        runtime: engine.Runtime,
         options: ReduceOptions,
-        spec: BucketSpec,
+        parameters: Sequence[torch.Tensor],
         memory: PowerSGDMemory,
+        layout: _Flat,
+        flat: torch.Tensor,
+        made: _Sum,
         second: Sequence[torch.Tensor],
     ) -> None:
         self._options, self._memory, self._second = options, memory, second
-        self.parameters = spec.parameters
-        self.matrices = [p for p in spec.parameters if memory.rank_of(p)]
-        self._rest = [p for p in spec.parameters if not memory.rank_of(p)]
-        self._first = _Flat(
-            [(p.shape[0], memory.rank_of(p)) for p in self.matrices], self._rest, like=spec.parameters[0]
-        )
-        self.request = _Request(runtime, options, f"{spec.name} P", self._first.flat)
+        self.parameters = parameters
+        self.matrices = [p for p in parameters if memory.rank_of(p)]
+        self._rest = [p for p in parameters if not memory.rank_of(p)]
+        self.sum, self._flat = made, flat
+        self._first, self._places = layout.divide(flat)
+        # By id: of a matrix its index, of the others' places the complement of theirs.
+        self._index = {id(p): index for index, p in enumerate(self.matrices)}
+        self._index |= {id(p): ~index for index, p in enumerate(self._rest)}
         self._factors: list[torch.Tensor] = []
         self.num_ready = 0
 
@@ -86,29 +101,33 @@ class _Bucket:
         """Go on with these factors Q."""
         self._factors = factors
 
-    def send(self) -> None:
-        """All gradients are there: send P."""
-        self.num_ready = 0
-        for parameter, q, p in zip(self.matrices, self._factors, self._first.matrices, strict=True):
+    def fill(self, parameter: torch.Tensor) -> None:
+        """The gradient of one of them is there: make its P, or put it into its place."""
+        index = self._index[id(parameter)]
+        gradient = parameter.grad
+        if index >= 0:
             error = self._memory.error(parameter)
-            if parameter.grad is not None:
-                error.add_(parameter.grad.detach())
+            if gradient is not None:
+                error.add_(gradient.detach())
+            q = self._factors[index]
             orthonormalise_(q)
-            torch.mm(_matrix(error), q, out=p)
-        for parameter, place in zip(self._rest, self._first.rest, strict=True):
-            if parameter.grad is None:
-                place.zero_()
-            else:
-                place.copy_(parameter.grad.detach())
-        self.request.start()
+            torch.mm(_matrix(error), q, out=self._first[index])
+        elif gradient is None:
+            self._places[~index].zero_()
+        else:
+            self._places[~index].copy_(gradient.detach())
+        self.num_ready += 1
+        if self.num_ready == len(self.parameters):
+            self.num_ready = 0
+            self.sum.start()
 
     def make_second(self) -> None:
         """Wait for P, and make this rank's Q."""
-        self.request.wait()
+        self.sum.wait()
         # An infinity on one rank is in the sum on all, which makes them decide alike: their gradients are then not finite
         # either, as a GradScaler wants it, and what the ranks still had to send is lost.
-        finite = bool(torch.isfinite(self._first.flat.sum()))
-        for parameter, p, q in zip(self.matrices, self._first.matrices, self._second, strict=True):
+        finite = bool(torch.isfinite(self._flat.sum()))
+        for parameter, p, q in zip(self.matrices, self._first, self._second, strict=True):
             if finite:
                 orthonormalise_(p)
                 # Transposed: Pᵀ M takes half the time of Mᵀ P, whose reads of M jump from row to row.
@@ -121,83 +140,93 @@ class _Bucket:
         """The sum of all Q is there: the gradients are the products of the factors."""
         size = self._options.num_members
         times = 1.0 if self._options.op == ReduceOp.AVERAGE else float(size)
-        for parameter, p, new, q in zip(self.matrices, self._first.matrices, self._second, self._factors, strict=True):
+        for parameter, p, new, q in zip(self.matrices, self._first, self._second, self._factors, strict=True):
             error = self._memory.error(parameter)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad.detach()
-            q.copy_(new.t()).div_(size)
+            new.div_(size)
+            q.copy_(new.t())
             if gradient.is_contiguous() and gradient.dtype is error.dtype:
-                torch.mm(p, q.t(), out=_matrix(gradient))
-                error.sub_(gradient)
+                torch.mm(p, new, out=_matrix(gradient))
             else:
-                product = torch.mm(p, q.t()).view(parameter.shape)
-                gradient.copy_(product)
-                error.sub_(product)
+                gradient.copy_(torch.mm(p, new).view(parameter.shape))
+            _matrix(error).addmm_(p, new, alpha=-1)
             if times != 1.0:
                 gradient.mul_(times)
         if not all(bool(torch.isfinite(q.sum())) for q in self._factors):
             self._memory.forget(self.matrices)
-        for parameter, place in zip(self._rest, self._first.rest, strict=True):
+        for parameter, place in zip(self._rest, self._places, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.detach().copy_(place.mul_(times / size))
-
-
-class _Flat:
-    """One buffer with a matrix of each of these shapes, and then room for some parameters as they are."""
-
-    def __init__(
-        self, shapes: Sequence[tuple[int, int]], rest: Sequence[torch.Tensor] = (), *, like: torch.Tensor
-    ) -> None:
-        sizes = [*(rows * columns for rows, columns in shapes), *(p.numel() for p in rest)]
-        self.flat = torch.zeros(sum(sizes), dtype=working_dtype(like), device=like.device)
-        parts = self.flat.split(sizes)
-        self.matrices = [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-        self.rest = [part.view(p.shape) for part, p in zip(parts[len(shapes) :], rest, strict=True)]
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.shape[0], -1)
 
 
+def _plan(parameters: Sequence[torch.Tensor], memory: PowerSGDMemory) -> list[list[torch.Tensor]]:
+    """Divide the parameters, in this order, into buckets of one dtype and device."""
+    filling: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    num_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    buckets = []
+    for parameter in parameters:
+        kind = (working_dtype(parameter), parameter.device)
+        if num_bytes.get(kind, BUCKET_BYTES) >= BUCKET_BYTES:
+            filling[kind], num_bytes[kind] = [], 0
+            buckets.append(filling[kind])
+        filling[kind].append(parameter)
+        rank = memory.rank_of(parameter)
+        num_bytes[kind] += kind[0].itemsize * (rank * parameter.shape[0] if rank else parameter.numel())
+    return buckets
+
+
 class LowRankReducer:
-    """Reduces dense gradients as factors, and sparse ones (`others`) one by one."""
+    """Reduces dense gradients as factors, and sparse ones (`others`) one by one (made by all members together)."""
 
     def __init__(
         self,
         runtime: engine.Runtime,
         options: ReduceOptions,
-        specs: Sequence[BucketSpec],
+        parameters: Sequence[torch.Tensor],
         memory: PowerSGDMemory,
         others: PerParameterReducer | None,
         *,
         label: str,
     ) -> None:
         self._runtime, self._memory, self._others = runtime, memory, others
-        self._seconds: list[_Request] = []
-        room = self._make_room(options, [p for spec in specs for p in spec.parameters if memory.rank_of(p)], label)
+        planned = _plan(parameters, memory)
+        first = [self._first(members, f"{label}.P.{number}") for number, members in enumerate(planned)]
+        matrices: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if memory.rank_of(parameter):
+                matrices.setdefault((working_dtype(parameter), parameter.device), []).append(parameter)
+        second = [self._second(alike, f"{label}.Q.{number}") for number, alike in enumerate(matrices.values())]
+        layouts = [*first, *second]
+        flats, reductions = make_reductions(
+            runtime, options, [(flat.name, flat.count, flat.dtype, flat.device, "") for flat in layouts]
+        )
+        self._sums = [_Sum(reduction) for reduction in reductions]
+        self._seconds = self._sums[len(first) :]
+        room: dict[int, torch.Tensor] = {}
+        for alike, layout, flat in zip(matrices.values(), second, flats[len(first) :], strict=True):
+            room.update((id(p), place) for p, place in zip(alike, layout.divide(flat)[0], strict=True))
         self._buckets = [
-            _Bucket(runtime, options, spec, memory, [room[id(p)] for p in spec.parameters if id(p) in room])
-            for spec in specs
+            _Bucket(options, members, memory, layout, flat, made, [room[id(p)] for p in members if id(p) in room])
+            for members, layout, flat, made in zip(planned, first, flats, self._sums, strict=False)
         ]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._in_step = False
+        weakref.finalize(self, release_all, [one for one in reductions if isinstance(one, PersistentReduction)])
 
-    def _make_room(
-        self, options: ReduceOptions, matrices: Sequence[torch.Tensor], label: str
-    ) -> dict[int, torch.Tensor]:
-        """Room for the factors Q of all parameters, in one request for each dtype and device; by the parameter's id."""
-        room: dict[int, torch.Tensor] = {}
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for parameter in matrices:
-            kinds.setdefault((working_dtype(parameter), parameter.device), []).append(parameter)
-        for number, alike in enumerate(kinds.values()):
-            shapes = [(self._memory.rank_of(p), p.numel() // p.shape[0]) for p in alike]
-            flat = _Flat(shapes, like=alike[0])
-            self._seconds.append(_Request(self._runtime, options, f"{label}.Q.{number}", flat.flat))
-            room.update((id(p), place) for p, place in zip(alike, flat.matrices, strict=True))
-        return room
+    def _first(self, members: Sequence[torch.Tensor], name: str) -> _Flat:
+        ranks = [(p, self._memory.rank_of(p)) for p in members]
+        shapes = [(p.shape[0], rank) for p, rank in ranks if rank]
+        return _Flat(name, shapes, [p for p, rank in ranks if not rank], like=members[0])
+
+    def _second(self, matrices: Sequence[torch.Tensor], name: str) -> _Flat:
+        return _Flat(name, [(self._memory.rank_of(p), p.numel() // p.shape[0]) for p in matrices], like=matrices[0])
 
     def ready(self, parameter: torch.Tensor) -> None:
         if not self._in_step:
@@ -206,19 +235,16 @@ class LowRankReducer:
         if bucket is None:
             assert self._others is not None
             self._others.ready(parameter)
-            return
-        for sent in self._buckets:
-            if sent.request.arrived:
-                sent.make_second()
-        bucket.num_ready += 1
-        if bucket.num_ready == len(bucket.parameters):
-            bucket.send()
+        else:
+            bucket.fill(parameter)
 
     def _begin_step(self) -> None:
         self._in_step = self._memory.amid = True
         if self._runtime.num_joins != self._memory.num_joins:  # ranks that had joined have missed the others' factors
             self._memory.num_joins = self._runtime.num_joins
             self._memory.forget()
+        for made in self._sums:
+            made.expect()
         factors = iter(self._memory.factors([p for bucket in self._buckets for p in bucket.matrices]))
         for bucket in self._buckets:
             bucket.take([next(factors) for _ in bucket.matrices])
@@ -230,12 +256,11 @@ class LowRankReducer:
         self._in_step = False
         try:
             for bucket in self._buckets:
-                if bucket.request.under_way:
-                    bucket.make_second()
-            for request in self._seconds:
-                request.start(background=len(self._seconds) > 1)
-            for request in self._seconds:
-                request.wait()
+                bucket.make_second()
+            for made in self._seconds:
+                made.start(background=len(self._seconds) > 1)
+            for made in self._seconds:
+                made.wait()
             for bucket in self._buckets:
                 bucket.write_back()
             if self._others is not None:
@@ -244,11 +269,9 @@ class LowRankReducer:
         except BaseException:
             for bucket in self._buckets:
                 bucket.num_ready = 0
-            for request in (*(bucket.request for bucket in self._buckets), *self._seconds):
-                with contextlib.suppress(
-                    Exception
-                ):  # each must be collected; the first error is on its way to the user
-                    request.wait()
+            for made in self._sums:  # the other members make all of them; the first error is on its way to the user
+                with contextlib.suppress(Exception):
+                    made.wait()
             self._memory.forget()
             self._memory.amid = False
             raise

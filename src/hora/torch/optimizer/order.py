@@ -22,7 +22,7 @@ from hora.torch.compression import Int8Compressor, NoneCompressor, PowerSGD, des
 from hora.torch.optimizer.autotune import DEFAULT, Autotuner, Setting, TuningOptions
 from hora.torch.optimizer.bucket_plan import BucketSpec, plan_buckets
 from hora.torch.optimizer.buckets import Buckets, make_buckets
-from hora.torch.optimizer.low_rank import BUCKET_BYTES, LowRankReducer
+from hora.torch.optimizer.low_rank import LowRankReducer
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 from hora.torch.process_sets import ProcessSet
@@ -172,8 +172,7 @@ class BucketOrder:
             if memory.due:
                 if isinstance(current, Buckets):
                     current.release()
-                specs = plan_buckets(order.parameters, self._names, label=order.label, bucket_bytes=BUCKET_BYTES)
-                return LowRankReducer(runtime, self._options, specs, memory, others, label=order.label)
+                return LowRankReducer(runtime, self._options, order.parameters, memory, others, label=order.label)
         setting = self._setting = DEFAULT if self._tuner is None else self._tuner.setting
         specs = plan_buckets(
             order.parameters,

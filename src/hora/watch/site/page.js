@@ -339,7 +339,8 @@ function showHosts() {
     if (f.memory_total) rows.push(...gauge("memory", f.memory / f.memory_total, `${bytes(f.memory)} of ${bytes(f.memory_total)}`));
     (f.gpus || []).slice(0, 16).forEach((g, i) => rows.push(...gauge(`gpu ${i}`, g.busy, `${Math.round(100 * g.busy)} % · ${bytes(g.memory)}`)));
     if (f.shm_total) rows.push(...gauge("shm", f.shm / f.shm_total, `${bytes(f.shm)} of ${bytes(f.shm_total)}`));
-    if (f.net_in !== undefined) rows.push(h("span", { className: "quiet" }, "network"), h("span", { className: "quiet" }, ""), h("span", { className: "v" }, `↓ ${bytes(f.net_in)}/s ↑ ${bytes(f.net_out)}/s`));
+    if (f.net_in !== undefined) rows.push(h("span", { className: "quiet" }, "network"), h("span", { className: "quiet" }, ""), h("span", { className: "v" }, `↓ ${bytes(f.net_in)}/s ↑ ${bytes(f.net_out)}/s${f.net_step ? ` · ${bytes(f.net_step)} a step` : ""}`));
+    if (f.link && f.net_out !== undefined) rows.push(...gauge("link", f.net_out / f.link, `${Math.round(100 * f.net_out / f.link)} % of ${bytes(f.link)}/s`));
     const who = f.ranks.length > 6 ? `${plural(f.ranks.length, "rank")}: ${f.ranks[0]} … ${f.ranks[f.ranks.length - 1]}` : `rank${f.ranks.length === 1 ? "" : "s"} ${f.ranks.join(", ")}`;
     return h("div", { className: "host" }, h("div", {}, h("b", {}, name), h("div", { className: "quiet" }, who)), rows.length ? h("div", { className: "gauges" }, ...rows) : h("span", { className: "none" }, "no news yet"));
   }));
