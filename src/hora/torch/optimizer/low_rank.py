@@ -62,7 +62,7 @@ class _Sum:
         """A step begins, in which all members make this sum."""
         self._due = True
 
-    def start(self, *, background: bool = True) -> None:
+    def start(self, *, background: bool) -> None:
         self._reduction.start(background=background)
 
     def wait(self) -> None:
@@ -117,12 +117,14 @@ class _Bucket:
         else:
             self._places[~index].copy_(gradient.detach())
         self.num_ready += 1
-        if self.num_ready == len(self.parameters):
-            self.num_ready = 0
-            self.sum.start()
+
+    @property
+    def complete(self) -> bool:
+        return self.num_ready == len(self.parameters)
 
     def make_second(self) -> None:
         """Wait for P, and make this rank's Q."""
+        self.num_ready = 0
         self.sum.wait()
         # An infinity on one rank is in the sum on all, which makes them decide alike: their gradients are then not finite
         # either, as a GradScaler wants it, and what the ranks still had to send is lost.
@@ -237,6 +239,8 @@ class LowRankReducer:
             self._others.ready(parameter)
         else:
             bucket.fill(parameter)
+            if bucket.complete:  # the last one is sent by `finish`, in the thread that then waits for it
+                bucket.sum.start(background=bucket is not self._buckets[-1])
 
     def _begin_step(self) -> None:
         self._in_step = self._memory.amid = True
