@@ -86,8 +86,11 @@ def wrapped(contender: str, optimizer: torch.optim.Optimizer) -> Any:
     if kind == "apart":
         return hvd.LocalSGD(optimizer, every=NEVER)
     if kind == "DiLoCo":
-        compression = getattr(hvd.Compression, more[1] if more[1:] else "bf16")
-        return hvd.DiLoCo(optimizer, every=int(more[0]), compression=compression)
+        every = int(more[0])
+        if more[1:]:  # nearly until the next fragment's turn; by default it is half of that
+            compression = getattr(hvd.Compression, more[1])
+            return hvd.DiLoCo(optimizer, every=every, overlap=9 * every // 40, compression=compression)
+        return hvd.DiLoCo(optimizer, every=every)
     if kind == "PowerSGD":
         compression = hvd.Compression.powersgd(rank=int(more[0]), start_step=2)
     else:
