@@ -1,7 +1,8 @@
 """Training steps of TensorFlow on two ranks of this machine: `python -m benchmarks.tensorflow [--rounds 3] [--model mlp]`
 
 Contenders, in turns, each with one thread a rank: the model alone (two processes that say nothing to one another),
-`horovod.tensorflow`, and `tf.distribute.MultiWorkerMirroredStrategy` with its own collectives over gRPC.
+`horovod.tensorflow`, and `tf.distribute.MultiWorkerMirroredStrategy` with its own collectives over gRPC. Then the MLP in
+Keras 3 on its torch backend beside the same in plain torch, each with the `DistributedOptimizer` of its front.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = {"tiny": 200, "mlp": 20, "convolutional": 30}
 CONTENDERS = ("alone", "horovod", "strategy")
+ON_TORCH = ("torch", "keras_on_torch")
 LIMIT_S = 300
 
 
@@ -73,20 +75,66 @@ def worker(contender: str, name: str) -> None:
         )
         return loss
 
-    function = tf.function(step if run is None else lambda: run(step))
+    report(tf.function(step if run is None else lambda: run(step)), MODELS[name], first)
+
+
+def report(step, num_steps: int, first: bool) -> None:
+    """Time steps; rank 0 prints their median."""
     times = []
-    for _ in range(MODELS[name] + 5):
+    for _ in range(num_steps + 5):
         begin = time.perf_counter()
-        function()
+        step()
         times.append(time.perf_counter() - begin)
     if first:
         print(f"ms {statistics.median(times[5:]) * 1e3}", flush=True)
+
+
+def worker_on_torch(contender: str) -> None:
+    """The MLP with torch's tensors: the loop of torch's documentation, or the one of Keras's."""
+    import torch
+    from torch import nn
+
+    import horovod.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 2048), torch.randint(0, 2048, (32,))
+    loss_of = nn.CrossEntropyLoss()
+    if contender == "torch":
+        body = [part for _ in range(3) for part in (nn.Linear(2048, 2048), nn.ReLU())]
+        model = nn.Sequential(*body, nn.Linear(2048, 2048))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+
+        def step():
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+
+    else:
+        import keras
+
+        import horovod.keras
+
+        layers = keras.layers
+        body = [layers.Dense(2048, "relu") for _ in range(3)]
+        model = keras.Sequential([layers.Input((2048,)), *body, layers.Dense(2048)])
+        optimizer = horovod.keras.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
+
+        def step():
+            model.zero_grad()
+            loss_of(model(x), y).backward()
+            with torch.no_grad():
+                optimizer.apply([v.value.grad for v in model.trainable_variables], model.trainable_variables)
+
+    report(step, MODELS["mlp"], hvd.rank() == 0)
 
 
 def measure(contender: str, name: str) -> float:
     """Milliseconds of a step, on two ranks."""
     command = [sys.executable, "-m", "benchmarks.tensorflow", "--worker", contender, "--model", name]
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1"}
+    if contender in ON_TORCH:
+        env["KERAS_BACKEND"] = "torch"
     if contender != "strategy":
         launcher = str(Path(sys.executable).parent / "horovodrun")
         done = subprocess.run(
@@ -132,22 +180,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=CONTENDERS + ON_TORCH, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.worker in ON_TORCH:
+        worker_on_torch(options.worker)
+        return
     if options.worker:
         worker(options.worker, options.model)
         return
     for name in [options.model] if options.model else MODELS:
-        found: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-        for _ in range(options.rounds):
-            for contender in CONTENDERS:
-                found[contender].append(measure(contender, name))
-        ms = {contender: statistics.median(values) for contender, values in found.items()}
-        ratio = statistics.median(s / h for s, h in zip(found["strategy"], found["horovod"], strict=True))
-        print(
-            f"{name}: {', '.join(f'{c} {v:.2f} ms' for c, v in ms.items())}; strategy's time / ours {ratio:.2f}",
-            flush=True,
-        )
+        compare(name, name, CONTENDERS, options.rounds, ("strategy", "horovod"))
+        if name == "mlp":
+            compare("mlp on torch", name, ON_TORCH, options.rounds, ON_TORCH)
+
+
+def compare(title: str, name: str, contenders: tuple[str, ...], rounds: int, ratio_of: tuple[str, str]) -> None:
+    """Measure the contenders in turns and print the medians, and the one's time by the other's."""
+    found: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for _ in range(rounds):
+        for contender in contenders:
+            found[contender].append(measure(contender, name))
+    theirs, ours = ratio_of
+    ratio = statistics.median(a / b for a, b in zip(found[theirs], found[ours], strict=True))
+    ms = ", ".join(f"{contender} {statistics.median(values):.2f} ms" for contender, values in found.items())
+    print(f"{title}: {ms}; time of {theirs} / {ours} {ratio:.2f}", flush=True)
 
 
 if __name__ == "__main__":

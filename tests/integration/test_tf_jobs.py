@@ -31,6 +31,8 @@ state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
 y = x.sum(1, keepdims=True)
 unharmed = hvd.rank() != 1
+sizes = []
+state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
 
 
 class Death(tf.keras.callbacks.Callback):
@@ -53,6 +55,7 @@ def train(state):
 train(state)
 weights = hvd.allgather_object([w.tolist() for w in model.get_weights()])
 assert all(w == weights[0] for w in weights)
+assert sizes or hvd.size() == 3, sizes
 print(f"rank {hvd.rank()} of {hvd.size()} ends after epoch {state.epoch}", flush=True)
 """
 
@@ -63,18 +66,32 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_example(tmp_path):
-    out = run(HOROVODRUN, "-np", "2", sys.executable, str(ROOT / "examples/keras_digits.py"), cwd=tmp_path)
+@pytest.mark.parametrize("example", ["keras_digits.py", "tensorflow_digits.py"])
+def test_an_example_on_digits(example, tmp_path):
+    more = ["--checkpoint", "digits"] if example == "tensorflow_digits.py" else []
+    out = run(HOROVODRUN, "-np", "2", sys.executable, str(ROOT / "examples" / example), *more, cwd=tmp_path)
     found = re.search(r"2 ranks, accuracy (\d\.\d+)", out)
     assert found is not None
     assert float(found.group(1)) > 0.85
+    assert not more or (tmp_path / "digits-1.index").exists()
+
+
+def test_the_synthetic_benchmark(tmp_path):
+    script = str(ROOT / "examples/tensorflow_synthetic.py")
+    options = ["--image-size", "32", "--batch-size", "2", "--num-iters", "1", "--fp16-allreduce"]
+    out = run(HOROVODRUN, "-np", "2", sys.executable, script, *options, cwd=tmp_path)
+    assert re.search(r"Total img/sec on 2 ranks: \d+\.\d", out)
 
 
 def test_an_elastic_training_survives_a_death(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ELASTIC)
-    out = run(HOROVODRUN, "-np", "3", "--min-np", "2", "--max-np", "3", sys.executable, str(script), cwd=tmp_path)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    worlds = ["-np", "3", "--min-np", "2", "--max-np", "3"]
+    out = run("env", f"TMPDIR={temporary}", HOROVODRUN, *worlds, sys.executable, str(script), cwd=tmp_path)
     assert len(re.findall(r"ends after epoch 4", out)) >= 2
+    assert list(temporary.iterdir()) == []  # of the rank that was killed either
 
 
 def test_horovod_runner_and_run_with_a_keras_function(capfd):

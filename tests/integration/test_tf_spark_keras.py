@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,6 +115,25 @@ def test_horovod_runner_and_spark_run_with_a_keras_function(capfd):
     results = horovod.spark.run(keras_function(), args=(0.05,), num_proc=2)
     assert [found[0] for found in results] == [2, 2]
     assert results[0][1] == results[1][1]
+
+
+@pytest.mark.usefixtures("spark")
+def test_horovod_runner_with_a_training_loop_of_a_script():
+    from sparkdl import HorovodRunner
+
+    train = runpy.run_path(str(Path(__file__).parents[2] / "examples/tensorflow_digits.py"))["train"]
+    assert HorovodRunner(np=2).run(train, steps=200) > 0.85
+
+
+def test_without_shuffling_the_order_of_rows_does_not_depend_on_a_seed(frame, tmp_path):
+    def weights(seed, shuffle):
+        store = Store.create(str(tmp_path / "store"), save_runs=False)
+        options = {"random_seed": seed, "shuffle": shuffle, "validation": None, "epochs": 1}
+        return estimator(store, **options).fit(frame).keras().get_weights()[0]
+
+    plain = weights(1, False)
+    np.testing.assert_array_equal(weights(2, False), plain)
+    assert not np.array_equal(weights(1, True), plain)
 
 
 def test_what_is_refused_and_models_as_text(frame, tmp_path):

@@ -105,6 +105,44 @@ def leaves_a_step_out_everywhere(hvd, keras):
         assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
+def loss_scales_alike(hvd, keras):
+    """The same for the two ways to wrap and the two kinds of optimizers of Keras 2, whose iterations count every call."""
+    scaled = keras.mixed_precision.LossScaleOptimizer
+    x, y = data(hvd.rank())
+    bad = np.full_like(y, np.inf if hvd.rank() == 1 else 0.0)
+    for kind in (keras.optimizers.SGD, keras.optimizers.legacy.SGD):
+        for wrap in (
+            lambda plain: scaled(hvd.DistributedOptimizer(plain)),
+            lambda plain: hvd.DistributedOptimizer(scaled(plain)),
+        ):
+            model = network(keras, 0)
+            model.compile(optimizer=wrap(kind(0.01)), loss="mse")
+            model.train_on_batch(x, y)
+            before = model.get_weights()
+            model.train_on_batch(x, bad)
+            for a, b in zip(before, model.get_weights(), strict=True):
+                np.testing.assert_array_equal(a, b)
+            assert float(model.optimizer.loss_scale) == 2.0**14
+            model.train_on_batch(x, y)
+            assert_alike(hvd, model)
+            assert not np.array_equal(before[0], model.get_weights()[0])
+    several = scaled(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), backward_passes_per_step=2))
+    model.compile(optimizer=several, loss="mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="wrap the LossScaleOptimizer itself"):
+        model.train_on_batch(x, y)
+
+
+def normalises_alike(hvd, tf):
+    import horovod.tensorflow
+
+    x_all = np.concatenate([data(rank)[0] for rank in range(hvd.size())])
+    layer, plain = horovod.tensorflow.SyncBatchNormalization(), tf.keras.layers.BatchNormalization()
+    expected = plain(x_all, training=True)
+    rows = slice(8 * hvd.rank(), 8 * hvd.rank() + 8)
+    np.testing.assert_allclose(layer(x_all[rows], training=True), expected[rows], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer.moving_mean, plain.moving_mean, rtol=1e-5)
+
+
 @pytest.mark.ranks(2, env=LEGACY)
 def test_keras_2():
     pytest.importorskip("tf_keras", reason="needs tf_keras")
@@ -125,6 +163,12 @@ def test_keras_2():
         of_keras_3 = network(keras, 0).trainable_variables[0]
         with pytest.raises(ValueError, match=f"rank {hvd.rank()}.*Keras 3"):
             optimizer.apply_gradients([(tf.ones(of_keras_3.shape), of_keras_3)])
+        with pytest.raises(
+            ValueError, match=f"rank {hvd.rank()}: the model is of Keras 3 and the optimizer of Keras 2"
+        ):
+            hvd.elastic.KerasState(network(keras, 0), optimizer)
+        loss_scales_alike(hvd, tf.keras)
+        normalises_alike(hvd, tf)
 
     session(hvd, body)
 

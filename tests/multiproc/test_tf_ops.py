@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 import tensorflow as tf
-from tf_session import DTYPES, FLOATS, MOVED, check, mine, of_all, raises, session
+from tf_session import DTYPES, FLOATS, MOVED, SMALL, check, mine, of_all, raises, session
 
 import horovod.tensorflow as hvd
 import horovod.torch
@@ -49,6 +49,15 @@ def test_allreduce_of_every_dtype_and_op(sets):
 
                 for result in both_ways(reduce, mine((5, 17), dtype)):
                     check(result, reduced(of_all(process_set, (5, 17), dtype), op), dtype)
+        for dtype in SMALL:
+            for op in (hvd.Sum, hvd.Min, hvd.Max):
+                for result in both_ways(
+                    lambda x, op=op, p=process_set: hvd.allreduce(x, op=op, process_set=p), mine((5, 17), dtype)
+                ):
+                    check(result, reduced(of_all(process_set, (5, 17), dtype), op), dtype)
+    if hvd.size() > 1:
+        with raises(ValueError, "not supported", "convert the tensor"):
+            hvd.allreduce(tf.constant([True]))
 
 
 @session
@@ -150,16 +159,17 @@ def test_alltoall(sets):
         splits = tf.range(1, members + 1)
         rows = members * (members + 1) // 2 + 1  # one of them is not sent
         starts = [sum(range(1, m + 1)) for m in range(members)]
-        expected = np.concatenate(
-            [of_all([r], (rows, 2), tf.float32)[0][starts[me] : starts[me] + me + 1] for r in process_set.ranks]
-        )
 
         def exchange(x, splits=splits, process_set=process_set):
             return hvd.alltoall(x, splits, process_set=process_set)
 
-        for output, received in both_ways(exchange, mine((rows, 2), tf.float32)):
-            check(output, expected, tf.float32)
-            check(received, np.full(members, me + 1), tf.int32)
+        for dtype in MOVED:
+            expected = np.concatenate(
+                [of_all([r], (rows, 2), dtype)[0][starts[me] : starts[me] + me + 1] for r in process_set.ranks]
+            )
+            for output, received in both_ways(exchange, mine((rows, 2), dtype)):
+                check(output, expected, dtype)
+                check(received, np.full(members, me + 1), tf.int32)
         for output in both_ways(lambda x, p=process_set: hvd.alltoall(x, process_set=p), mine((members, 2), tf.int32)):
             check(output, np.stack([of_all([r], (members, 2), tf.int32)[0][me] for r in process_set.ranks]), tf.int32)
 
@@ -168,18 +178,20 @@ def test_alltoall(sets):
 def test_reducescatter(sets):
     for process_set in sets:
         members, me = len(process_set.ranks), process_set.rank()
-        for op in (hvd.Sum, hvd.Average):
-            total = reduced(of_all(process_set, (5, 2), tf.float32), op)
-            expected = np.array_split(total, members)[me]
-            for result in both_ways(
-                lambda x, op=op, p=process_set: hvd.reducescatter(x, op=op, process_set=p), mine((5, 2), tf.float32)
-            ):
-                check(result, expected, tf.float32)
-            for results in both_ways(
-                lambda x, op=op, p=process_set: hvd.grouped_reducescatter([x, x * 2], op=op, process_set=p),
-                mine((5, 2), tf.float32),
-            ):
-                check(results[1], expected * 2, tf.float32)
+        for dtype in DTYPES:
+            for op in (hvd.Sum, hvd.Average):
+                expected = np.array_split(reduced(of_all(process_set, (5, 2), dtype), op), members)[me]
+
+                def scatter(x, op=op, process_set=process_set):
+                    return hvd.reducescatter(x, op=op, process_set=process_set)
+
+                def scatter_two(x, op=op, process_set=process_set):
+                    return hvd.grouped_reducescatter([x, x], op=op, process_set=process_set)
+
+                for result in both_ways(scatter, mine((5, 2), dtype)):
+                    check(result, expected, dtype)
+                for results in both_ways(scatter_two, mine((5, 2), dtype)):
+                    check(results[1], expected, dtype)
 
 
 def gradients(function, x, weights):

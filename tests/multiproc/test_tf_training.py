@@ -78,7 +78,7 @@ def test_a_tape_averages_eagerly_and_in_a_function():
     assert_close(gradients(op=hvd.Sum), [g * hvd.size() for g in expected])
     with raises(ValueError, "gradient_predivide_factor", "average"):
         gradients(op=hvd.Sum, gradient_predivide_factor=2.0)
-    with raises(ValueError, "once"):
+    with raises(ValueError, "once", f"rank {hvd.rank()}"):
         hvd.DistributedGradientTape(hvd.DistributedGradientTape(tf.GradientTape()))
 
 
@@ -104,6 +104,76 @@ def test_local_sources_and_sparse_gradients():
             check(tf.convert_to_tensor(sparse), expected, tf.float32)
             check(of_local, np.array(4.0 / hvd.size()), tf.float32)
         assert float(run(True, False)[1]) == 4.0
+
+
+@session
+def test_small_gradients_of_two_models_in_functions_of_one_name():
+    """They travel side by side in one tensor; a function that one rank traces again goes on with the others."""
+
+    def training(model, op):
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(model, x, y)
+            return hvd.DistributedGradientTape(tape, op=op).gradient(loss, model.trainable_variables)
+
+        return step
+
+    models = [network(units=3), network(units=5)]
+    steps = [training(model, hvd.Average) for model in models]
+    x, y = data(hvd.rank())
+    for number in range(4):
+        if number == 2 and hvd.rank() == 1:
+            x, y = np.concatenate([x, x]), np.concatenate([y, y])
+        for model, step in zip(models, steps, strict=True):
+            assert_close(step(tf.constant(x), tf.constant(y)), reference(model))
+    assert [step.experimental_get_tracing_count() for step in steps] == [1 + hvd.rank()] * 2
+    expected = hvd.grouped_allreduce([tf.constant(g) for g in own_gradients(models[0])], op=hvd.Adasum)
+    for _ in range(2):
+        assert_close(training(models[0], hvd.Adasum)(*data(hvd.rank())), expected)
+
+
+def own_gradients(model):
+    with tf.GradientTape() as tape:
+        loss = loss_of(model, *data(hvd.rank()))
+    return [gradient.numpy() for gradient in tape.gradient(loss, model.trainable_variables)]
+
+
+@session
+def test_shapes_that_differ_are_told_also_where_the_sizes_agree():
+    variable = tf.Variable(tf.ones([2, 3] if hvd.rank() == 1 else [3, 2]))
+    other = tf.Variable(tf.ones([2]))
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable) + tf.reduce_sum(other)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [variable, other])
+
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+        step()
+
+
+@session
+def test_autograph_leaves_no_file_and_tracebacks_have_its_text():
+    import tempfile
+    import traceback
+    from pathlib import Path
+    from unittest import mock
+
+    @tf.function
+    def step(x):
+        if tf.reduce_sum(x) > 0:
+            x = hvd.allreduce(x)
+            raise ValueError("on purpose")
+        return x
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
+        with pytest.raises(ValueError, match="on purpose") as caught:
+            step(tf.ones(2))
+        assert list(Path(folder).iterdir()) == []
+    lines = traceback.format_exception(caught.value)
+    assert any("__autograph_generated_file" in line and "if_body" in line and "raise" in line for line in lines)
 
 
 @session
@@ -339,7 +409,7 @@ def test_automatic_compilation_leaves_reduced_models_out():
         model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD()), loss="mse")
         assert not model.jit_compile
     model.compile(optimizer=hvd_keras.DistributedOptimizer(tf.keras.optimizers.SGD()), loss="mse", jit_compile=True)
-    with raises(ValueError, "jit_compile=False"):
+    with raises(ValueError, "jit_compile=False", f"rank {hvd.rank()}"):
         model.fit(*data(0), verbose=0)
 
 

@@ -14,11 +14,12 @@ from hvd_session import even_and_odd, raises, values
 import horovod.tensorflow as hvd
 from hora.torch.arrays import as_numpy
 
-__all__ = ["DTYPES", "FLOATS", "MOVED", "check", "mine", "of_all", "raises", "session"]
+__all__ = ["DTYPES", "FLOATS", "MOVED", "SMALL", "check", "mine", "of_all", "raises", "session"]
 
 FLOATS = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
 DTYPES = [tf.int32, tf.int64, *FLOATS]
-MOVED = [*DTYPES, tf.uint8, tf.int8, tf.int16, tf.uint16, tf.uint32, tf.uint64, tf.bool]
+SMALL = [tf.uint8, tf.int8, tf.int16]
+MOVED = [*DTYPES, *SMALL, tf.uint16, tf.uint32, tf.uint64, tf.bool]
 
 
 def session(body=None, *, sets: bool = False):

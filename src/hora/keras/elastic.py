@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hora.errors import HorovodInternalError
-from hora.keras.values import broadcast_variables, optimizer_variables, to_numpy
+from hora.keras.values import broadcast_variables, keras_version, optimizer_variables, to_numpy
 from hora.torch.basics import rank
 from hora.torch.elastic.loop import reset, run_fn
 from hora.torch.elastic.state import ObjectState
@@ -88,6 +88,12 @@ class TensorFlowKerasState(TensorFlowState):
         if not model.built:
             raise ValueError(
                 "a state needs a model that is built: give its first layer an input shape, or call it once"
+            )
+        versions = keras_version(model), keras_version(optimizer)
+        if None not in versions and versions[0] != versions[1]:
+            raise ValueError(
+                f"rank {rank()}: the model is of Keras {versions[0]} and the optimizer of Keras {versions[1]}; make both with "
+                "the same Keras"
             )
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
 import hora.torch as hvd
+from hora.keras.values import keras_version
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Min
 
@@ -62,8 +63,16 @@ class _Keras3(_Distributed):
 
 
 class _Keras2(_Distributed):
+    def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        """Reduce the gradients over the ranks, for a LossScaleOptimizer around this one: it then decides alike on all."""
+        pairs, aggregation = list(grads_and_vars), cast(Any, self._hora)
+        variables = [variable for _, variable in pairs]
+        return list(zip(aggregation.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))
+
+    _aggregate_gradients = aggregate_gradients  # its name in tf_keras.optimizers.legacy
+
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce the gradients over the ranks, then apply them."""
+        """Reduce the gradients over the ranks, then apply them; only apply them if they were aggregated before."""
         pairs = list(grads_and_vars)
         for _, variable in pairs:
             if hasattr(variable, "path"):
@@ -72,6 +81,10 @@ class _Keras2(_Distributed):
                     f"{variable.name}; make the model and the optimizer with the same Keras"
                 )
         parent: Any = super()
+        aggregated = not kwargs.get("experimental_aggregate_gradients", True)
+        if kwargs.get("skip_gradients_aggregation") or aggregated:
+            return parent.apply_gradients(pairs, *args, **kwargs)
+        kwargs["experimental_aggregate_gradients"] = False
 
         def update(gradients: list[Any], variables: list[Any]) -> Any:
             return parent.apply_gradients(zip(gradients, variables, strict=True), *args, **kwargs)
@@ -165,12 +178,12 @@ def keras_backend() -> str:
 
 def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
     """Return what is mixed into the optimizer's class, and the backend of its tensors."""
-    packages = {cls.__module__.split(".")[0] for cls in type(optimizer).__mro__}
-    if "tf_keras" in packages:
+    version = keras_version(optimizer)
+    if version == 2:
         return _Keras2, "tensorflow"
-    if "keras" in packages and callable(getattr(optimizer, "apply", None)):
+    if version == 3 and callable(getattr(optimizer, "apply", None)):
         return _Keras3, keras_backend()
-    if "tensorflow" in packages:
+    if type(optimizer).__module__.startswith("tensorflow."):
         raise ValueError(
             f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__} of "
             "tf.compat.v1; use the one of tf.keras.optimizers"

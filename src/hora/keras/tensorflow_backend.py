@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hora.keras.start_check import StartCheck
 from hora.tensorflow.gradients import Reduction, check_options
+from hora.torch.basics import rank
 
 __all__ = ["TensorFlowAggregation"]
 
@@ -29,9 +30,7 @@ class TensorFlowAggregation:
     def __call__(self, optimizer: Any, gradients: list[Any], variables: list[Any], update: Any) -> Any:
         """Take the gradients of one call; `update(gradients, variables)` when they are those of the whole step."""
         if self._passes == 1:
-            shared = [variable for variable in variables if id(variable) not in self.local]
-            first = functools.partial(self._check, shared)
-            return update(self._reduce(gradients, variables, self.local, first), variables)
+            return update(self.reduced(gradients, variables), variables)
         with tf.init_scope():
             self._prepare(optimizer, gradients, variables)
         known = [
@@ -59,6 +58,16 @@ class TensorFlowAggregation:
         if tf.executing_eagerly():
             return finish() if int(self._num_calls) == self._passes else go_on()
         return tf.cond(tf.equal(self._num_calls, self._passes), finish, go_on)
+
+    def reduced(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Return the gradients of one call, reduced. ValueError if the step has several."""
+        if self._passes != 1:
+            raise ValueError(
+                f"rank {rank()}: with backward_passes_per_step={self._passes} wrap the LossScaleOptimizer itself: "
+                "hvd.DistributedOptimizer(LossScaleOptimizer(optimizer), backward_passes_per_step=…)"
+            )
+        shared = [variable for variable in variables if id(variable) not in self.local]
+        return self._reduce(gradients, variables, self.local, functools.partial(self._check, shared))
 
     def _prepare(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Make the variables of this object, and of the optimizer, where a branch of a function could not."""

@@ -14,7 +14,7 @@ from hora.tensorflow.ops import allreduce
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average, Sum
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "sync_batch_normalization_class"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "SyncBatchNormalization"]  # noqa: F822
 
 
 def DistributedOptimizer(
@@ -58,9 +58,15 @@ def PartialDistributedOptimizer(optimizer: Any, *args: Any, local_layers: Any = 
     return result
 
 
+def __getattr__(name: str) -> Any:
+    if name == "SyncBatchNormalization":
+        return _sync_batch_normalization()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 @functools.cache
-def sync_batch_normalization_class() -> type:
-    """Return the layer `SyncBatchNormalization` for the Keras that is `tf.keras` here."""
+def _sync_batch_normalization() -> type:
+    """Return the layer for the Keras that is `tf.keras` here, which is not imported before somebody wants it."""
     base = tf.keras.layers.BatchNormalization
     return type("SyncBatchNormalization", (_SyncBatchNormalization, base), {"__module__": "horovod.tensorflow"})
 

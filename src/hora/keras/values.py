@@ -19,6 +19,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "broadcast_variables",
+    "keras_version",
     "optimizer_variables",
     "reducescatter",
     "to_numpy",
@@ -30,6 +31,12 @@ def to_numpy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return as_numpy(value.detach().cpu())
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def keras_version(thing: object) -> int | None:
+    """Return 2 or 3, the Keras that an object is of; None for neither."""
+    packages = {cls.__module__.partition(".")[0] for cls in type(thing).__mro__}
+    return 2 if "tf_keras" in packages else 3 if "keras" in packages else None
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:

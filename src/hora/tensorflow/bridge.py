@@ -8,6 +8,8 @@ functions that wait at once.
 
 from __future__ import annotations
 
+import functools
+import linecache
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +17,14 @@ from typing import Any
 import tensorflow as tf
 import torch
 from tensorflow.python.autograph.core import config as autograph
+from tensorflow.python.autograph.pyct import loader
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 from torch.utils import dlpack
 
 from hora.tensorflow.errors import own_errors
 from hora.torch.arrays import as_numpy, as_torch
+from hora.torch.basics import rank
 
 __all__ = ["as_tensor", "call", "check_no_xla", "recording", "reserve_threads"]
 
@@ -37,6 +41,25 @@ _SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 # AutoGraph rewrites what a function calls; these modules need no rewriting, and their errors are clearer without.
 autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERSION_RULES)
+
+
+def _keep_no_file(load_source: Callable[[str, bool], tuple[Any, str]]) -> Callable[[str, bool], tuple[Any, str]]:
+    """Remove the file that AutoGraph writes for each function as soon as it is loaded; tracebacks have its text.
+
+    It would be removed when the process exits, and never by a rank that is killed.
+    """
+
+    @functools.wraps(load_source)
+    def load(source: str, delete_on_exit: bool) -> tuple[Any, str]:
+        module, path = load_source(source, False)
+        linecache.cache[path] = (len(source), None, source.splitlines(True), path)
+        os.unlink(path)
+        return module, path
+
+    return load
+
+
+loader.load_source = _keep_no_file(loader.load_source)
 
 Work = Callable[..., Sequence[torch.Tensor]]
 
@@ -82,8 +105,8 @@ def check_no_xla() -> None:
     """ValueError while a function is being compiled by XLA, which can call nothing outside of it."""
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
-            "a Horovod operation cannot be part of a function that XLA compiles: pass jit_compile=False to tf.function "
-            "or model.compile, or move the operation out of the compiled function"
+            f"rank {rank()}: a Horovod operation cannot be part of a function that XLA compiles: pass jit_compile=False to "
+            "tf.function or model.compile, or move the operation out of the compiled function"
         )
 
 

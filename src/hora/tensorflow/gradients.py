@@ -7,6 +7,8 @@ that the engine reduces while backward goes on.
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,11 +26,15 @@ from hora.tensorflow.compression import Compression, Compressor
 from hora.tensorflow.ops import allreduce, function_name, grouped_allreduce, size_op
 from hora.torch.optimizer.finite import check_finite
 from hora.torch.process_sets import ProcessSet, global_process_set
-from hora.torch.reduce_op import Average
+from hora.torch.reduce_op import Adasum, Average
 
 __all__ = ["Reduction", "check_options"]
 
 _BUCKET_BYTES = 4 * 2**20
+_FLAT_BYTES = 2**20
+
+# Names and shapes of gradients that the ranks of a runtime have found to be the same on all of them.
+_compared: weakref.WeakKeyDictionary[engine.Runtime, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def check_options(op: int, gradient_predivide_factor: float, backward_passes_per_step: int = 1) -> None:
@@ -146,13 +152,15 @@ class Reduction:
         settings = {"op": self.op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
         # What is equal on all ranks, and another for another function: two may run at once.
         name = f"gradients.{function_name(gradients[0])}.{gradients[0].name}"
-        buckets = [
-            _Bucket(f"{name}.{i}", settings | {"process_set": self.process_set}, members, first if i == 0 else None)
-            for i, members in enumerate(_buckets([tensor for tensor, _ in pairs]))
-        ]
-        if len(buckets) == 1:  # nothing to overlap with
-            outputs = buckets[0].reduce()
+        settings["process_set"] = self.process_set
+        divided = _buckets([tensor for tensor, _ in pairs])
+        if len(divided) == 1:  # nothing to overlap with
+            outputs = _reduce_at_once(name, settings, divided[0], first)
         else:
+            buckets = [
+                _Bucket(f"{name}.{i}", settings, members, first if i == 0 else None)
+                for i, members in enumerate(divided)
+            ]
             tokens = [bucket.submit() for bucket in buckets]
             outputs = []
             for bucket, token in zip(buckets, tokens, strict=True):
@@ -161,23 +169,60 @@ class Reduction:
         return results, lambda *upstream: self._grouped_allreduce(upstream)
 
 
+def _reduce_at_once(
+    name: str, settings: dict[str, Any], tensors: Sequence[Any], first: Callable[[], None] | None
+) -> list[Any]:
+    """Reduce the gradients of a function in one operation that waits.
+
+    Small ones travel side by side in one tensor, which costs a fraction of what handing over each of them does. Their
+    shapes are compared by the ranks once, when they are first reduced.
+    """
+    flat = len(tensors) > 1 and _fit_side_by_side(tensors, settings["op"])
+    inputs = [tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)] if flat else tensors
+    shapes = [tuple(tensor.shape) for tensor in tensors] if flat else []
+    key = (name, tuple(shapes))
+
+    def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
+        if first is not None:
+            first()
+        compared = _compared.setdefault(engine.current_runtime(), set())
+        if flat and key not in compared:
+            sizes = [math.prod(shape) for shape in shapes]
+            parts = [part.view(shape) for part, shape in zip(arrays[0].split(sizes), shapes, strict=True)]
+            reduced = hvd.grouped_allreduce(parts, name=name, **settings)
+            outputs: Sequence[torch.Tensor] = [torch.cat([part.flatten() for part in reduced])]
+            compared.add(key)
+        elif len(arrays) == 1:
+            outputs = [hvd.allreduce(arrays[0], name=f"{name}.flat", **settings)]
+        else:
+            outputs = hvd.grouped_allreduce(list(arrays), name=name, **settings)
+        meter.step_done()
+        return outputs
+
+    outputs = call(work, inputs, [tensor.dtype for tensor in inputs], [tensor.shape for tensor in inputs])
+    if not flat:
+        return outputs
+    parts = tf.split(outputs[0], [tensor.shape.num_elements() for tensor in tensors])
+    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _fit_side_by_side(tensors: Sequence[Any], op: int) -> bool:
+    """Return whether tensors may be reduced as one: Adasum looks at each by itself."""
+    if op == Adasum or len({tensor.dtype for tensor in tensors}) > 1:
+        return False
+    if not all(tensor.shape.is_fully_defined() for tensor in tensors):
+        return False
+    return sum(tensor.shape.num_elements() * tensor.dtype.size for tensor in tensors) <= _FLAT_BYTES
+
+
 class _Bucket:
-    """Gradients of a function that travel together: one operation submits them and another waits, or one does both."""
+    """Gradients of a function that travel together: one operation submits them and another waits."""
 
     def __init__(
         self, name: str, settings: dict[str, Any], tensors: Sequence[Any], first: Callable[[], None] | None
     ) -> None:
         self._name, self._settings, self._tensors, self._first = name, settings, tensors, first
         self._in_flight: tuple[object, int] | None = None
-
-    def reduce(self) -> list[Any]:
-        def work(*arrays: torch.Tensor) -> Sequence[torch.Tensor]:
-            self._submit(*arrays)
-            outputs = self._wait()
-            meter.step_done()
-            return outputs
-
-        return call(work, self._tensors, [t.dtype for t in self._tensors], [t.shape for t in self._tensors])
 
     def submit(self) -> Any:
         return call(self._submit, self._tensors, [tf.int32], [[]])[0]

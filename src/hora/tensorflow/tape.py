@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hora.tensorflow.compression import Compression, Compressor
 from hora.tensorflow.gradients import Reduction, check_options
+from hora.torch.basics import rank
 from hora.torch.process_sets import ProcessSet, global_process_set
 from hora.torch.reduce_op import Average
 
@@ -48,7 +49,7 @@ def DistributedGradientTape(
 ) -> Any:
     """Return a tape with the records of `gradtape` whose `gradient` reduces over the ranks."""
     if isinstance(gradtape, _DistributedTape):
-        raise ValueError("this tape is a DistributedGradientTape already; wrap the plain one once")
+        raise ValueError(f"rank {rank()}: this tape is a DistributedGradientTape already; wrap the plain one once")
     if not isinstance(gradtape, tf.GradientTape):
         raise ValueError(f"DistributedGradientTape wraps a tf.GradientTape, but it got {type(gradtape).__name__}")
     check_options(op, gradient_predivide_factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hora.keras import tensorflow_names
 from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributedOptimizer
 from hora.tensorflow import *
 from hora.tensorflow import __all__ as _names
@@ -26,9 +27,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "SyncBatchNormalization":
-        from hora.keras.tensorflow_names import sync_batch_normalization_class
-
-        return sync_batch_normalization_class()
+        return tensorflow_names.SyncBatchNormalization
     if name == "keras":
         import horovod.tensorflow.keras
 
