@@ -66,6 +66,12 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("module", ["horovod.torch", "horovod.spark.keras"])
+def test_an_import_does_not_bring_tensorflow(module):
+    code = f"import sys, {module}; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("example", ["keras_digits.py", "tensorflow_digits.py"])
 def test_an_example_on_digits(example, tmp_path):
     more = ["--checkpoint", "digits"] if example == "tensorflow_digits.py" else []
