@@ -149,7 +149,7 @@ class Reduction:
         check_no_xla()
         factor = self.gradient_predivide_factor
         pairs = [self.compression.compress(gradient) for gradient in gradients]
-        settings = {"op": self.op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        settings: dict[str, Any] = {"op": self.op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
         # What is equal on all ranks, and another for another function: two may run at once.
         name = f"gradients.{function_name(gradients[0])}.{gradients[0].name}"
         settings["process_set"] = self.process_set
