@@ -15,6 +15,7 @@ from hvd_session import session
 
 import horovod.torch as hvd
 from hora import engine
+from hora.engine.transport.host_reduction import HostLink
 
 pytestmark = [pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"}), pytest.mark.both_ways]
 
@@ -200,24 +201,32 @@ def test_a_rank_that_dies_in_the_middle_is_named():
 
 def test_a_rank_that_is_interrupted_while_it_waits_for_another_host_is_named_and_all_begin_anew(place):
     """Ctrl-C in the middle of a bucket: its part is in other hosts' hands already and cannot be done again."""
-    hvd.init()
-    training = Training()
-    for _ in range(3):
-        training.step(6.0)
-    if hvd.rank() == 0:
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
+    look_around, interrupting = HostLink._look_around, []
+
+    def interrupted(link):
+        if interrupting:
+            raise interrupting.pop()
+        look_around(link)
+
+    HostLink._look_around = interrupted
+    try:
+        hvd.init()
+        training = Training()
+        for _ in range(3):
+            training.step(6.0)
+        if hvd.rank() == 0:
+            interrupting.append(KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 training.step(6.0)
-        finally:
-            signal.signal(signal.SIGALRM, before)
-        place.store.set("interrupted", "")
-    else:
-        place.store.wait(["interrupted"])
-    with pytest.raises(hvd.HorovodInternalError, match=r"^rank 0 was interrupted \(KeyboardInterrupt\).*hvd\.init\(\)"):
-        training.step(6.0)
-    hvd.shutdown()
+            place.store.set("interrupted", "")
+        else:
+            place.store.wait(["interrupted"])
+        named = r"^rank 0 was interrupted \(KeyboardInterrupt\).*hvd\.init\(\)"
+        with pytest.raises(hvd.HorovodInternalError, match=named):
+            training.step(6.0)
+        hvd.shutdown()
+    finally:
+        HostLink._look_around = look_around
     hvd.init()
     Training().step(6.0)
     hvd.shutdown()
