@@ -2,7 +2,7 @@
 inside the client's own process, as `remote("local[2]")` starts it.
 
 One client process of each kind for all tests; `connect_client.py` has what it does. `make test` has the client of a
-server go through everything and the other through the beginning; `make test-slow` both.
+server go through the first scenarios; `make test-slow` has all.
 """
 
 from __future__ import annotations
@@ -32,19 +32,10 @@ pytestmark = [
     ),
 ]
 
-SCENARIOS = (
-    "runner",
-    "warm",
-    "failure",
-    "run",
-    "large",
-    "too_few",
-    "elastic",
-    "estimator",
-    "converter",
-    "workers",
-    "wait_for_interrupt",
-)
+FIRST = ("runner", "warm", "failure", "run", "too_few", "elastic")
+MORE = ("large", "estimator", "converter", "workers")
+LAST = ("wait_for_interrupt",)
+SCENARIOS = {"server": FIRST + LAST, "server, more": MORE + LAST, "local": FIRST + MORE + LAST}
 LIMIT_S = 500.0
 
 
@@ -61,7 +52,7 @@ class Seen(NamedTuple):
 class Client:
     """A process that goes through the scenarios on a cluster."""
 
-    def __init__(self, cluster: Connect, scenarios: Sequence[str] = SCENARIOS) -> None:
+    def __init__(self, cluster: Connect, scenarios: Sequence[str]) -> None:
         self._directory = tempfile.TemporaryDirectory()
         self._folder = Path(self._directory.name)
         program = str(Path(__file__).parent / "connect_client.py")
@@ -104,12 +95,22 @@ def local_connect() -> LocalConnect:
     return LocalConnect()
 
 
-@pytest.fixture(scope="module", params=["server", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Connect, Client]]:
-    is_server = request.param == "server"
-    with ConnectServer(python=connect_python() or sys.executable) if is_server else local_connect() as cluster:
-        with Client(cluster) as client:
+    is_local = request.param == "local"
+    with local_connect() if is_local else ConnectServer(python=connect_python() or sys.executable) as cluster:
+        with Client(cluster, SCENARIOS[request.param]) as client:
             yield cluster, client
+
+
+def of_clients(*names: str) -> pytest.MarkDecorator:
+    """Mark a test that looks at these clients; all but the first one's are slow."""
+    values = [pytest.param(name, marks=[pytest.mark.slow] if name != "server" else []) for name in names]
+    return pytest.mark.parametrize("both", values, indirect=True, scope="module")
+
+
+first = of_clients("server", "local")
+more = of_clients("server, more", "local")
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,7 @@ def seen(both: tuple[Connect, Client]) -> Seen:
     return both[1].finish()
 
 
+@first
 def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(seen):
     assert seen.found["runner"] == [11.0, 2]
     assert "hello from rank 0\n" in seen.text
@@ -129,12 +131,14 @@ def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(
     assert "not shown" not in seen.text
 
 
+@first
 def test_ranks_are_forked_from_a_process_that_no_udf_has_touched(seen):
     states, num_seeds = seen.found["warm"]
     assert states == [[True, False, True]] * 4
     assert num_seeds == 4  # random numbers of its own, on every rank and in every job
 
 
+@first
 def test_a_failing_rank_is_an_error_with_its_traceback_and_its_exception_as_the_cause(seen):
     kind, text, cause, words = seen.found["failure"]
     assert kind == "JobFailedError"
@@ -143,6 +147,7 @@ def test_a_failing_rank_is_an_error_with_its_traceback_and_its_exception_as_the_
     assert (cause, words) == ("KeyError", "'no such shard'")
 
 
+@first
 def test_every_ranks_value_and_prefixed_lines(seen):
     values, sizes, lines = seen.found["run"]
     assert values == [["0", "1"], ["1", "1"]]
@@ -150,10 +155,12 @@ def test_every_ranks_value_and_prefixed_lines(seen):
     assert lines == ["", "[0]<stdout>:a line", "[1]<stdout>:a line"]
 
 
+@more
 def test_calls_and_values_that_no_message_holds(seen):
     assert seen.found["large"] == [True, True]
 
 
+@first
 def test_too_few_slots_are_an_error_at_once(seen):
     (runner, words), (run, more) = seen.found["too_few"]
     assert (runner, run) == ("ValueError", "StartTimeoutError")
@@ -162,18 +169,22 @@ def test_too_few_slots_are_an_error_at_once(seen):
     assert more.startswith("Timed out waiting for Spark tasks to start.")
 
 
+@first
 def test_elastic_jobs_are_refused_with_a_way_out(seen):
     assert "classic mode" in seen.found["elastic"]
 
 
+@more
 def test_an_estimator_is_fitted_saved_loaded_and_predicts(seen):
     assert seen.found["estimator"] == [2, 20, True]
 
 
+@more
 def test_a_converters_rows_reach_every_rank_once(seen):
     assert seen.found["converter"] == [list(range(10)), 10, True]
 
 
+@more
 def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
     told, own, num_running, refused, states = seen.found["workers"]
     assert told == [["succeeded", 0, "127.0.0.1"], ["failed", 3, "127.0.0.1"]]
@@ -183,7 +194,7 @@ def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
     assert states == ["succeeded", "failed", "stopped", "running"]
 
 
-@pytest.mark.slow
+@of_clients("server, more", "local")
 def test_a_notebook_over_connect(cluster, tmp_path, monkeypatch):
     """Executed by a real kernel: output of the ranks in the cell, rank 0's value in the next."""
     import nbclient
@@ -212,17 +223,7 @@ def test_a_notebook_over_connect(cluster, tmp_path, monkeypatch):
     assert notebook.cells[2].outputs[0]["data"]["text/plain"] == "(1.0, 5)"
 
 
-@pytest.mark.slow
-def test_a_server_inside_the_clients_own_process():
-    with local_connect() as cluster, Client(cluster, ("runner", "run", "elastic", "wait_for_interrupt")) as client:
-        found = client.finish().found
-        assert found["runner"] == [11.0, 2]
-        assert found["run"][0] == [["0", "1"], ["1", "1"]]
-        assert "classic mode" in found["elastic"]
-        assert found["wait_for_interrupt"] == [1, 1]
-        assert cluster.leftovers() == []
-
-
+@first
 def test_an_interrupt_ends_the_job_and_frees_its_slots(seen, cluster):
     assert seen.found["wait_for_interrupt"] == [1, 1]
     assert cluster.leftovers() == []
