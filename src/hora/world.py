@@ -41,6 +41,7 @@ class MeetingPoint:
 
     `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the key of worker number `worker` is read from
     `secret_file`, or, where that is -1, a secret of all),
+    `return_s`: a worker whose connection to it breaks comes back within so long,
     `tcp` (hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user gave a
     `secret_file`) or `none` (a world of one).
     """
@@ -52,6 +53,7 @@ class MeetingPoint:
     job: str = ""
     worker: int = -1
     host_store: bool = False  # rank 0 opens the meeting place
+    return_s: float = 10.0
 
     @property
     def planned(self) -> bool:
@@ -200,6 +202,7 @@ def _from_horovod(env: Mapping[str, str]) -> World:
             secret_file=env["HORA_SECRET_FILE"],
             job=env["HORA_JOB"],
             worker=_integer(env, "HORA_WORKER", -1),
+            return_s=_integer(env, "HORA_LAUNCHER_TIMEOUT", 10),
         )
     elif "HOROVOD_GLOO_RENDEZVOUS_PORT" in env and "MASTER_ADDR" not in env:
         meeting = _planned_meeting(env) if size > 1 or env.get("HORA_SECRET_FILE") else meeting

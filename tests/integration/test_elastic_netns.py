@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from elastic_job import ElasticJob
 from ssh_server import SSHD, SshServer
@@ -68,7 +70,7 @@ def test_the_cable_is_cut_and_training_goes_on_and_mended_and_the_other_host_com
     job = ElasticJob(
         tmp_path,
         {"samples": 4000, "epochs": 1, "pause_s": 0.1},
-        {"HORA_SSH": machines.server.command},
+        {"HORA_SSH": machines.server.command, "HORA_LAUNCHER_TIMEOUT": "10"},
         prefix=("ip", "netns", "exec", machines.here),
         num_proc=2,
         min_num_proc=1,
@@ -86,3 +88,33 @@ def test_the_cable_is_cut_and_training_goes_on_and_mended_and_the_other_host_com
     results = job.results()
     assert_equal(results)
     assert changes(results[0]["sizes"]) == [2, 1, 2]
+
+
+@pytest.mark.slow
+def test_ranks_go_on_while_the_way_to_their_launcher_is_cut(machines: Machines, tmp_path: Path):
+    """20 s, with ssh's own patience, which is 15 s as a rule: no rank is lost, and what they printed is there afterwards."""
+    job = ElasticJob(
+        tmp_path,
+        {"samples": 4000, "epochs": 1, "pause_s": 0.1, "per_step": True},
+        {"HORA_SSH": machines.server.command},
+        prefix=("ip", "netns", "exec", machines.here),
+        num_proc=2,
+        min_num_proc=2,
+        host_discovery_script="echo there:2",
+        network_interfaces=["cable"],
+        start_timeout=60,
+    )
+    job.wait_for_step(3)
+    ranks = [job.worker(number) for number in (0, 1)]
+    machines.ip(f"-n {machines.there} link set cable down")
+    cut_at = job.step()
+    time.sleep(20)  # for so long there is no way
+    assert job.step() > cut_at + 10, "they did not train meanwhile"
+    machines.ip(f"-n {machines.there} link set cable up")
+    job.wait_for_step(job.step() + 20)
+    assert [job.worker(number) for number in (0, 1)] == ranks
+    assert all(psutil.pid_exists(pid) for pid in ranks)
+    stop_soon(job)
+    results = job.results()
+    assert changes(results[0]["sizes"]) == [2]
+    assert results[0]["starts"] == ["there/0", "there/1"]

@@ -172,7 +172,7 @@ def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyP
     if rule == "an old world is given":
         monkeypatch.setattr(Rendezvous, "_next_world", at_once)
     else:
-        monkeypatch.setattr("hora.launch.control.elastic_policy.LOST_LIMIT_S", 1e12)
+        monkeypatch.setitem(Limits.__init__.__kwdefaults__, "lost_s", 1e12)
     with pytest.raises(AssertionError, match=r"seed \d+: .*(old world was given|has not ended)"):
         played_all(range(500))
 

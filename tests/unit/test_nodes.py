@@ -17,6 +17,7 @@ from hora.launch.agent.srun import allocation
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
 from hora.net.connection import connect
+from hora.net.session import ClientSession
 from hora.net.wire import new_secret
 from hora.version import version
 from waiting import wait_until
@@ -101,7 +102,10 @@ def test_half_a_place_is_an_error_that_names_what_is_missing(environ, flags, wor
 
 
 def joining(agents, *, secret=SECRET, **header):
-    connection = connect(("127.0.0.1", agents.port), credentials(secret), timeout_s=30)
+    def reach(limit_s):
+        return connect(("127.0.0.1", agents.port), credentials(secret), timeout_s=limit_s)
+
+    connection = ClientSession(reach(30), reach)
     known = {"op": "join", "node": 1, "name": "b", "slots": 2, "version": version(), "protocol": PROTOCOL}
     connection.send({**known, **header})
     answer, _ = connection.receive(limit_s=30)

@@ -183,6 +183,9 @@ class Options:
     silence_timeout: int | None = _option("--silence-timeout", section="hosts", low=3, default=60,
         launch_variable="HORA_SILENCE_TIMEOUT", metavar="SECONDS",
         help="a host that does not answer for so long is given up, and it gives the launcher up")
+    launcher_timeout: int | None = _option("--launcher-timeout", section="elastic", low=0, default=30,
+        launch_variable="HORA_LAUNCHER_TIMEOUT", metavar="SECONDS",
+        help="ranks whose connection to the launcher breaks go on for so long, until it is back")
     ssh_port: int | None = _option("-p", "--ssh-port", section="hosts", low=1, high=65535, metavar="PORT",
         help="ssh port of all hosts")
     ssh_identity_file: str | None = _option("-i", "--ssh-identity-file", kind=str, section="hosts",

@@ -114,6 +114,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | N
             reset_limit=options.reset_limit,
             elastic_timeout_s=timeout_s,
             stuck_s=max(timeout_s / 2, 1.0),
+            lost_s=float(options.effective("launcher_timeout")),
         ),
         hosts=tuple(hosts),
         script=nodes if script is None else script,
@@ -148,8 +149,7 @@ def make_job(
         # All ranks share this machine's cores, whatever names its addresses go by.
         env.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // num_proc, 1)))
     if elastic is not None:
-        # The launcher decides how long to wait; a worker must not lose patience before.
-        env["HOROVOD_ELASTIC_TIMEOUT"] = str(int(2 * elastic.limits.elastic_timeout_s + 60))
+        env |= elastic.limits.worker_env()
     return Job(
         slots=slots,
         command=options.command if function is None else (),
@@ -190,6 +190,8 @@ def make_launcher(
     from hora.launch.host.ssh import Ssh, check_hosts, reachable_address  # local jobs start faster without
 
     ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
+    if options.elastic:
+        ssh = replace(ssh, silence_s=max(ssh.silence_s, int(options.effective("launcher_timeout"))))
     chosen = address.interface_address(options.nics) if options.nics else None
     check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
     listen = chosen or reachable_address(remote, ssh)

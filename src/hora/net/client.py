@@ -39,8 +39,6 @@ _QUICK_S = 60.0
 # An error's words travel in a message's header, which has room for these and little else.
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
-# How long a worker tries to come back; the launcher has as much patience with it (`policy.LOST_LIMIT_S`).
-_RETURN_S = 10.0
 _PAUSE_S = 0.1
 # What cannot be asked twice: the other ranks of an all-gather were told that it failed, and an amount may be added already.
 _ONCE = ("gather", "add")
@@ -349,7 +347,7 @@ class ControlClient:
 
     def _come_back(self) -> bool:
         """Connect again and ask again what has not been answered; no thread sends anything meanwhile."""
-        deadline = time.monotonic() + _RETURN_S
+        deadline = time.monotonic() + self._meeting.return_s
         with self._send_lock:
             self._connection.close()
             while (reopen := self._reopen) is not None and (left_s := deadline - time.monotonic()) > 0:

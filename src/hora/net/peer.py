@@ -19,7 +19,8 @@ class Peer:
     `speaker`: the number of the worker or rank whose key it has proven to hold (-1: a key that all share). `name`, and the
     `number` of the worker, task or rank of which this is the connection, belong to the server's handler. `host`:
     the address from which it comes, or its process where that is local; `where`: the same in more detail, for messages.
-    `flush` and `drop` are the server's; it calls them in its thread.
+    `broken`: nobody answers there any more; the end of a process is told by its kernel. `flush` and `drop` are the server's;
+    it calls them in its thread.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Peer:
         self.opener: Opener | None = None
         self.sealer: Sealer | None = None
         self.open = True
+        self.broken = False
         self.drained = True  # nothing waits to be sent
         self._flush, self._drop = flush, drop
         self._lock = threading.Lock()

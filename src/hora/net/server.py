@@ -291,8 +291,8 @@ class Server:
             data = peer.sock.recv(_RECEIVE_BYTES if handshake is None else handshake.wanted_bytes)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except OSError as error:
+            data, peer.broken = b"", not isinstance(error, ConnectionError)
         try:
             if not data and handshake is not None and peer.sock.family != socket.AF_UNIX:
                 self._turn_away(peer, "it hung up without identifying itself")
@@ -338,7 +338,8 @@ class Server:
             return
         try:
             events = selectors.EVENT_READ if peer.push() else selectors.EVENT_READ | selectors.EVENT_WRITE
-        except OSError:
+        except OSError as error:
+            peer.broken = not isinstance(error, ConnectionError)
             self._drop(peer)
             return
         if self._selector.get_key(peer.sock).events != events:

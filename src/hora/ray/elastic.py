@@ -184,7 +184,7 @@ class ElasticAdapter(Adapter):
             env={
                 **nics_to_env_var(self.settings.nics or ()),
                 **self._env,
-                "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * self.limits.elastic_timeout_s + 60)),
+                **self.limits.worker_env(),
             },
             start_timeout_s=self.settings.start_timeout.remaining(),
             verbose=bool(self.settings.verbose and self.settings.verbose > 1),

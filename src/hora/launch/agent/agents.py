@@ -2,7 +2,8 @@
 
 An agent (`node`) connects, proves that it holds the nodes' secret, and says which node it is; from then on its connection
 carries what a supervisor's pipes carry, so that a `HostConnection` needs to know nothing of it. The job's own secret does not
-travel: both ends derive it. Opened by `nodes`, used by the `host.launcher`.
+travel: both ends derive it. The connection is a session: in an elastic job an agent that was cut off comes back to it. Opened
+by `nodes`, used by the `host.launcher`.
 
 An agent's connection: join -> welcome | refused -> in, out, err, taken … -> bye. `taken` tells how much output has been
 passed on: an agent that is far ahead of a slow console leaves its workers' pipes unread.
@@ -23,13 +24,14 @@ from typing import IO, Any
 
 from hora.errors import StartTimeoutError
 from hora.launch.slots import HostInfo
-from hora.net.server import Peer, Server
+from hora.net.server import Server
+from hora.net.session import SessionPeer, Sessions
 from hora.net.wire import Credentials, Header, derived_secret, new_secret
 from hora.version import version
 
 __all__ = ["Agents", "PROTOCOL", "credentials", "job_secret"]
 
-PROTOCOL = "1"
+PROTOCOL = "2"
 _CUT_LIMIT_S = 30  # a node beyond a cut cable, of which its kernel would tell
 _MAX_NAME_CHARS = 255
 _BYE_LIMIT_S = 20.0
@@ -50,6 +52,7 @@ class Agents:
 
     `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long a
     silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave first.
+    `return_s`: how long one that was cut off may take to come back.
     """
 
     def __init__(
@@ -61,11 +64,12 @@ class Agents:
         silence_limit_s: float,
         own: HostInfo | None = None,
         elastic: bool = False,
+        return_s: float = 0.0,
     ) -> None:
         self.nonce = new_secret().hex()
         self.job_secret = job_secret(secret, self.nonce)
         self._num_nodes, self._own = num_nodes, own
-        self._elastic, self._silence_limit_s = elastic, silence_limit_s
+        self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, _Node] = {}
         self._names: set[str] = set()  # of all that have ever joined
@@ -74,7 +78,9 @@ class Agents:
         self._starter_ended: Callable[[], str] = lambda: ""
         self._listener: Callable[[Sequence[HostInfo]], None] | None = None
         self._own_address = "" if where[0] in ("", "0.0.0.0") else where[0]
-        self._server = Server(self, name="hora-agents", silence_limit_s=_CUT_LIMIT_S)
+        sessions = Sessions(self, limit_s=return_s)
+        self._server = Server(sessions, name="hora-agents", silence_limit_s=_CUT_LIMIT_S)
+        sessions.serve(self._server)
         try:
             self.port = self._server.listen(where)
         except OSError as error:
@@ -165,7 +171,7 @@ class Agents:
 
     # ---- in the server's thread -----------------------------------------------------------------------------------
 
-    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def message(self, peer: SessionPeer, header: Header, payload: bytes) -> None:
         operation = str(header["op"])
         if peer.number < 0:
             if operation != "join":
@@ -181,7 +187,7 @@ class Agents:
             node.leaving = True
             self._tell()
 
-    def _join(self, peer: Peer, header: Header) -> None:
+    def _join(self, peer: SessionPeer, header: Header) -> None:
         index, name = int(header["node"]), str(header["name"])[:_MAX_NAME_CHARS]
         slots = int(header["slots"])
         problem = self._problem(index, slots, header)
@@ -198,7 +204,7 @@ class Agents:
             self._nodes[index] = _Node(peer, name, slots)
             self._changed.notify_all()
         welcome = {"nonce": self.nonce, "executable": sys.executable, "silence_s": self._silence_limit_s}
-        peer.send({"op": "welcome", **welcome, "elastic": self._elastic})
+        peer.send({"op": "welcome", **welcome, "elastic": self._elastic, "return_s": self._return_s})
         self._tell()
 
     def _new_name(self, name: str, index: int) -> str:
@@ -223,7 +229,7 @@ class Agents:
             return f"it offers {slots} slots"
         return ""
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: SessionPeer) -> None:
         with self._changed:
             node = self._nodes.pop(peer.number, None)
             self._changed.notify_all()
@@ -239,7 +245,7 @@ class Agents:
 class _Node:
     """A joined agent, and the pipes into which a thread of its own writes what its supervisor says."""
 
-    def __init__(self, peer: Peer, name: str, slots: int) -> None:
+    def __init__(self, peer: SessionPeer, name: str, slots: int) -> None:
         self.peer, self.name, self.slots = peer, name, slots
         self.status: int | None = None
         self.leaving = False
@@ -280,7 +286,7 @@ class _Node:
 class _Orders(io.RawIOBase):
     """Stream whose writes, meant for a supervisor, go to its agent."""
 
-    def __init__(self, peer: Peer | None) -> None:
+    def __init__(self, peer: SessionPeer | None) -> None:
         super().__init__()
         self._peer = peer
 

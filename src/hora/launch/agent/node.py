@@ -29,6 +29,7 @@ from hora.launch.host.connection import local_supervisor_command, wait_or_kill
 from hora.launch.host.processes import Processes, environment_value
 from hora.net.connection import Connection, connect
 from hora.net.keys import worker_key
+from hora.net.session import ClientSession
 from hora.version import version
 
 __all__ = ["join"]
@@ -50,20 +51,26 @@ def join(place: Place, secret: bytes, *, limit_s: float) -> int:
     """
     with ended_by_signals() as signals, contextlib.ExitStack() as stack:
         connection, welcome = _enter(place, secret, limit_s)
-        stack.enter_context(connection)
+        stack.callback(connection.close)
         agent = _Agent(connection, welcome, secret)
         if welcome["elastic"]:
             signals.first = agent.leave
         return agent.run()
 
 
-def _enter(place: Place, secret: bytes, limit_s: float) -> tuple[Connection, Mapping[str, Any]]:
+def _enter(place: Place, secret: bytes, limit_s: float) -> tuple[ClientSession, Mapping[str, Any]]:
     """Connect and introduce this node; what the controller answered."""
     deadline = time.monotonic() + limit_s
+
+    def reopen(left_s: float) -> Connection:
+        return connect((place.host, place.port), credentials(secret), timeout_s=left_s)
+
     while True:
-        connection = _reach(place, secret, limit_s, deadline)
+        connection = ClientSession(_reach(place, secret, limit_s, deadline), reopen)
         try:
-            return connection, _introduce(connection, place)
+            welcome = _introduce(connection, place)
+            connection.limit_s = float(welcome["return_s"])
+            return connection, welcome
         except (EOFError, ConnectionError):
             # A crowd of strangers can push a node out whose proof has not been read yet: come again.
             connection.close()
@@ -94,7 +101,7 @@ def _reach(place: Place, secret: bytes, limit_s: float, deadline: float) -> Conn
             time.sleep(_RETRY_S)
 
 
-def _introduce(connection: Connection, place: Place) -> Mapping[str, Any]:
+def _introduce(connection: ClientSession, place: Place) -> Mapping[str, Any]:
     """Return the controller's welcome. RuntimeError when it refuses; EOFError, ConnectionError when it hangs up."""
     connection.send(
         {
@@ -110,7 +117,7 @@ def _introduce(connection: Connection, place: Place) -> Mapping[str, Any]:
         answer, _ = connection.receive(limit_s=_ANSWER_LIMIT_S)
     except TimeoutError:
         raise RuntimeError(f"the first node, {place.host}, did not answer within {_ANSWER_LIMIT_S:g} s") from None
-    connection.sock.settimeout(None)
+    connection.connection.sock.settimeout(None)
     if answer["op"] != "welcome":
         raise RuntimeError(f"the first node, {place.host}, refused this one: {answer.get('why')}")
     return answer
@@ -122,14 +129,13 @@ class _Agent:
     Asked to end: leaving, until the ranks here have left -> over.
     """
 
-    def __init__(self, connection: Connection, welcome: Mapping[str, Any], secret: bytes) -> None:
+    def __init__(self, connection: ClientSession, welcome: Mapping[str, Any], secret: bytes) -> None:
         self._connection = connection
         self._secret = job_secret(secret, welcome["nonce"])
         self._controllers_python = welcome["executable"]
-        self._controller = str(connection.sock.getpeername()[0])
+        self._controller = str(connection.connection.sock.getpeername()[0])
         self._status: int | None = None
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._leaving = False
         self._hung_up_at: float | None = None
         self._ahead = 0
@@ -152,8 +158,7 @@ class _Agent:
             self._tell({"op": "ended", "status": self._end_supervisor()})
             listener.join(_BYE_LIMIT_S if self._leaving else _ANSWER_LIMIT_S)  # for the controller's bye, or its end
         finally:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown()
+            self._connection.shutdown()
             self._close_stdin()
             self._end_supervisor()
         if self._status is None and self._leaving:
@@ -185,8 +190,7 @@ class _Agent:
                 self._tell({"op": streams[descriptor]}, data)
 
     def _tell(self, header: Mapping[str, object], payload: bytes = b"") -> None:
-        with contextlib.suppress(OSError), self._sending:  # the listener notices, and ends the supervisor
-            self._connection.send(dict(header), payload)
+        self._connection.send(dict(header), payload)
 
     def leave(self) -> None:
         """Asked to end: tell the controller, and end when the ranks here have left. In a signal handler: takes no lock."""

@@ -29,6 +29,7 @@ __all__ = ["open_nodes", "serve_node"]
 def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents | None]:
     """The nodes of this job, all of them there, until it is over; None for a job whose hosts are reached otherwise."""
     silence_s = float(options.effective("silence_timeout"))
+    return_s = float(options.effective("launcher_timeout")) if options.elastic else 0.0
     if options.joins:
         place = _place(options, environ)
         where, secret = _meeting_address(place), _secret(options)
@@ -40,6 +41,7 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             silence_limit_s=silence_s,
             own=own,
             elastic=options.elastic,
+            return_s=return_s,
         )
         starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     else:
@@ -48,7 +50,13 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             yield None
             return
         secret = new_secret()
-        opened = Agents((allocated.address(), 0), secret, num_nodes=len(allocated.hosts), silence_limit_s=silence_s)
+        opened = Agents(
+            (allocated.address(), 0),
+            secret,
+            num_nodes=len(allocated.hosts),
+            silence_limit_s=silence_s,
+            return_s=return_s,
+        )
         starting = start_agents(allocated, opened, secret, environ, limit_s=float(options.effective("start_timeout")))
     status = 1
     with starting:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from hora.launch.control.policy import (
     LINGER_LIMIT_S,
     LOST,
-    LOST_LIMIT_S,
     Begin,
     Decision,
     Facts,
@@ -53,6 +52,7 @@ COMPANY_LIMIT_S = 10.0
 class Limits:
     """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer is
     ready or another one has finished or died; `silent_s`: how long it may be silent while another one waits for it.
+    `lost_s`: how long one whose connection broke may take to come back (a process that ends is noticed at once).
     `stall_shutdown_s`: how long it may be silent in any case (None: for ever). `elastic_timeout_s`: how long to wait for enough
     workers, and for one of which nothing was ever heard (of a command: while another is ready; it may load its data first)."""
 
@@ -63,7 +63,15 @@ class Limits:
     elastic_timeout_s: float = 600.0
     stuck_s: float = 300.0
     silent_s: float = 10.0
+    lost_s: float = 30.0
     stall_shutdown_s: float | None = None
+
+    def worker_env(self) -> dict[str, str]:
+        """The limits that workers keep too. The launcher decides how long to wait; they must not lose patience before."""
+        return {
+            "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * self.elastic_timeout_s + 60)),
+            "HORA_LAUNCHER_TIMEOUT": str(int(self.lost_s)),
+        }
 
 
 class _Interim(Decision):
@@ -154,7 +162,8 @@ class ElasticPolicy:
 
     def _dismiss(self, facts: Facts, now: float) -> End | None:
         """Workers that have no business here any more."""
-        lost = [w for w in facts.workers if w.alive and w.lost_at is not None and now >= w.lost_at + LOST_LIMIT_S]
+        lost_s = self.limits.lost_s
+        lost = [w for w in facts.workers if w.alive and w.lost_at is not None and now >= w.lost_at + lost_s]
         if lost:
             return End(_numbers(lost), LOST, failed=True)
         stuck = [w for w in facts.workers if (limit := self._stuck_at(facts, w)) is not None and now >= limit]
@@ -196,7 +205,7 @@ class ElasticPolicy:
         """Some are working: prepare the next generation if there is to be one."""
         limits = self.limits
         deadlines = [limit for w in facts.workers if (limit := self._stuck_at(facts, w)) is not None]
-        deadlines += [w.lost_at + LOST_LIMIT_S for w in facts.workers if w.alive and w.lost_at is not None]
+        deadlines += [w.lost_at + limits.lost_s for w in facts.workers if w.alive and w.lost_at is not None]
         if any(worker.state is WorkerState.SUCCEEDED for worker in current):
             return Wait(min(deadlines, default=None))
         usable = _slots(facts)

@@ -27,7 +27,7 @@ __all__ = ["Ssh", "check_hosts", "reachable_address"]
 
 _CONNECT_ATTEMPTS = 5
 _CONNECT_LIMIT_S = 10
-_SILENCE_S, _SILENCES = 5, 3  # ssh gives a host up after this many unanswered questions, this far apart
+_QUESTION_S = 5  # ssh asks a silent host so often
 _SSH_FAILED = 255
 _SHOWN_BYTES = 4096
 _ECHOED = b"hora hears itself\n"
@@ -37,8 +37,7 @@ _OPTIONS = {
     "BatchMode": "yes",  # never ask for anything: the launcher cannot answer
     "LogLevel": "ERROR",
     "ConnectTimeout": str(_CONNECT_LIMIT_S),
-    "ServerAliveInterval": str(_SILENCE_S),
-    "ServerAliveCountMax": str(_SILENCES),
+    "ServerAliveInterval": str(_QUESTION_S),
 }
 
 
@@ -47,7 +46,7 @@ class Ssh:
     """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options of its own.
 
     `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host and a
-    command.
+    command. `silence_s`: ssh gives a host up that does not answer for so long.
     """
 
     program: tuple[str, ...] = ("ssh",)
@@ -56,6 +55,7 @@ class Ssh:
     identity_file: str | None = None
     executable: str = sys.executable
     python_path: str = ""
+    silence_s: int = 15
 
     @classmethod
     def from_environ(
@@ -89,6 +89,7 @@ class Ssh:
         argv = list(self.program)
         for name, value in _OPTIONS.items():
             argv += ["-o", f"{name}={value}"]
+        argv += ["-o", f"ServerAliveCountMax={-(-self.silence_s // _QUESTION_S)}"]
         argv += ["-o", f"ConnectionAttempts={attempts}", hostname]
         if self.port is not None:
             argv += ["-p", str(self.port)]

@@ -18,7 +18,8 @@ from hora.launch.spark.placement import TaskPlace
 from hora.launch.spark.stage import SparkStage
 from hora.launch.spark.task import SparkTask
 from hora.net.secret_file import HeldSecret
-from hora.net.server import Peer, Server
+from hora.net.server import Server
+from hora.net.session import SessionPeer, Sessions
 from hora.net.wire import Credentials, Header, new_secret
 
 __all__ = ["StageDriver", "TaskConnections"]
@@ -44,21 +45,24 @@ class TaskConnections:
     """The connections to the `num_tasks` tasks of a stage that Spark looks after itself. Left, its slots are free.
 
     `on_message(task, header, payload)` gets what the tasks say after "here". A connection that ends is told as the message
-    `{"kind": "gone"}`. Both are called in the server's thread.
+    `{"kind": "gone"}`. Both are called in the server's thread. `return_s`: how long a task that was cut off may take to come
+    back.
     """
 
-    def __init__(self, num_tasks: int, *, bind_address: str, address: str, job: str) -> None:
+    def __init__(self, num_tasks: int, *, bind_address: str, address: str, job: str, return_s: float = 0.0) -> None:
         self._num_tasks = num_tasks
         self._arrived = threading.Condition()
         self._places: dict[int, TaskPlace] = {}
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, SessionPeer] = {}
         self._dismissed: set[int] = set()
         self._lost_one = False  # a task ended before it was told to
         self.on_message: Callable[[int, Header, bytes], None] = _ignore
         self.bind_address, self.address = bind_address, address
         self.secret = new_secret()
         self.stage: Stage = _Unseen()
-        self._server = Server(self, name="hora-spark-tasks")
+        sessions = Sessions(self, limit_s=return_s)
+        self._server = Server(sessions, name="hora-spark-tasks")
+        sessions.serve(self._server)
         with contextlib.ExitStack() as undo:
             undo.callback(self._server.close)
             self.port = self._server.listen((bind_address, 0))
@@ -121,13 +125,13 @@ class TaskConnections:
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
-    def message(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def message(self, peer: SessionPeer, header: Header, payload: bytes) -> None:
         if header["kind"] == "here":
             self._register(peer, header)
         else:
             self.on_message(peer.number, header, payload)
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: SessionPeer) -> None:
         if self._peers.get(peer.number) is not peer:
             return
         with self._arrived:
@@ -137,7 +141,7 @@ class TaskConnections:
             self._lost_one = self._lost_one or peer.number not in self._dismissed
         self.on_message(peer.number, {"kind": "gone"}, b"")
 
-    def _register(self, peer: Peer, header: Header) -> None:
+    def _register(self, peer: SessionPeer, header: Header) -> None:
         task = int(header["task"])
         with self._arrived:
             if task in self._places:
@@ -165,12 +169,19 @@ class StageDriver(TaskConnections):
     stage: SparkStage
 
     def __init__(
-        self, context: Any, num_tasks: int, *, group: str, stream_output: bool = True, barrier: bool = True
+        self,
+        context: Any,
+        num_tasks: int,
+        *,
+        group: str,
+        stream_output: bool = True,
+        barrier: bool = True,
+        return_s: float = 0.0,
     ) -> None:
         check_protection(context)
         bind_address, address = driver_addresses(context)
         job = f"spark-{secrets.token_hex(8)}"
-        super().__init__(num_tasks, bind_address=bind_address, address=address, job=job)
+        super().__init__(num_tasks, bind_address=bind_address, address=address, job=job, return_s=return_s)
         with contextlib.ExitStack() as undo:
             undo.push(self._closing)
             held = HeldSecret(self.secret) if is_local(context) else None
@@ -185,6 +196,7 @@ class StageDriver(TaskConnections):
                 stream_output=stream_output,
                 # In local mode the executor's log is the driver's own terminal, which has its say already.
                 keep_output=not is_local(context),
+                return_s=return_s,
             )
             self.stage = SparkStage(context, num_tasks, task, group=group, barrier=barrier)
             # In the caller's thread, whose local properties (its scheduler pool) the stage inherits.

@@ -27,7 +27,8 @@ from hora.launch.spark.cluster import decommissions
 from hora.launch.spark.driver import StageDriver
 from hora.launch.spark.launcher import SparkJob, SparkLauncher
 from hora.launch.spark.placement import Placement, TaskPlace
-from hora.net.server import Peer
+from hora.launch.spark.variables import launcher_timeout_s
+from hora.net.session import SessionPeer
 from hora.net.wire import Header
 
 __all__ = ["run_elastic_on_spark"]
@@ -56,14 +57,22 @@ def run_elastic_on_spark(
         reset_limit=reset_limit,
         elastic_timeout_s=elastic_timeout_s,
         stuck_s=max(elastic_timeout_s / 2, 1.0),
+        lost_s=launcher_timeout_s(),
     )
-    driver = _Attempts(context, max_num_proc, group=wanted.group, stream_output=wanted.stream_output, barrier=False)
+    driver = _Attempts(
+        context,
+        max_num_proc,
+        group=wanted.group,
+        stream_output=wanted.stream_output,
+        barrier=False,
+        return_s=limits.lost_s,
+    )
     with driver:
         hosts = _meet(driver, wanted, limits)
         job = Job(
             slots=tuple(place_ranks([host.hostname for host in hosts])),
             function=wanted.function,
-            env={**wanted.env, "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * limits.elastic_timeout_s + 60))},
+            env={**wanted.env, **limits.worker_env()},
             output=wanted.output,
             start_timeout_s=wanted.start_timeout_s,
             verbose=wanted.verbose,
@@ -118,12 +127,16 @@ class _Attempts(StageDriver):
     `leaving`: those whose executor is about to go. They are no hosts any more, and their ranks end at the next commit.
     """
 
-    def __init__(self, context: Any, num_tasks: int, *, group: str, stream_output: bool, barrier: bool) -> None:
+    def __init__(
+        self, context: Any, num_tasks: int, *, group: str, stream_output: bool, barrier: bool, return_s: float
+    ) -> None:
         self._numbers = itertools.count()
         self.changed: Changed | None = None
         self.leaving: set[int] = set()
         self._left: set[tuple[int, int]] = set()  # attempts that have been told
-        super().__init__(context, num_tasks, group=group, stream_output=stream_output, barrier=barrier)
+        super().__init__(
+            context, num_tasks, group=group, stream_output=stream_output, barrier=barrier, return_s=return_s
+        )
 
     def hosts(self) -> list[HostInfo]:
         with self._arrived:
@@ -150,7 +163,7 @@ class _Attempts(StageDriver):
 
     # ---- in the server's thread -------------------------------------------------------------------------
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: SessionPeer) -> None:
         if self._peers.get(peer.number) is not peer:
             return
         with self._arrived:
@@ -159,7 +172,7 @@ class _Attempts(StageDriver):
         self.on_message(peer.number, {"kind": "gone"}, b"")
         self.tell()
 
-    def _register(self, peer: Peer, header: Header) -> None:
+    def _register(self, peer: SessionPeer, header: Header) -> None:
         # One host for each attempt: the controller may bar the last one, but never its successor.
         name = f"{header['host']}-task{header['task']}-{next(self._numbers)}"
         with self._arrived:

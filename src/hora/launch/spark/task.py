@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,14 @@ from hora.launch.spark import standby
 from hora.launch.tail import Tail
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
+from hora.net.session import ClientSession
 from hora.net.wire import Credentials, Header
 
 __all__ = ["SparkTask", "gpu_addresses", "host_hash", "python_path"]
 
 _CONNECT_LIMIT_S = 60.0
 _TAIL_BYTES = 64 * 1024
+_UNSENT_BYTES = 4 * 1024 * 1024  # of output that the driver has not taken; what comes then is lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class SparkTask:
 
     `secret_file`: where to read the secret instead, if the driver is on this machine: Spark shows its closures around.
     `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
-    failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI).
+    failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI). `return_s`: the
+    rank runs on for so long when the connection to the driver breaks.
     """
 
     address: str
@@ -52,12 +54,17 @@ class SparkTask:
     secret_file: str
     stream_output: bool
     keep_output: bool
+    return_s: float = 0.0
 
     def __call__(self, task: int) -> None:
         secret = read_held_secret(self.secret_file) if self.secret_file else self.secret
+        credentials = Credentials(secret, self.job)
+
+        def reach(limit_s: float) -> Connection:
+            return connect((self.address, self.port), credentials, timeout_s=limit_s)
+
         try:
-            credentials = Credentials(secret, self.job)
-            connection = connect((self.address, self.port), credentials, timeout_s=_CONNECT_LIMIT_S)
+            connection = ClientSession(reach(_CONNECT_LIMIT_S), reach, limit_s=self.return_s)
         except OSError as error:
             raise RuntimeError(
                 f"task {task} on {socket.gethostname()} cannot reach the driver at "
@@ -73,10 +80,10 @@ class SparkTask:
 class _TaskAgent:
     """Obeys the driver until it says leave or is gone. Implements LaunchEvents for its launcher."""
 
-    def __init__(self, connection: Connection, task: SparkTask) -> None:
+    def __init__(self, connection: ClientSession, task: SparkTask) -> None:
         self._connection, self._task = connection, task
         self._launcher: HostLauncher | None = None
-        self._sending = threading.Lock()
+        self._lost_bytes = 0
         self._tails: dict[str, Tail] = {}
 
     def serve(self, task: int) -> None:
@@ -130,6 +137,12 @@ class _TaskAgent:
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()
         if self._task.stream_output:
+            if not self._connection.connected and self._connection.unsent_bytes > _UNSENT_BYTES:
+                self._lost_bytes += len(data)
+                return
+            if self._lost_bytes:
+                data = b"\n[hora: %d bytes of output were lost with the connection]\n" % self._lost_bytes + data
+                self._lost_bytes = 0
             self._send({"kind": "output", "worker": worker, "stream": stream}, data)
             return
         self._tails.setdefault(stream, Tail(_TAIL_BYTES)).add(data)
@@ -145,13 +158,7 @@ class _TaskAgent:
         self._send({"kind": "exited", **vars(ended)})
 
     def _send(self, header: Mapping[str, Any], payload: bytes = b"") -> None:
-        try:
-            with self._sending:
-                self._connection.send(dict(header), payload)
-        except OSError:
-            # The driver is gone. `serve` sees the same and ends; the launcher's threads must live to reap
-            # the process.
-            return
+        self._connection.send(dict(header), payload)
 
 
 def python_path() -> str:

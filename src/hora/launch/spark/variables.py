@@ -9,7 +9,14 @@ from collections.abc import Mapping
 
 from hora.launch.environment import variables
 
-__all__ = ["GPU_VARIABLE", "assigned_gpus", "elastic_timeout_s", "forwarded_variables", "start_timeout_s"]
+__all__ = [
+    "GPU_VARIABLE",
+    "assigned_gpus",
+    "elastic_timeout_s",
+    "forwarded_variables",
+    "launcher_timeout_s",
+    "start_timeout_s",
+]
 
 GPU_VARIABLE = "HORA_SPARK_GPUS"
 _DEFAULT_TIMEOUT_S = 600.0
@@ -42,10 +49,15 @@ def elastic_timeout_s(environ: Mapping[str, str] | None = None) -> float:
     return _seconds("HOROVOD_ELASTIC_TIMEOUT", environ)
 
 
-def _seconds(name: str, environ: Mapping[str, str] | None) -> float:
+def launcher_timeout_s(environ: Mapping[str, str] | None = None) -> float:
+    """`HORA_LAUNCHER_TIMEOUT`, or half a minute: ranks whose connection to the driver breaks go on for so long."""
+    return _seconds("HORA_LAUNCHER_TIMEOUT", environ, default_s=30.0)
+
+
+def _seconds(name: str, environ: Mapping[str, str] | None, default_s: float = _DEFAULT_TIMEOUT_S) -> float:
     text = (variables() if environ is None else environ).get(name, "")
     try:
-        seconds = float(text) if text else _DEFAULT_TIMEOUT_S
+        seconds = float(text) if text else default_s
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
