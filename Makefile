@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-slow test-containers test-security lint format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-slow test-containers test-security lint format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-ray                   horovod.ray on a real Ray cluster of two nodes, which it installs first"
 	@echo "make test-tensorflow            horovod.tensorflow and horovod.keras on TensorFlow, Keras 2 and 3, which it installs first"
 	@echo "make test-hosts                 two to eight hosts: every collective, strangers, deaths; needs root and namespaces"
+	@echo "make test-store                 leaders that die, are stopped or lose their etcd; needs etcd (etcd-server)"
 	@echo "make test-containers            builds the images and trains in them; needs root, buildah and mmdebstrap"
 	@echo "make test-perfetto              a timeline in Perfetto's own page, which it installs first (16 MB)"
 	@echo "make test-spark-protected       jobs on a Spark cluster with authentication, encryption and TLS"
@@ -154,6 +155,10 @@ test-tensorflow: $(STAMP)
 # Hosts are network namespaces: as root, and minutes of two cores.
 test-hosts: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m hosts --reruns 1 -rfER --durations 12 tests/integration/several_hosts.py
+
+# Leaders that die, are stopped or lose etcd. Needs etcd (Debian: etcd-server, etcd-client).
+test-store: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_store.py tests/integration/test_store_client.py
 
 test-containers: $(STAMP)
 	$(BIN)/python -m pytest -m containers -rfERs tests/integration/test_containers.py

@@ -287,6 +287,7 @@ class Machine:
         """The power fails: nobody says good-bye, and the launcher's kernel finds out in its time."""
         for connection in self.connections:
             connection.link.connected = False
+            connection.link.broken = True
             self.simulation.after(CUT_LIMIT_S, lambda link=connection.link: NodesServer.here.drop(link))
         self.connections = []
         for supervisor in self.supervisors:

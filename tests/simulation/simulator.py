@@ -105,6 +105,7 @@ class Link:
         self.name, self.number, self.where = f"worker {speaker}", -1, host
         self.open = True  # for the server
         self.connected = True  # for the worker
+        self.broken = False  # it did not end by anybody's hand
         self._server, self._heard = server, heard
         self._simulation = server.simulation
         self._arrival = [0.0, 0.0]  # of the last message to the server, to the worker
@@ -137,6 +138,7 @@ class Link:
 
     def cut(self) -> None:
         """Both ends find out, each in its time."""
+        self.broken = True
         self._deliver(0, lambda: self._server.drop(self))
         self._deliver(1, self._hear_the_end)
 
@@ -207,7 +209,7 @@ class VirtualServer:
     def take(self, link: Link, header: dict[str, Any], payload: bytes) -> None:
         if not link.open or self._closed:
             return
-        link.asked[header.get("id", -1)] = header["op"], self.simulation.now
+        link.asked[header.get("id", -1)] = header.get("op", ""), self.simulation.now
         try:
             self._handler.message(link, header, payload)  # type: ignore[arg-type]
         except _MALFORMED as error:

@@ -43,6 +43,7 @@ from hora.launch.host import connection, launcher
 from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import Job, OutputOptions
 from hora.launch.slots import get_host_assignments
+from hora.net import session
 
 SILENCE_LIMIT_S = 20.0
 
@@ -66,6 +67,7 @@ class Run(JobRun):
                 silence_limit_s=SILENCE_LIMIT_S,
                 own=launcher_host(nodes.own),
                 elastic=self.elastic,
+                return_s=rng.choice([0.0, 30.0]) if self.elastic else 0.0,
             )
             for machine in nodes.machines:
                 self.simulation.after(rng.choice([rng.uniform(0.0, 5.0), rng.uniform(0.0, 40.0)]), machine.boot)
@@ -182,6 +184,7 @@ class Run(JobRun):
             connection: {"threading": threads, "os": nodes.descriptors, "selectors": nodes.descriptors}
             | {"subprocess": children},
             launcher: {"time": times},
+            session: {"time": times, "threading": threads},
         }
         with super()._in_this_world(), contextlib.ExitStack() as stack:
             for module, others in replaced.items():
@@ -206,6 +209,7 @@ def signalled():
 
 def cut_now(link) -> None:
     """A kernel has given a connection up: each end sees it, though nothing comes through."""
+    link.broken = True
     NodesServer.here.drop(link)
     link._hear_the_end()
 

@@ -86,7 +86,8 @@ def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
     if options.joins:
         from hora.launch.agent.nodes import serve_node
 
-        status = serve_node(options, environment.variables())
+        environ = {**environment.variables(), **(extra or {})}
+        status = serve_node(options, environ, lambda term: start(options, environ, adjust=on_workers, leadership=term))
         if status is not None:
             raise SystemExit(status)
     start(options, {**environment.variables(), **(extra or {})}, adjust=on_workers)

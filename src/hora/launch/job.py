@@ -8,7 +8,7 @@ is in `slots`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
@@ -21,7 +21,9 @@ __all__ = [
     "JobResult",
     "LaunchEvents",
     "Launcher",
+    "LeadershipLostError",
     "OutputOptions",
+    "Succession",
     "WorkerExit",
     "WorkerSpec",
 ]
@@ -53,7 +55,8 @@ class Job:
     connection. `env` is what workers get besides their place in the world: local workers get exactly this,
     remote ones get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its
     place under the names that Open MPI's mpirun gives it, for scripts that look there. `secret`: the job's, where its nodes
-    know it already; otherwise it gets a new one. `host_env`: further variables for the ranks on a host, by its name. `lease`:
+    know it already; otherwise it gets a new one. `id`: its name, if it has one already. `succession`: other processes may take
+    the job over from this one. `host_env`: further variables for the ranks on a host, by its name. `lease`:
     of hosts that are the job's for as long as somebody else wants.
     """
 
@@ -71,6 +74,8 @@ class Job:
     watching: Watching | None = None
     mpi_names: bool = False
     secret: bytes | None = field(default=None, repr=False)
+    id: str = ""
+    succession: Succession | None = field(default=None, repr=False)
     host_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
     lease: HostLease | None = field(default=None, repr=False)
 
@@ -125,6 +130,45 @@ class JobResult:
     job: str
     exits: tuple[WorkerExit, ...]
     results: tuple[bytes | None, ...] = field(repr=False)
+
+
+class LeadershipLostError(Exception):
+    """This process does not lead the job any more. Its workers live on."""
+
+
+class Succession(Protocol):
+    """The means by which a job outlives the process that controls it.
+
+    `state`: what the leader before this one has saved; None for the first. `term`: this one's number, greater than those of
+    all before.
+    """
+
+    @property
+    def state(self) -> Mapping[str, Any] | None: ...
+
+    @property
+    def term(self) -> int: ...
+
+    def watch(self, lost: Callable[[], None]) -> None:
+        """Call `lost`, from any thread, when this process does not lead any more."""
+
+    def check(self) -> None:
+        """LeadershipLostError unless this process leads for certain."""
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save what the next leader must know. LeadershipLostError if this process does not lead any more."""
+
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> set[int]:
+        """Look after these workers, by host; returns those whose hosts know them."""
+
+    def has_host(self, name: str) -> bool:
+        """Return whether a host of an earlier leader has come to this one."""
+
+    def meet_at(self, port: int) -> None:
+        """The workers' meeting place is open."""
+
+    def abandon(self) -> None:
+        """Let go of the workers, which another process looks after."""
 
 
 class HostLease(Protocol):

@@ -25,6 +25,7 @@ from hora.net import address
 
 if TYPE_CHECKING:
     from hora.launch.agent.agents import Agents
+    from hora.launch.agent.leadership import Leadership
     from hora.launch.control.elastic import ElasticSpec  # jobs that never change size start faster without
 
 __all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
@@ -39,8 +40,10 @@ def start(
     function: bytes | None = None,
     executable: str | None = None,
     adjust: Callable[[Job], Job] = lambda job: job,
+    leadership: Leadership | None = None,
 ) -> JobResult:
     """Run the command of `options`, or the pickled `function`, to its end. `adjust` has the last word on the job.
+    `leadership`: of a job that other processes may take over.
 
     ValueError for a request that cannot be met, JobFailedError when a worker fails.
     """
@@ -48,22 +51,29 @@ def start(
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
-    with _nodes_of(options, environ) as nodes:
+    with _nodes_of(options, environ, leadership) as nodes:
         elastic = elastic_spec(options, environ, nodes) if options.elastic else None
         job = adjust(make_job(options, environ, elastic, nodes, function=function, executable=executable))
         launcher = make_launcher([slot.hostname for slot in job.slots], options, environ, nodes)
         if elastic is None:
             return run_job(job, launcher)
+        if leadership is not None:
+            from hora.launch.agent.leadership import AgentSuccession
+
+            assert nodes is not None
+            job = replace(job, id=leadership.run, succession=AgentSuccession(leadership, nodes, launcher))
         return _run_elastic(job, replace(elastic, local_only=launcher.local_only), launcher)
 
 
-def _nodes_of(options: Options, environ: Mapping[str, str]) -> contextlib.AbstractContextManager[Agents | None]:
+def _nodes_of(
+    options: Options, environ: Mapping[str, str], leadership: Leadership | None
+) -> contextlib.AbstractContextManager[Agents | None]:
     """The nodes whose agents come to us, where the job has such."""
     if not options.joins and not environ.get("SLURM_JOB_ID"):
         return contextlib.nullcontext()
     from hora.launch.agent.nodes import open_nodes  # other jobs start faster without
 
-    return open_nodes(options, environ)
+    return open_nodes(options, environ, leadership)
 
 
 def _run_elastic(job: Job, elastic: ElasticSpec, launcher: Launcher) -> JobResult:
@@ -103,7 +113,7 @@ def elastic_spec(options: Options, environ: Mapping[str, str], nodes: Agents | N
             f"{','.join(map(str, hosts))}; add hosts to -H, leave -H out, or give a --host-discovery-script"
         )
     num_proc = options.num_proc or sum(host.slots for host in hosts) or options.min_num_proc or 1
-    if script is None:
+    if script is None and nodes is None:
         get_host_assignments(hosts, num_proc)  # a fixed list never grows: say so now if it is too short
     timeout_s = float(options.effective("elastic_timeout"))
     return ElasticSpec(

@@ -90,6 +90,7 @@ class ControlClient:
         self._why_closed: str | None = None
         self._reopen: Callable[[float], Connection] | None = None  # once it speaks for a worker
         self._hello: Header = {}
+        self._term = 0  # of the latest leader that was heard, in a job whose leaders change
         self._reader = threading.Thread(target=self._read, name=f"hora-control {name}", daemon=True)
         self._reader.start()
 
@@ -338,6 +339,9 @@ class ControlClient:
     def _receive(self) -> None:
         while True:
             header, payload = self._connection.receive()
+            if int(header.get("term", self._term)) < self._term:
+                raise ConnectionError("a leader of the past")
+            self._term = int(header.get("term", self._term))
             if header.get("notice") == "ping":
                 self._send({"op": "pong"})
             elif "notice" in header:
@@ -356,6 +360,11 @@ class ControlClient:
                     connection.send(self._hello | {"id": 0})
                     answer, _ = connection.receive(limit_s=left_s)
                     connection.sock.settimeout(None)
+                    term = int(answer.get("term", self._term))
+                    if term < self._term:
+                        connection.close()
+                        raise ConnectionError("a leader of the past")
+                    self._term = term
                     if "error" in answer:
                         connection.close()
                         return False

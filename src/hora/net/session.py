@@ -103,6 +103,11 @@ class ClientSession:
         """Bytes that the server may lack."""
         return self._ledger.num_bytes
 
+    def unsent(self) -> list[tuple[Header, bytes]]:
+        """The messages that the server may lack."""
+        with self._lock:
+            return self._ledger.missing(0)
+
     def send(self, header: Header, payload: bytes = b"") -> None:
         with self._lock:
             self._pass_on(self._ledger.send(header, payload), payload)

@@ -18,6 +18,7 @@ from typing import Any
 
 from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.cli.doctor.probe import MARK
+from hora.launch.agent.store import Store, StoreError
 from hora.launch.environment import module_command, variables
 from hora.launch.host.connection import wait_or_kill
 from hora.launch.host.ssh import Ssh, reachable_address
@@ -147,8 +148,22 @@ def _examine(names: list[str], ssh: Ssh) -> int:
     finally:
         for patient in patients:
             patient.close()
+    if variables().get("HORA_STORE"):
+        findings.append(_store(variables()["HORA_STORE"]))
+        _show("the store", findings[-1:])
     print(summary(findings))
     return int(any(finding.level == "problem" for finding in findings))
+
+
+def _store(url: str) -> Finding:
+    """Whether the store of the jobs' state answers, from here."""
+    store = Store.from_url(url)
+    try:
+        store.revoke(store.grant(store.ttl_s))
+        store.get("leader")
+    except StoreError as error:
+        return Finding("problem", str(error), "check HORA_STORE, and that etcd runs there and can be reached from here")
+    return Finding("ok", f"etcd answers (HORA_STORE), keys below {store.prefix}")
 
 
 def _own_address(remote: list[str], ssh: Ssh) -> str:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import IO, Any
 
 from hora.errors import StartTimeoutError
@@ -52,7 +52,7 @@ class Agents:
 
     `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long a
     silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave first.
-    `return_s`: how long one that was cut off may take to come back.
+    `return_s`: how long one that was cut off may take to come back. `nonce` and `term`: of a job whose leaders change.
     """
 
     def __init__(
@@ -65,8 +65,10 @@ class Agents:
         own: HostInfo | None = None,
         elastic: bool = False,
         return_s: float = 0.0,
+        nonce: str = "",
+        term: int = 0,
     ) -> None:
-        self.nonce = new_secret().hex()
+        self.nonce, self._term, self._meeting = nonce or new_secret().hex(), term, 0
         self.job_secret = job_secret(secret, self.nonce)
         self._num_nodes, self._own = num_nodes, own
         self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
@@ -132,6 +134,32 @@ class Agents:
             f"there, with the same secret file. Timeout after {limit_s:g} seconds (--start-timeout)."
         )
 
+    def wait_for(self, names: Collection[str], limit_s: float) -> None:
+        """Wait until these nodes are there; those that do not come in time are gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: {node.name for node in self._nodes.values()} >= set(names), limit_s)
+
+    def workers_at(self, hostname: str) -> Collection[int]:
+        """The workers that a node had before it joined us, those that have ended included."""
+        with self._changed:
+            return next((node.workers for node in self._nodes.values() if node.name == hostname), ())
+
+    def meet_at(self, port: int) -> None:
+        """Tell the nodes, those too that join later, where our rendezvous is."""
+        with self._changed:
+            self._meeting = port
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.peer.send({"op": "meeting", "port": port, "term": self._term})
+
+    def abandon(self) -> None:
+        """Another one leads the job: let go of the nodes, whose workers live on."""
+        with self._changed:
+            nodes = list(self._nodes.values())
+        self._server.close()
+        for node in nodes:
+            node.feed(None)
+
     def watch_starter(self, ended: Callable[[], str]) -> None:
         """Have `wait` ask whether what starts the agents has ended: then it says how, else nothing."""
         self._starter_ended = ended
@@ -140,7 +168,7 @@ class Agents:
         """The supervisor of a node, as a process. One that is gone has ended already."""
         with self._changed:
             node = next((node for node in self._nodes.values() if node.name == hostname), None)
-        return _Supervisor(node)
+        return _Supervisor(node, self._term)
 
     # ---- hosts of an elastic job (`control.discovery.HostWatch`) --------------------------------------------------
 
@@ -160,7 +188,7 @@ class Agents:
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
-            node.peer.send({"op": "bye", "status": str(status)})
+            node.peer.send({"op": "bye", "status": str(status), "term": self._term})
         deadline = time.monotonic() + _BYE_LIMIT_S
         with self._changed:
             while self._nodes and time.monotonic() < deadline:
@@ -179,8 +207,8 @@ class Agents:
             self._join(peer, header)
             return
         node = self._nodes[peer.number]
-        if operation in ("out", "err"):
-            node.feed((operation, payload))
+        if operation in ("out", "err", "state"):
+            node.feed(("err" if operation == "err" else "out", payload))
         elif operation == "ended":
             node.over(int(header["status"]))
         elif operation == "leaving":
@@ -192,19 +220,24 @@ class Agents:
         slots = int(header["slots"])
         problem = self._problem(index, slots, header)
         if problem:
-            self._refused = self._refused or f"node {index} ({name}, {peer.host}): {problem}"
+            if "run" not in header:  # a keeper comes again
+                self._refused = self._refused or f"node {index} ({name}, {peer.host}): {problem}"
             peer.send({"op": "refused", "why": problem})
             with self._changed:
                 self._changed.notify_all()
             return
         with self._changed:
-            name = self._new_name(name, index)
+            known = header.get("run") == self.nonce
+            name = name if known else self._new_name(name, index)
+            self._names.add(name)
             peer.number = index
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
-            self._nodes[index] = _Node(peer, name, slots)
+            workers = frozenset(map(int, header["workers"])) if known else frozenset()
+            self._nodes[index] = _Node(peer, name, slots, workers)
+            leading = {"term": self._term, "name": name, "meeting": self._meeting}
             self._changed.notify_all()
         welcome = {"nonce": self.nonce, "executable": sys.executable, "silence_s": self._silence_limit_s}
-        peer.send({"op": "welcome", **welcome, "elastic": self._elastic, "return_s": self._return_s})
+        peer.send({"op": "welcome", **welcome, **leading, "elastic": self._elastic, "return_s": self._return_s})
         self._tell()
 
     def _new_name(self, name: str, index: int) -> str:
@@ -213,7 +246,6 @@ class Agents:
         taken = {*self._names, own}
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
         chosen = next(choice for choice in choices if choice not in taken)
-        self._names.add(chosen)
         return chosen
 
     def _problem(self, index: int, slots: int, header: Header) -> str:
@@ -245,8 +277,8 @@ class Agents:
 class _Node:
     """A joined agent, and the pipes into which a thread of its own writes what its supervisor says."""
 
-    def __init__(self, peer: SessionPeer, name: str, slots: int) -> None:
-        self.peer, self.name, self.slots = peer, name, slots
+    def __init__(self, peer: SessionPeer, name: str, slots: int, workers: frozenset[int]) -> None:
+        self.peer, self.name, self.slots, self.workers = peer, name, slots, workers
         self.status: int | None = None
         self.leaving = False
         self.ended = threading.Event()
@@ -286,9 +318,9 @@ class _Node:
 class _Orders(io.RawIOBase):
     """Stream whose writes, meant for a supervisor, go to its agent."""
 
-    def __init__(self, peer: SessionPeer | None) -> None:
+    def __init__(self, peer: SessionPeer | None, term: int) -> None:
         super().__init__()
-        self._peer = peer
+        self._peer, self._term = peer, term
 
     def writable(self) -> bool:
         return True
@@ -296,16 +328,16 @@ class _Orders(io.RawIOBase):
     def write(self, data: Any) -> int:
         if self._peer is None or not self._peer.open:
             raise BrokenPipeError("the node is gone")
-        self._peer.send({"op": "in"}, bytes(data))
+        self._peer.send({"op": "in", "term": self._term}, bytes(data))
         return len(data)
 
 
 class _Supervisor:
     """A node's supervisor as `HostConnection` sees one."""
 
-    def __init__(self, node: _Node | None) -> None:
+    def __init__(self, node: _Node | None, term: int) -> None:
         self._node = node
-        self.stdin: Any = _Orders(node.peer if node else None)
+        self.stdin: Any = _Orders(node.peer if node else None, term)
         self.stdout: IO[bytes] | None = node.readers["out"] if node else _nothing()
         self.stderr: IO[bytes] | None = node.readers["err"] if node else _nothing()
 

@@ -32,7 +32,7 @@ from hora.net.keys import worker_key
 from hora.net.session import ClientSession
 from hora.version import version
 
-__all__ = ["join"]
+__all__ = ["completed", "end_supervisor", "join"]
 
 _RETRY_S = 0.5
 _AGAIN_S = 0.05
@@ -241,31 +241,40 @@ class _Agent:
                 view = view[self._process.stdin.write(view) or 0 :]
 
     def _completed(self, line: bytes) -> bytes:
-        """An order with what did not travel: the worker's key, our address of the controller, our Python."""
-        order = json.loads(line)
-        if order["op"] != "start":
-            return line
-        key = worker_key(self._secret, order["worker"])
-        order["private_files"] = {name: data or key.hex() for name, data in order["private_files"].items()}
-        order["env"]["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = self._controller
-        if order["argv"][0] == self._controllers_python:
-            order["argv"][0] = sys.executable
-        return json.dumps(order).encode() + b"\n"
+        meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self._controller}
+        return completed(line, self._secret, meeting, self._controllers_python)
 
     def _end_supervisor(self) -> int:
-        """Its exit status, once it has ended; one that does not is killed, with everything that it has started."""
-        try:
-            return self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            processes = Processes()
-            processes.kill(processes.descendants(self._process.pid))
-            return wait_or_kill(self._process, _GRACE_S)
+        return end_supervisor(self._process)
 
     def _close_stdin(self) -> None:
         """Close the supervisor's input, which it takes for the end of its launcher."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+
+def completed(line: bytes, secret: bytes, meeting: Mapping[str, str], controllers_python: str) -> bytes:
+    """An order with what did not travel: the worker's key, where it meets the controller from here, our Python."""
+    order = json.loads(line)
+    if order["op"] != "start":
+        return line
+    key = worker_key(secret, order["worker"])
+    order["private_files"] = {name: data or key.hex() for name, data in order["private_files"].items()}
+    order["env"] |= meeting
+    if order["argv"][0] == controllers_python:
+        order["argv"][0] = sys.executable
+    return json.dumps(order).encode() + b"\n"
+
+
+def end_supervisor(process: subprocess.Popen[bytes]) -> int:
+    """Its exit status, once it has ended; one that does not is killed, with everything that it has started."""
+    try:
+        return process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        processes = Processes()
+        processes.kill(processes.descendants(process.pid))
+        return wait_or_kill(process, _GRACE_S)
 
 
 def main() -> int:

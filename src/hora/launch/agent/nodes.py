@@ -10,29 +10,53 @@ import contextlib
 import glob
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from hora.errors import AuthenticationError, JobFailedError
 from hora.launch.agent.agents import Agents
 from hora.launch.agent.place import Machine, Place, find_place
 from hora.launch.agent.srun import allocation, start_agents
+from hora.launch.job import LeadershipLostError
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
 from hora.net import address
 from hora.net.secret_file import read_secret_file
 from hora.net.wire import new_secret
 
-__all__ = ["open_nodes", "serve_node"]
+if TYPE_CHECKING:
+    from hora.launch.agent.leadership import Leadership
+
+__all__ = ["find_node", "open_nodes", "own_address", "read_secret", "serve_node"]
+
+_KEEPERS_LIMIT_S = 10.0
 
 
 @contextlib.contextmanager
-def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents | None]:
-    """The nodes of this job, all of them there, until it is over; None for a job whose hosts are reached otherwise."""
+def open_nodes(
+    options: Options, environ: Mapping[str, str], leadership: Leadership | None = None
+) -> Iterator[Agents | None]:
+    """The nodes of this job, all of them there, until it is over; None for a job whose hosts are reached otherwise.
+
+    `leadership`: this process leads a job whose nodes have keepers, perhaps after another one.
+    """
     silence_s = float(options.effective("silence_timeout"))
     return_s = float(options.effective("launcher_timeout")) if options.elastic else 0.0
-    if options.joins:
-        place = _place(options, environ)
-        where, secret = _meeting_address(place), _secret(options)
+    if leadership is not None:
+        opened = Agents(
+            (own_address(leadership.store.members), 0),
+            read_secret(options),
+            num_nodes=find_node(options, environ).num_nodes,
+            silence_limit_s=silence_s,
+            elastic=True,
+            return_s=return_s,
+            nonce=leadership.run,
+            term=leadership.term,
+        )
+        starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    elif options.joins:
+        place = find_node(options, environ)
+        where, secret = _meeting_address(place), read_secret(options)
         own = HostInfo(place.name, place.slots or 1)
         opened = Agents(
             where,
@@ -43,7 +67,7 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             elastic=options.elastic,
             return_s=return_s,
         )
-        starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        starting = contextlib.nullcontext()
     else:
         allocated = allocation(options, environ)
         if allocated is None:
@@ -61,10 +85,19 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
     status = 1
     with starting:
         try:
-            elastic = options.num_proc if options.elastic else None
-            opened.wait(float(options.effective("start_timeout")), num_slots=elastic)
+            if leadership is not None:
+                there = {"host": opened.address, "port": opened.port, "term": leadership.term}
+                leadership.save("where", there)
+            if leadership is not None and leadership.state is not None:
+                _wait_for_keepers(opened, leadership, return_s)
+            else:
+                elastic = options.num_proc if options.elastic else None
+                opened.wait(float(options.effective("start_timeout")), num_slots=elastic)
             yield opened
             status = 0
+        except LeadershipLostError:
+            opened.abandon()
+            raise
         except JobFailedError as error:
             status = error.exit_code or 1
             raise
@@ -75,17 +108,45 @@ def open_nodes(options: Options, environ: Mapping[str, str]) -> Iterator[Agents 
             opened.dismiss(status)
 
 
-def serve_node(options: Options, environ: Mapping[str, str]) -> int | None:
-    """Be the agent of a node that is not the first, to the end; its exit status. None on the first node."""
-    place = _place(options, environ)
+def _wait_for_keepers(opened: Agents, leadership: Leadership, return_s: float) -> None:
+    """Wait for the nodes whose workers the leader before this one had.
+
+    None has any, of a run that this process has not seen: it ended long ago, and a new one begins. LeadershipLostError then:
+    stand for election again.
+    """
+    assert leadership.state is not None
+    alive = {"STARTING", "READY", "WORKING"}
+    hosts = {str(host) for _, host, _, state, *_ in leadership.state["workers"] if state in alive}
+    opened.wait_for(hosts, _KEEPERS_LIMIT_S)
+    if leadership.followed and not any(opened.workers_at(host) for host in hosts):
+        opened.wait_for(hosts, return_s)
+    elif not any(opened.workers_at(host) for host in hosts):
+        leadership.store.delete("state", term=leadership.term)
+        raise LeadershipLostError
+
+
+def serve_node(
+    options: Options, environ: Mapping[str, str], lead: Callable[[Leadership], object] | None = None
+) -> int | None:
+    """Be the agent of a node that is not the first, to the end; its exit status. None on the first node.
+
+    With a store (`HORA_STORE`) every node may `lead` the job.
+    """
+    place = find_node(options, environ)
+    if environ.get("HORA_STORE") and lead is not None:
+        from hora.launch.agent.candidate import Candidate
+
+        if not options.elastic:
+            raise ValueError("HORA_STORE: a job that outlives its leader is elastic; give --min-np as well")
+        return Candidate(options, environ, place, read_secret(options)).run(lead)
     if place.index == 0:
         return None
     from hora.launch.agent.node import join  # the first node starts faster without
 
-    return join(place, _secret(options), limit_s=float(options.effective("start_timeout")))
+    return join(place, read_secret(options), limit_s=float(options.effective("start_timeout")))
 
 
-def _place(options: Options, environ: Mapping[str, str]) -> Place:
+def find_node(options: Options, environ: Mapping[str, str]) -> Place:
     place = find_place(
         environ,
         Machine(hostname=socket.gethostname(), num_cores=len(os.sched_getaffinity(0)), num_gpus=_count_gpus(environ)),
@@ -106,7 +167,7 @@ def _count_gpus(environ: Mapping[str, str]) -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def _secret(options: Options) -> bytes:
+def read_secret(options: Options) -> bytes:
     if options.secret_file is None:
         raise ValueError(
             "the nodes need a secret that they share: make one (umask 077; openssl rand -hex 32 > FILE), bring it to every "
@@ -116,6 +177,15 @@ def _secret(options: Options) -> bytes:
         return read_secret_file(options.secret_file, named="--secret-file")
     except AuthenticationError as error:
         raise ValueError(str(error)) from None
+
+
+def own_address(hosts: Iterable[tuple[str, int]]) -> str:
+    """This machine's address that the other nodes reach: the one from which it reaches these."""
+    for host, _ in hosts:
+        for found in address.resolve(host):
+            with contextlib.suppress(OSError):
+                return address.source_address(found)
+    return "127.0.0.1"
 
 
 def _meeting_address(place: Place) -> tuple[str, int]:

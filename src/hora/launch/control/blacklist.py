@@ -5,7 +5,8 @@ A place is a host, or one slot of a host where the job has no other host. Called
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 __all__ = ["Blacklist"]
 
@@ -29,6 +30,16 @@ class Blacklist:
     def _delay_s(self, shortest: int, longest: int, times: int) -> float:
         doubled = shortest * 2.0 ** min(times, 64)
         return float(min(max(doubled + self._chance() * shortest, shortest), longest))
+
+    def saved(self, now: float) -> list[list[Any]]:
+        """The barred places, with how often and for how much longer, for another launcher."""
+        left = {place: None if until is None else until - now for place, until in self._until.items()}
+        return [[*place, self._times[place], left_s] for place, left_s in left.items()]
+
+    def restore(self, saved: Sequence[Sequence[Any]], now: float) -> None:
+        for host, slot, times, left_s in saved:
+            self._times[host, slot] = times
+            self._until[host, slot] = None if left_s is None else now + left_s
 
     def is_barred(self, host: str, slot: int, now: float) -> bool:
         return any(self._out((host, place), now) for place in (None, slot))

@@ -37,7 +37,7 @@ from hora.launch.control.policy import (
     modules_to_preload,
 )
 from hora.launch.control.rendezvous import ErrorReport
-from hora.launch.job import Job, JobResult, Launcher, WorkerExit
+from hora.launch.job import Job, JobResult, Launcher, LeadershipLostError, Succession, WorkerExit
 from hora.launch.slots import HostInfo, Slot
 from hora.world import World
 
@@ -74,7 +74,24 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
         if job.lease is not None:
             job.lease.watch(controller.end_host)
         stack.callback(launcher.close)  # the workers end while there is still a rendezvous to report to
+        if job.succession is not None:
+            stack.enter_context(_letting_go(job.succession))
+            job.succession.watch(lambda: controller.run.call(_raise_lost))
         return controller.to_the_end()
+
+
+@contextlib.contextmanager
+def _letting_go(succession: Succession) -> Iterator[None]:
+    """Who does not lead any more must not end the workers."""
+    try:
+        yield
+    except LeadershipLostError:
+        succession.abandon()
+        raise
+
+
+def _raise_lost() -> NoReturn:
+    raise LeadershipLostError
 
 
 class _Controller:
@@ -113,7 +130,11 @@ class _Controller:
 
     def to_the_end(self) -> JobResult:
         with self._watching_hosts():
+            if self._job.succession is not None:
+                self._take_over(self._job.succession)
             while True:
+                if self._job.succession is not None:
+                    self._job.succession.check()
                 now = time.monotonic()
                 decision = self._policy.decide(self._facts(now), now)
                 if not decision.waits_for_more:
@@ -147,6 +168,65 @@ class _Controller:
                 self._write_off(numbers)
             case End(numbers, why, failed):
                 self._end(numbers, why, failed=failed, now=now)
+
+    # ---- succession ---------------------------------------------------------------------------------------
+
+    def _save(self, now: float) -> None:
+        """Save what the next leader must know, before anybody hears of it."""
+        if self._job.succession is not None:
+            assert self._hosts is not None
+            self._job.succession.save(
+                {
+                    "generation": self._generation,
+                    "num_resets": self._num_resets,
+                    "last_notice": self._last_notice,
+                    "ranks": sorted(self._places, key=lambda number: self._places[number].rank),
+                    "workers": self._roster.saved(),
+                    "hosts": self._hosts.saved(now),
+                }
+            )
+
+    def _take_over(self, succession: Succession) -> None:
+        """Go on where the leader before this one was: its workers have never stopped."""
+        state, now = succession.state, time.monotonic()
+        if state is not None:
+            assert self._hosts is not None
+            self._hosts.restore(state["hosts"], now)
+            self._roster.restore(state["workers"], now)
+            self._generation, self._num_resets = int(state["generation"]), int(state["num_resets"])
+            self._last_notice = int(state["last_notice"])
+            self._places = assign([self._roster[number] for number in state["ranks"]])
+            self._begun_at = self._short_since = now
+            self.run.out.set_ranks({number: slot.rank for number, slot in self._places.items()})
+            worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
+            self.run.publish(self._generation, worlds)
+            self._adopt(succession)
+            self.run.tell(f"this process leads the job now (term {succession.term}), generation {self._generation}")
+        succession.meet_at(self.run.rendezvous.port)
+
+    def _adopt(self, succession: Succession) -> None:
+        alive: dict[str, list[int]] = {}
+        for worker in self._roster:
+            if worker.alive:
+                alive.setdefault(worker.host, []).append(worker.number)
+            else:
+                self._gone.add(worker.number)
+                self.run.rendezvous.give_up(worker.number)
+        known = self.run.adopt(succession, alive)
+        never_started: list[tuple[Slot, World]] = []
+        for worker in self._roster:
+            if not worker.alive or worker.number in known:
+                continue
+            if not succession.has_host(worker.host):
+                reason = f"its node, {worker.host}, has not come to the new leader"
+                self.run.exited(WorkerExit(worker=worker.number, code=255, reason=reason))
+                continue
+            # The leader before has died between its decision and the order.
+            newcomer = worker.number not in self._places
+            slot = self._places.get(worker.number) or provisional(worker.host, worker.slot, worker.slot + 1)
+            never_started.append((slot, self._world(worker.number, slot, -1 if newcomer else self._generation)))
+        if never_started:
+            self.run.start(never_started)
 
     # ---- facts --------------------------------------------------------------------------------------------
 
@@ -215,6 +295,7 @@ class _Controller:
             slot = provisional(host, number, self._hosts.num_slots(host))
             worker = self._roster.add(host, number, WorkerState.STARTING, now)
             newcomers.append((slot, self._world(worker, slot, -1)))
+        self._save(now)
         self.run.tell(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
         self.run.start(newcomers)
 
@@ -233,6 +314,7 @@ class _Controller:
             self.run.tell(f"generation {self._generation}: {len(ranks)} workers")
         self._roster.begin(self._generation, ranks, now)
         worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
+        self._save(now)
         self.run.publish(self._generation, worlds)
         if self._hosts is not None:
             self._hosts.tell(self._places)
@@ -253,6 +335,8 @@ class _Controller:
     def _write_off(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._bar_the_place_of(number)
+        self._save(time.monotonic())
+        for number in numbers:
             if number not in self.run.exits:
                 # The function is over on this worker, even if a thread or a child of its keeps the process from ending.
                 self._tell_the_others(number, f"raised {self._reports[number].headline}", failed=True)
@@ -268,6 +352,7 @@ class _Controller:
                 self._roster.set(number, WorkerState.LEFT, now)
                 self._tell_the_others(number, f"is ended: {why}", failed=True)
             self.run.rendezvous.give_up(number)
+        self._save(now)
         self.run.tell(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
         self.run.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
 
@@ -353,7 +438,10 @@ class _Controller:
         self._roster.started(worker)
 
     def on_join(self, worker: int) -> None:
+        news = worker in self._roster and not self._roster[worker].joined
         self._roster.joined(worker)
+        if news:
+            self._save(time.monotonic())
 
     def on_wait(self, worker: int, generation: int) -> None:
         self._roster.waits(worker, generation, time.monotonic())

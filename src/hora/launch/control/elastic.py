@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hora.config import EngineConfig
 from hora.launch.control.blacklist import Blacklist
@@ -81,6 +82,14 @@ class Hosts:
         ]
         self._num_slots = _count_slots(reachable)
         return [*told, f"the hosts are now {','.join(map(str, reachable)) or 'none'}"]
+
+    def saved(self, now: float) -> dict[str, Any]:
+        """What another launcher must know of the hosts."""
+        return {"barred": self._blacklist.saved(now), "failures": self._failures}
+
+    def restore(self, saved: Mapping[str, Any], now: float) -> None:
+        self._blacklist.restore(saved["barred"], now)
+        self._failures = dict(saved["failures"])
 
     def usable(self, now: float) -> dict[str, tuple[int, ...]]:
         """The slots that are not barred, by host."""

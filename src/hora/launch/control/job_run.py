@@ -14,7 +14,7 @@ import queue
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from hora.errors import JobFailedError
@@ -23,7 +23,7 @@ from hora.launch.control.output import Output
 from hora.launch.control.rendezvous import ErrorReport, Rendezvous
 from hora.launch.control.stall_stacks import StallStacks
 from hora.launch.environment import module_command
-from hora.launch.job import Job, Launcher, WorkerExit, WorkerSpec
+from hora.launch.job import Job, Launcher, Succession, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
@@ -69,7 +69,7 @@ class JobRun:
     def __init__(
         self, job: Job, launcher: Launcher, out: Output, news: News, *, preload: tuple[str, ...] | None
     ) -> None:
-        self.id = secrets.token_hex(8)
+        self.id = job.id or secrets.token_hex(8)
         self.out = out
         self.exits: dict[int, WorkerExit] = {}
         self.ending = False
@@ -78,7 +78,10 @@ class JobRun:
         self._happened: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stop_reason = ""
         self._events = Observed(self)
-        self.rendezvous = Rendezvous(launcher.bind_address, secret=self._secret, job=self.id, events=self._events)
+        term = 0 if job.succession is None else job.succession.term
+        self.rendezvous = Rendezvous(
+            launcher.bind_address, secret=self._secret, job=self.id, events=self._events, term=term
+        )
         # A console may block; the thread in which stacks come may not.
         self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.tell(text)))
         self.meeting = MeetingPoint(
@@ -148,6 +151,10 @@ class JobRun:
         if job.verbose:
             self.tell(f"starting {len(workers)} processes: {' '.join(self._argv)}")
         self._launcher.start(workers, self._events)
+
+    def adopt(self, succession: Succession, workers: Mapping[str, Collection[int]]) -> set[int]:
+        """Look after workers that an earlier leader has started; returns those of which their hosts know."""
+        return succession.adopt(workers, self._events)
 
     def wait(self, until: float | None) -> None:
         """Take note of what happens next, and of everything that has happened by then."""

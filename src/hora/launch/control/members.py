@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hora.launch.control.policy import Worker, WorkerState
 from hora.launch.slots import Slot, place_ranks
@@ -28,6 +29,31 @@ class Roster:
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
+
+    def saved(self) -> list[list[Any]]:
+        """The workers, for a leader after this one."""
+        return [
+            [w.number, w.host, w.slot, w.state.name, w.generation, w.first_generation, w.joined, w.written_off]
+            for w in self
+        ]
+
+    def restore(self, saved: Sequence[Sequence[Any]], now: float) -> None:
+        """Take over the workers of the leader before: those that were connected are cut off until they are again."""
+        for number, host, slot, state, generation, first, joined, written_off in saved:
+            worker = Worker(
+                number=number,
+                host=host,
+                slot=slot,
+                state=WorkerState[state],
+                generation=generation,
+                first_generation=first,
+                since=now,
+                started=True,
+                joined=joined,
+                written_off=written_off,
+            )
+            lost_at = now if worker.alive and joined else None
+            self._workers[number] = replace(worker, lost_at=lost_at, exited=not worker.alive)
 
     def add(self, host: str, slot: int, state: WorkerState, now: float) -> int:
         """A new worker's number."""

@@ -88,10 +88,14 @@ class OnlyLines:
 
 
 class Rendezvous(Table):
-    """The server. `set` what workers will `get`, publish worlds, and tell it when workers' processes end."""
+    """The server. `set` what workers will `get`, publish worlds, and tell it when workers' processes end.
 
-    def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents) -> None:
+    `term`: of the leader of a job whose leaders change; workers take no word of an earlier one.
+    """
+
+    def __init__(self, bind_address: str, *, secret: bytes, job: str, events: RendezvousEvents, term: int = 0) -> None:
         self._events = events
+        self._stamp = {"term": term} if term else {}
         self._secret, self._job = secret, job
         self._next_worlds: dict[int, tuple[Parked, int]] = {}
         self._worlds: dict[int, World] = {}  # of this generation, by worker
@@ -201,7 +205,7 @@ class Rendezvous(Table):
                 if other is not peer and (other.number, other.name) == (worker, name):
                     other.number = -1  # it has come back before we noticed that it was cut off: no loss
         peer.name, peer.number = name, worker
-        self._answer(peer, header["id"])
+        peer.send({"re": header["id"], **self._stamp})
         if peer.number >= 0:
             self._events.joined(peer.number)
             for notice in self._notices:  # which it may have missed
@@ -285,9 +289,10 @@ class Rendezvous(Table):
             message = f"generation {self.generation} has no place for this worker"
             parked.answer({"error": "removed", "message": message})
         else:
-            parked.answer({"world": world.to_env()})
+            parked.answer({"world": world.to_env(), **self._stamp})
 
     def _broadcast(self, notice: Header) -> None:
+        notice = {**notice, **self._stamp}
         if "generation" in notice:
             self._notices.append(notice)
         for peer in self._server.peers:

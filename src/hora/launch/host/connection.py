@@ -76,7 +76,8 @@ class HostConnection:
     """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
 
     `silence_limit_s`: for one beyond a network, which gets signs of life and answers them: it is given up when it has not
-    for so long. `process`: a supervisor that runs already; `command` is not used then.
+    for so long. `process`: a supervisor that runs already; `command` is not used then. `workers`: those that it has started,
+    and whether we look after them.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class HostConnection:
         env: Mapping[str, str] | None = None,
         silence_limit_s: float | None = None,
         process: SupervisorProcess | None = None,
+        workers: Mapping[int, bool] | None = None,
     ) -> None:
         self.name = name
         self._events, self._inherit_env, self._silence_limit_s = events, inherit_env, silence_limit_s
@@ -103,8 +105,8 @@ class HostConnection:
             env=None if env is None else dict(env),
         )
         self._lock = threading.Lock()
-        self._running: set[int] = set()
-        self._own: set[int] = set()  # workers that were ever started here: of no other does this host say anything
+        self._running = {number for number, ours in (workers or {}).items() if ours}
+        self._own = set(workers or ())  # workers that were ever started here: of no other does this host say anything
         self._has_fork_server = False
         self._over_now = threading.Event()
         self._ended: str | None = None  # why nothing can be started here any more
@@ -184,6 +186,13 @@ class HostConnection:
     def finish(self, *, grace_s: float) -> None:
         """End every worker and descendant that is left, and the supervisor. Does not wait. May be said again."""
         self._command(op="finish", grace_s=grace_s)
+
+    def abandon(self) -> None:
+        """Report nothing any more: another launcher looks after this host."""
+        with self._lock:
+            self._running.clear()
+            self._events = _NoEvents()
+        self._over_now.set()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all is over; after the time limit, kill the supervisor, which takes its workers with it."""
@@ -282,6 +291,8 @@ class HostConnection:
 
     def _report(self, ended: WorkerExit) -> None:
         with self._lock:
+            if ended.worker not in self._running:
+                return
             self._running.discard(ended.worker)
         self._events.exited(ended)
 
@@ -302,6 +313,14 @@ class HostConnection:
             orphans, self._running = sorted(self._running), set()
         for worker in orphans:
             self._events.exited(WorkerExit(worker=worker, code=255, reason=why))
+
+
+class _NoEvents:
+    """Implements LaunchEvents for nobody."""
+
+    def output(self, worker: int, stream: str, data: bytes) -> None: ...
+    def started(self, worker: int) -> None: ...
+    def exited(self, ended: WorkerExit) -> None: ...
 
 
 def _skip_mark(buffer: bytearray) -> bool:

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,17 @@ class HostLauncher:
         for name, specs in by_host.items():
             self._hosts[name].start([self._for_elsewhere(spec) for spec in specs] if name in remote else specs)
 
+    def adopt(self, workers: Mapping[str, Collection[int]], events: LaunchEvents) -> None:
+        """Look after workers that run already, by host, for a leader before us. Those that have ended are reported."""
+        for name, numbers in workers.items():
+            self._hosts[name] = self._reach(name, events, frozenset(numbers))
+
+    def abandon(self) -> None:
+        """Let go of all workers: another leader looks after them."""
+        hosts, self._hosts, self._former = [*self._former, *self._hosts.values()], {}, []
+        for host in hosts:
+            host.abandon()
+
     def _retire(self, host: HostConnection) -> None:
         """Keep it until its workers' ends are reported; not waited for, because the caller may hold up the reports."""
         for over in [former for former in self._former if former.over]:
@@ -100,12 +111,15 @@ class HostLauncher:
         running, self._supervisor = self._supervisor, None
         return HostConnection(name, local_supervisor_command(), events, process=running)
 
-    def _reach(self, name: str, events: LaunchEvents) -> HostConnection:
-        """Another machine, by ssh or its agent."""
+    def _reach(self, name: str, events: LaunchEvents, ours: Collection[int] = ()) -> HostConnection:
+        """Another machine, by ssh or its agent. `ours`: workers that run there already, for us."""
         limit_s = self._silence_limit_s
         if self._agents is not None:
             process = self._agents.supervisor(name)
-            return HostConnection(name, (), events, inherit_env=True, silence_limit_s=limit_s, process=process)
+            workers = {number: number in ours for number in self._agents.workers_at(name)}
+            return HostConnection(
+                name, (), events, inherit_env=True, silence_limit_s=limit_s, process=process, workers=workers
+            )
         assert self._ssh is not None
         command = self._ssh.supervisor(name, *(() if limit_s is None else (str(limit_s),)))
         if self._verbose:

@@ -1,0 +1,355 @@
+"""The keeper of a node: holds the node's workers while leaders of the job come and go. For jobs whose state is in a store.
+
+The process of its node (`hora run --join`) starts it, in a session of its own, and may die: the workers stay. It finds the
+leader in the store, connects to it, tells it which workers run here and how others have ended, and obeys it until a later
+one leads. Between leaders the workers train on; what they print waits here, up to a limit.
+
+It ends, and its workers with it, when a leader says that the job is over, or when nobody has led for too long: `leaderless_s`,
+or, when the process of its node is gone, `orphaned_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hora.errors import AuthenticationError
+from hora.launch.agent.agents import PROTOCOL, credentials, job_secret
+from hora.launch.agent.node import completed, end_supervisor
+from hora.launch.agent.nodes import own_address
+from hora.launch.agent.relay import Relay
+from hora.launch.agent.store import Store, StoreError
+from hora.launch.host import supervisor
+from hora.launch.host.connection import local_supervisor_command, wait_or_kill
+from hora.launch.host.processes import Processes, environment_value
+from hora.net.connection import Connection, connect
+from hora.net.session import ClientSession
+from hora.version import version
+
+__all__ = ["Keeper"]
+
+_READ_BYTES = 64 * 1024
+_KEPT_BYTES = 4 * 1024 * 1024  # of output, while nobody takes it
+_CONNECT_S, _ANSWER_S, _TURN_S = 5.0, 10.0, 0.2
+_BYE_S = 10.0  # a leader that had the supervisor end says goodbye within so long
+_OUTPUT = (supervisor.STDOUT, supervisor.STDERR)
+
+
+class Keeper:
+    """`place`: the node's number, name and slots, as the agents' protocol has them. Orders of a leader whose term is not the
+    latest that was seen here are refused. `parent`: the process of the node."""
+
+    def __init__(
+        self,
+        place: Mapping[str, Any],
+        secret: bytes,
+        store: Store,
+        *,
+        leaderless_s: float,
+        orphaned_s: float,
+        poll_s: float,
+        parent: int,
+    ) -> None:
+        self._place, self._secret, self._store = dict(place), secret, store
+        self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
+        self._parent = parent
+        self._relay = Relay(own_address(store.members))
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._run = ""  # the job's run whose workers are here
+        self._workers: dict[int, bytes] = {}  # worker -> the frame that tells its state
+        self._held: list[tuple[bytes, bytes]] = []  # kind and frame, of output that nobody has taken
+        self._ahead = 0  # bytes that the leader has not passed on yet
+        self._room = threading.Event()
+        self._room.set()
+        self._session: ClientSession | None = None
+        self._term = 0
+        self._welcome: Mapping[str, Any] = {}
+        self._over: threading.Event = threading.Event()
+        self._leaving = False
+        self._ended_at: float | None = None  # when the supervisor has ended
+
+    def run(self) -> int:
+        """Serve leaders until the job is over."""
+        signal.signal(signal.SIGTERM, lambda *_: self._leave())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the process of the node decides
+        alone_since = time.monotonic()
+        try:
+            while not self._over.is_set():
+                found = self._leader()
+                if found is not None and self._serve(*found):
+                    alone_since = time.monotonic()
+                orphaned = os.getppid() != self._parent
+                limit_s = self._orphaned_s if orphaned else self._leaderless_s
+                if time.monotonic() > alone_since + limit_s:
+                    name = self._place["name"]
+                    print(f"hora: node {name}: nobody has led the job for {limit_s:g} s", file=sys.stderr)
+                    return 1
+                self._over.wait(_TURN_S)
+            return 0
+        finally:
+            self._relay.close()
+            self._end_workers()
+
+    def _leader(self) -> tuple[int, str, int] | None:
+        """The present leader's term, and where it listens; None if there is none, or nobody knows."""
+        try:
+            leader, where, over = self._store.get("leader"), self._store.get("where"), self._store.get("over")
+        except StoreError:
+            return None
+        if over is not None and over.value["run"] == self._run:
+            self._over.set()
+            return None
+        if leader is None or where is None or where.value["term"] != leader.term or leader.term < self._term:
+            return None
+        return leader.term, str(where.value["host"]), int(where.value["port"])
+
+    # ---- one leader -----------------------------------------------------------------------------------------
+
+    def _serve(self, term: int, host: str, port: int) -> bool:
+        """Obey this leader until it has gone or another one leads; whether it has let us join."""
+
+        def reach(limit_s: float) -> Connection:
+            return connect((host, port), credentials(self._secret), timeout_s=limit_s)
+
+        try:
+            session = ClientSession(reach(_CONNECT_S), reach)
+        except (OSError, AuthenticationError):
+            return False
+        try:
+            session.send({"op": "join", **self._place, "version": version(), "protocol": PROTOCOL, "run": self._run,
+                          "workers": sorted(self._workers)})  # fmt: skip
+            welcome, _ = session.receive(limit_s=_ANSWER_S)
+            session.connection.sock.settimeout(None)
+            if welcome["op"] != "welcome" or int(welcome["term"]) != term:
+                return False
+            self._begin(session, welcome, host)
+            messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
+            threading.Thread(target=_receive, args=(session, messages), name="hora-keeper", daemon=True).start()
+            self._obey(messages, host)
+            return True
+        except (EOFError, OSError):
+            return False
+        finally:
+            self._relay.lead_to(None)
+            session.close()  # first: whoever sends holds the lock, and a leader that is stopped takes nothing
+            with self._lock:
+                if self._session is session:
+                    said = [frame for header, frame in session.unsent() if header["op"] == "out"]
+                    self._held = [(frame[:1], frame) for frame in said if frame[:1] in _OUTPUT]
+                self._session, self._ahead = None, 0
+            self._room.set()
+
+    def _begin(self, session: ClientSession, welcome: Mapping[str, Any], host: str) -> None:
+        """Tell a leader that has let us join all that it must know, and from then on what happens."""
+        session.limit_s = float(welcome["return_s"])
+        if self._run != welcome["nonce"]:  # not the leader of the workers that are here
+            self._end_workers()
+            self._workers, self._held = {}, []
+        self._place["name"], self._run = str(welcome["name"]), str(welcome["nonce"])
+        self._welcome, self._term = welcome, int(welcome["term"])
+        self._start_supervisor()
+        if int(welcome["meeting"]):
+            self._relay.lead_to((host, int(welcome["meeting"])))
+        with self._lock:
+            ended = [frame for frame in self._workers.values() if frame[:1] == supervisor.EXITED]
+            known = b"".join(supervisor.FRAME.pack(supervisor.STARTED, number, 0) for number in self._workers)
+            said = b"".join(frame for _, frame in self._held)
+            session.send({"op": "state"}, supervisor.MARK + known + said + b"".join(ended))
+            self._held, self._session = [], session
+        if self._leaving:
+            session.send({"op": "leaving"})
+
+    def _obey(self, messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None], host: str) -> None:
+        look_at = time.monotonic() + self._poll_s
+        while self._ended_at is None or time.monotonic() < self._ended_at + _BYE_S:
+            with contextlib.suppress(queue.Empty):
+                message = messages.get(timeout=self._poll_s)
+                if message is None:
+                    return  # it has gone
+                header, payload = message
+                if int(header.get("term", self._term)) < self._term:
+                    continue  # an order of the past
+                if header["op"] == "in":
+                    self._order(payload)
+                elif header["op"] == "meeting":
+                    self._relay.lead_to((host, int(header["port"])))
+                elif header["op"] == "taken":
+                    self._taken(int(header["bytes"]))
+                elif header["op"] == "bye":
+                    self._over.set()
+                    return
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + self._poll_s
+                with contextlib.suppress(StoreError):
+                    leader = self._store.get("leader")
+                    if leader is not None and leader.term > self._term:
+                        return  # another one leads
+
+    def _leave(self) -> None:
+        """Asked to end: in a signal's handler."""
+        if not self._leaving:
+            self._leaving = True
+            threading.Thread(target=self._wait_for_the_last, name="hora-keeper-leave", daemon=True).start()
+
+    def _wait_for_the_last(self) -> None:
+        with self._lock:
+            session = self._session
+        if session is not None:
+            session.send({"op": "leaving"})
+        deadline = time.monotonic() + self._leaderless_s
+        while time.monotonic() < deadline and self._has_workers():
+            time.sleep(_TURN_S)
+        self._over.set()
+        if session is not None:
+            session.shutdown()
+
+    def _has_workers(self) -> bool:
+        if self._process is None:
+            return False
+        return any(environment_value(pid, "HORA_WORKER") for pid in Processes().descendants(self._process.pid))
+
+    # ---- the workers ----------------------------------------------------------------------------------------
+
+    def _start_supervisor(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._ended_at = None
+        self._process = subprocess.Popen(
+            list(local_supervisor_command()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        assert self._process.stdout is not None
+        reader = threading.Thread(target=self._read, args=(self._process,), name="hora-keeper-read", daemon=True)
+        reader.start()
+
+    def _order(self, lines: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        secret = job_secret(self._secret, self._run)
+        meeting = {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._relay.address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._relay.port),
+            "HORA_LAUNCHER_TIMEOUT": str(int(self._leaderless_s)),
+        }
+        python = str(self._welcome["executable"])
+        orders = b"".join(completed(line, secret, meeting, python) for line in lines.splitlines(keepends=True))
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            view = memoryview(orders)
+            while view:
+                view = view[self._process.stdin.write(view) or 0 :]
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        """Take the supervisor's frames, one by one."""
+        assert process.stdout is not None
+        buffer, marked = bytearray(), False
+        while data := self._more(process):
+            buffer += data
+            if not marked:
+                _, mark, rest = buffer.partition(supervisor.MARK)
+                marked = bool(mark)
+                buffer = bytearray(rest) if marked else buffer
+            while marked and (frame := _first_frame(buffer)):
+                kind, worker, _ = supervisor.FRAME.unpack_from(frame)
+                self._heard(kind, worker, frame)
+        if process is not self._process:
+            return
+        with self._lock:
+            if not self._over.is_set():  # perhaps it was killed, and its workers with it
+                for worker, state in list(self._workers.items()):
+                    if state[:1] == supervisor.STARTED:
+                        body = json.dumps({"code": 255, "reason": "the supervisor of its node has ended"}).encode()
+                        frame = supervisor.FRAME.pack(supervisor.EXITED, worker, len(body)) + body
+                        self._workers[worker] = frame
+                        self._pass_on(supervisor.EXITED, frame)
+            if self._session is not None:
+                self._session.send({"op": "ended", "status": str(wait_or_kill(process, _ANSWER_S))})
+            self._ended_at = time.monotonic()
+
+    def _more(self, process: subprocess.Popen[bytes]) -> bytes:
+        """What the supervisor says next, once the leader has passed on enough of what it said before."""
+        assert process.stdout is not None
+        while not self._room.wait(1.0) and process.poll() is None:
+            pass
+        return os.read(process.stdout.fileno(), _READ_BYTES)
+
+    def _taken(self, num_bytes: int) -> None:
+        with self._lock:
+            self._ahead -= num_bytes
+            if self._ahead <= _KEPT_BYTES:
+                self._room.set()
+
+    def _heard(self, kind: bytes, worker: int, frame: bytes) -> None:
+        with self._lock:
+            if kind in (supervisor.STARTED, supervisor.EXITED):
+                self._workers[worker] = frame
+            self._pass_on(kind, frame)
+
+    def _pass_on(self, kind: bytes, frame: bytes) -> None:
+        """Send it to the leader, or hold it for the next one. Output beyond the limit is lost, oldest first."""
+        session = self._session
+        if session is not None and (session.connected or session.unsent_bytes < _KEPT_BYTES):
+            session.send({"op": "out"}, frame)
+            self._ahead += len(frame)
+            if self._ahead > _KEPT_BYTES and session.connected:
+                self._room.clear()
+        elif kind in _OUTPUT:
+            self._held.append((kind, frame))
+            while sum(len(held) for _, held in self._held) > _KEPT_BYTES:
+                self._held.pop(0)
+
+    def _end_workers(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            end_supervisor(process)
+
+
+def _first_frame(buffer: bytearray) -> bytes:
+    """Take the first whole frame out of the buffer; nothing where there is none."""
+    if len(buffer) < supervisor.FRAME.size:
+        return b""
+    _, _, length = supervisor.FRAME.unpack_from(buffer)
+    end = supervisor.FRAME.size + length
+    if len(buffer) < end:
+        return b""
+    frame = bytes(buffer[:end])
+    del buffer[:end]
+    return frame
+
+
+def _receive(session: ClientSession, messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None]) -> None:
+    try:
+        while True:
+            messages.put(session.receive())
+    except (EOFError, OSError, AuthenticationError, ValueError, struct.error):
+        messages.put(None)
+
+
+def main() -> int:
+    """`python -m hora.launch.agent.keeper`: a line of JSON on standard input says what to keep."""
+    given = json.loads(sys.stdin.readline())
+    store = Store.from_url(given["store"]).below(given["job"])
+    limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "parent")}
+    given["place"]["name"] = given["place"]["name"] or socket.gethostname()
+    return Keeper(given["place"], bytes.fromhex(given["secret"]), store, **limits).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

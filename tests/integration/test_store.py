@@ -1,0 +1,230 @@
+"""Jobs whose state is in etcd: their leaders die, are stopped and come back, and the ranks train on. A real etcd-server."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from job_process import BIN, JobProcess
+
+from hora.launch.agent.store import Store, StoreError
+from waiting import wait_until
+
+pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+HERE = Path(__file__).parent
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [sock.getsockname()[1] for sock in opened]
+
+
+class Etcd:
+    """A cluster of one member, at 127.0.0.1. `tls`: the arguments that make it speak TLS."""
+
+    def __init__(self, folder: Path, tls: list[str] | None = None) -> None:
+        self.folder = folder
+        self.port, peer = free_ports(2)
+        scheme = "https" if tls else "http"
+        client, peers = f"{scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{peer}"
+        self._command = [
+            "etcd", "--name", "one", "--data-dir", str(folder / "etcd"), "--log-level", "error", "--logger", "zap",
+            "--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peers,
+            "--initial-advertise-peer-urls", peers, "--initial-cluster", f"one={peers}", *(tls or []),
+        ]  # fmt: skip
+        self.url = f"{'etcds' if tls else 'etcd'}://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.folder / "etcd.log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def wait(self, store: Store) -> None:
+        def answers() -> bool:
+            with contextlib.suppress(StoreError):
+                store.get("anything")
+                return True
+            return False
+
+        wait_until("etcd answers", answers, 60)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
+    made = Etcd(tmp_path)
+    made.start()
+    made.wait(Store.from_url(made.url))
+    yield made
+    made.stop()
+
+
+class Nodes:
+    """The same command on several nodes, which are this machine, each with one rank that runs `script`."""
+
+    def __init__(
+        self, work: Path, store: str, script: str, number: int = 3, limit_s: int = 120, **environment: str
+    ) -> None:
+        self.folder = work / "training"
+        self.folder.mkdir()
+        (meet,) = free_ports(1)
+        command = sys.executable, str(HERE / script), str(self.folder)
+        self.jobs = []
+        for index in range(number):
+            folder = work / str(index)
+            folder.mkdir()
+            secret = folder / "secret"
+            secret.touch(mode=0o600)
+            secret.write_text("s" * 64)
+            place = ["--nnodes", str(number), "--node-rank", str(index), "--meet", f"127.0.0.1:{meet}"]
+            line = [str(BIN / "hora"), "run", *place, "-np", str(number), "--min-np", "1", "--slots-per-host", "1"]
+            own = {"HORA_SECRET_FILE": str(secret), "HORA_STORE": store, "OMP_NUM_THREADS": "1", **environment}
+            own["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # torch makes it at import, and leaves it
+            self.jobs.append(JobProcess([*line, "--start-timeout", str(limit_s), *command], folder, **own))
+
+    def steps(self, worker: int) -> list[list[int]]:
+        """Process, step and size of the world, of each step of a worker."""
+        try:
+            lines = (self.folder / f"worker.{worker}").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [list(map(int, line.split())) for line in lines if len(line.split()) == 3]
+
+    def last(self, worker: int = 0) -> int:
+        steps = self.steps(worker)
+        return steps[-1][1] if steps else 0
+
+    def wait_for_step(self, step: int, worker: int = 0) -> None:
+        try:
+            wait_until(f"step {step}", lambda: self.last(worker) >= step, 120)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from None
+
+    def wait_for_leader(self, *, other_than: JobProcess | None = None) -> JobProcess:
+        """The node that leads: it prints what the ranks print."""
+
+        def leader() -> JobProcess | None:
+            marks = {job: job.text().rfind("step ") for job in self.jobs if job is not other_than}
+            return next((job for job, mark in marks.items() if mark >= 0), None)
+
+        try:
+            wait_until("a node leads", lambda: leader() is not None, 60)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text()}") from None
+        found = leader()
+        assert found is not None
+        return found
+
+    def text(self) -> str:
+        return "\n".join(f"--- node {index}\n{job.text()}" for index, job in enumerate(self.jobs))
+
+    def finish(self, jobs: list[JobProcess]) -> None:
+        (self.folder / "stop").touch()
+        statuses = [job.wait(120) for job in jobs]
+        assert statuses == [0] * len(jobs), self.text()
+        for job in self.jobs:
+            job.assert_nothing_left(60)
+
+    def assert_nothing_lost(self, *, workers: int) -> None:
+        """Every worker has one process from the first step to the last, and made each step once."""
+        for worker in range(workers):
+            steps = self.steps(worker)
+            assert len({pid for pid, _, _ in steps}) == 1
+            assert [step for _, step, _ in steps] == list(range(1, len(steps) + 1))
+            assert {size for _, _, size in steps} == {workers}
+
+
+def test_the_leader_is_killed_and_another_node_leads_and_no_rank_notices(etcd: Etcd, tmp_path: Path):
+    nodes = Nodes(tmp_path, etcd.url, "store_training.py")
+    nodes.wait_for_step(20)
+    leader = nodes.wait_for_leader()
+    leader.process.send_signal(signal.SIGKILL)
+    next_one = nodes.wait_for_leader(other_than=leader)
+    nodes.wait_for_step(nodes.last() + 20)
+    assert "this process leads the job now" in next_one.text()
+    nodes.finish([job for job in nodes.jobs if job is not leader])
+    nodes.assert_nothing_lost(workers=3)
+
+
+@pytest.mark.slow
+def test_a_leader_that_was_stopped_comes_back_and_does_not_command(etcd: Etcd, tmp_path: Path):
+    nodes = Nodes(tmp_path, etcd.url, "store_rank.py")
+    nodes.wait_for_step(20)
+    leader = nodes.wait_for_leader()
+    leader.process.send_signal(signal.SIGSTOP)
+    next_one = nodes.wait_for_leader(other_than=leader)
+    time.sleep(10)  # for so long it is stopped, at least
+    leader.process.send_signal(signal.SIGCONT)
+    leader.wait_for_text("does not lead the job any more", 60)
+    nodes.wait_for_step(nodes.last() + 40)
+    assert "this process leads the job now" not in leader.text()
+    said = len(leader.text())
+    nodes.wait_for_step(nodes.last() + 20)
+    assert len(leader.text()) == said, "it prints what another one prints"
+    assert "this process leads the job now" in next_one.text()
+    nodes.finish(nodes.jobs)
+    nodes.assert_nothing_lost(workers=3)
+
+
+@pytest.mark.slow
+def test_etcd_is_killed_and_started_again(etcd: Etcd, tmp_path: Path):
+    """Without the store nobody leads, and the ranks train on; with it somebody does."""
+    nodes = Nodes(tmp_path, etcd.url, "store_rank.py")
+    nodes.wait_for_step(20)
+    leader = nodes.wait_for_leader()
+    etcd.stop()
+    leader.wait_for_text("does not lead the job any more", 60)
+    nodes.wait_for_step(nodes.last() + 40)
+    etcd.start()
+    wait_until("a node leads again", lambda: "this process leads the job now" in nodes.text(), 60)
+    nodes.wait_for_step(nodes.last() + 20)
+    nodes.finish(nodes.jobs)
+    nodes.assert_nothing_lost(workers=3)
+
+
+@pytest.mark.slow
+def test_a_rank_dies_after_a_take_over_and_the_others_go_on(etcd: Etcd, tmp_path: Path):
+    """The new leader is a whole one: it hears of deaths, bars the place, and begins the next generation."""
+    nodes = Nodes(tmp_path, etcd.url, "store_training.py")
+    nodes.wait_for_step(20)
+    leader = nodes.wait_for_leader()
+    leader.process.send_signal(signal.SIGKILL)
+    nodes.wait_for_leader(other_than=leader)
+    (pid,) = {pid for pid, _, _ in nodes.steps(2)}
+    subprocess.run(["kill", "-9", str(pid)], check=True, timeout=30)
+    wait_until("two are left", lambda: nodes.steps(0)[-1][2] == 2, 120)
+    nodes.finish([job for job in nodes.jobs if job is not leader])
+    assert [step for _, step, _ in nodes.steps(0)] == list(range(1, len(nodes.steps(0)) + 1)), "a step was lost"
+    assert len({pid for pid, _, _ in nodes.steps(0)}) == 1
+
+
+@pytest.mark.slow
+def test_when_every_node_is_killed_nothing_is_left(etcd: Etcd, tmp_path: Path):
+    nodes = Nodes(tmp_path, etcd.url, "store_rank.py", HORA_LAUNCHER_TIMEOUT="5")
+    nodes.wait_for_step(5)
+    for job in nodes.jobs:
+        job.process.send_signal(signal.SIGKILL)
+    for job in nodes.jobs:
+        job.wait(30)
+        job.assert_nothing_left(120)
+
+
+def test_a_store_that_cannot_be_used_is_said(tmp_path: Path):
+    nodes = Nodes(tmp_path, "etcd://me:secret@127.0.0.1:1", "store_rank.py", number=1, limit_s=1)
+    assert nodes.jobs[0].wait(120) == 1, nodes.text()
+    assert "no member of the store (HORA_STORE) answers: 127.0.0.1:1" in nodes.text()
+    assert "secret@" not in nodes.text()
+    nodes.jobs[0].assert_nothing_left()
