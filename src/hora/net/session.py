@@ -51,7 +51,7 @@ class _Ledger:
         return numbered
 
     def missing(self, received: int) -> list[tuple[Header, bytes]]:
-        """What the other end lacks, having received so many."""
+        """Return the messages that the other end lacks, having received so many."""
         while self._kept and self._kept[0][0] <= received:
             self.num_bytes -= len(self._kept.popleft()[2])
         return [(header, payload) for _, header, payload in self._kept]

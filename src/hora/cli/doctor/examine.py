@@ -156,7 +156,7 @@ def _examine(names: list[str], ssh: Ssh) -> int:
 
 
 def _store(url: str) -> Finding:
-    """Whether the store of the jobs' state answers, from here."""
+    """Judge the store of the jobs' state, as it answers from here."""
     store = Store.from_url(url)
     try:
         store.revoke(store.grant(store.ttl_s))

@@ -281,7 +281,7 @@ class Keeper:
             self._ended_at = time.monotonic()
 
     def _more(self, process: subprocess.Popen[bytes]) -> bytes:
-        """What the supervisor says next, once the leader has passed on enough of what it said before."""
+        """Read from the supervisor, once the leader has passed on enough of what was read before."""
         assert process.stdout is not None
         while not self._room.wait(1.0) and process.poll() is None:
             pass

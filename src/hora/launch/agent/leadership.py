@@ -47,7 +47,7 @@ class Over:
 
 @dataclass(frozen=True)
 class View:
-    """What a node reads in the store. `over`: the last run of the job that has ended; `former`: the one that had ended already
+    """State of the job as a node reads it in the store. `over`: the last run of the job that has ended; `former`: the one that had ended already
     when the node came."""
 
     leader: bool

@@ -82,7 +82,7 @@ def run_job(job: Job, launcher: Launcher, elastic: ElasticSpec | None = None) ->
 
 @contextlib.contextmanager
 def _letting_go(succession: Succession) -> Iterator[None]:
-    """Who does not lead any more must not end the workers."""
+    """Let go of the workers, instead of ending them, when this process does not lead any more."""
     try:
         yield
     except LeadershipLostError:

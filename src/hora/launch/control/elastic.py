@@ -84,7 +84,7 @@ class Hosts:
         return [*told, f"the hosts are now {','.join(map(str, reachable)) or 'none'}"]
 
     def saved(self, now: float) -> dict[str, Any]:
-        """What another launcher must know of the hosts."""
+        """Return what another launcher must know of the hosts."""
         return {"barred": self._blacklist.saved(now), "failures": self._failures}
 
     def restore(self, saved: Mapping[str, Any], now: float) -> None:
