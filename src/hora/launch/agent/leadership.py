@@ -47,8 +47,8 @@ class Over:
 
 @dataclass(frozen=True)
 class View:
-    """State of the job as a node reads it in the store. `over`: the last run of the job that has ended; `former`: the one that had ended already
-    when the node came."""
+    """State of the job as a node reads it in the store. `over`: the last run of the job that has ended; `former`: the one
+    that had ended already when the node came."""
 
     leader: bool
     over: Mapping[str, Any] | None = None
