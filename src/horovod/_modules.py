@@ -175,7 +175,11 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "hora.spark.estimator.serialization: deserialize_fn is_module_available is_module_available_fn "
         "save_into_bio save_into_bio_fn serialize_fn",
     ),
+    "horovod.tensorflow.compression": ("hora.tensorflow.compression: *",),
+    "horovod.tensorflow.elastic": ("hora.keras.elastic: TensorFlowKerasState TensorFlowState run",),
+    "horovod.tensorflow.functions": ("hora.tensorflow.functions: *",),
     "horovod.tensorflow.sync_batch_norm": ("hora.keras.tensorflow_names: SyncBatchNormalization",),
+    "horovod.tensorflow.util": ("tensorflow: _executing_eagerly=executing_eagerly",),
     "horovod.torch.compression": (
         "hora.torch.compression: BF16Compressor Compression Compressor FP16Compressor NoneCompressor",
     ),

@@ -9,7 +9,7 @@ from hora.keras.tensorflow_names import DistributedOptimizer, PartialDistributed
 from hora.tensorflow import *
 from hora.tensorflow import __all__ as _names
 from hora.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from horovod.tensorflow import compression, elastic, functions, mpi_ops, util
+from horovod.tensorflow import compression, elastic, functions, mpi_ops, util  # type: ignore[attr-defined]
 
 __all__ = [
     *_names,
