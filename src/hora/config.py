@@ -40,7 +40,7 @@ def _cores(text: str) -> tuple[int, ...]:
 
 
 def _transport(text: str) -> str:
-    if text not in ("auto", "tcp", "gloo"):
+    if text not in ("auto", "tcp"):
         raise ValueError("unknown transport")
     return text
 
@@ -78,7 +78,7 @@ class EngineConfig:
     thread_affinity: tuple[int, ...] = _variable(
         "HOROVOD_THREAD_AFFINITY", (), _cores, "a comma list of core numbers, one per local rank"
     )
-    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto, tcp or gloo")
+    transport: str = _variable("HORA_TRANSPORT", "auto", _transport, "auto or tcp")
     encrypt: str = _variable("HORA_ENCRYPT", "auto", _encrypt, "auto, always or never")
     native: bool = _variable("HORA_NATIVE", True, _boolean, "0 or 1")
     cuda_ipc: bool = _variable("HORA_CUDA_IPC", True, _boolean, "0 or 1")

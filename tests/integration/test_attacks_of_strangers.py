@@ -6,9 +6,7 @@ docs/security.md lists them with those that other files repeat.
 
 from __future__ import annotations
 
-import base64
 import os
-import pickle
 import re
 import socket
 import subprocess
@@ -20,9 +18,8 @@ from pathlib import Path
 
 import pytest
 from attacked_jobs import MEET, Meeting, script
-from job_process import BIN, HOROVODRUN, CommandProcess, JobProcess, run_command
+from job_process import BIN, HOROVODRUN, CommandProcess, JobProcess
 
-import other_user
 from waiting import wait_until
 
 # Connects without end, says nothing, noise, HTTP, half a hello; keeps three hundred open.
@@ -74,32 +71,6 @@ def test_a_node_with_the_secret_is_not_lost_to_a_flood(tmp_path: Path):
     assert all(f"rank {rank} sum 2.0" in jobs[0].text() for rank in (0, 1))
 
 
-# Has the kernel refuse SO_ATTACH_FILTER (setsockopt's third argument, 26), as sandboxes do. x86-64 and AArch64.
-SANDBOX = """
-import ctypes, platform, struct
-number = {"x86_64": 54, "aarch64": 208}[platform.machine()]
-LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-program = [(LOAD, 0, 0, 0), (EQUAL, 0, 3, number), (LOAD, 0, 0, 16 + 2 * 8), (EQUAL, 0, 1, 26),
-           (RETURN, 0, 0, 0x00050000 | 1), (RETURN, 0, 0, 0x7FFF0000)]
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-filter = ctypes.create_string_buffer(struct.pack("HL", len(program), ctypes.addressof(code)))
-assert libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
-"""
-
-
-def test_where_the_kernel_refuses_a_filter_the_open_listener_of_gloo_is_named(tmp_path: Path):
-    train = script(tmp_path, SANDBOX + MEET)
-    job = JobProcess([*HOROVODRUN, "-np", "2", sys.executable, train], tmp_path, HORA_TRANSPORT="gloo")
-    assert job.wait() == 0, job.text()
-    assert "rank 1 sum 2.0" in job.text()
-    said = re.findall(
-        r"gloo's listener at 127\.0\.0\.1:\d+ stays open to strangers, because the kernel refuses", job.text()
-    )
-    assert len(said) == 2, job.text()
-
-
 def test_requests_without_the_token_write_nothing_into_the_jobs_output(tmp_path: Path):
     """And a crowd of silent connections does not keep `hora top`, which has the token, from the page."""
     flag = tmp_path / "over"
@@ -128,7 +99,7 @@ def test_requests_without_the_token_write_nothing_into_the_jobs_output(tmp_path:
 
 
 @pytest.mark.security
-@pytest.mark.parametrize("transport", ["auto", "tcp", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_more_silent_connections_than_a_rank_has_descriptors(tmp_path: Path, transport: str):
     meeting = Meeting(tmp_path, limits="ulimit -S -n 300", HORA_TRANSPORT=transport).begun()
     with ExitStack() as crowd:
@@ -138,112 +109,6 @@ def test_more_silent_connections_than_a_rank_has_descriptors(tmp_path: Path, tra
                 silent.setblocking(False)
                 silent.connect_ex(("127.0.0.1", port))
         meeting.finish()
-
-
-# Another user: watches for the victim's listeners and connects first, with the numbers that gloo counts up from 0; then
-# says what a peer of gloo says, with a pickle in an object's place.
-HIJACK = """
-evil, size, end = base64.b64decode(sys.argv[1]), int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
-words, known, socks, heard, left, num_taken = struct.Struct("<6Q"), set(), {}, {}, {}, 0
-
-def listeners():
-    with open("/proc/net/tcp") as file:
-        rows = [line.split() for line in file][1:]
-    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[7] == "0"]
-
-def say(sock, data):
-    sock.setblocking(True)
-    with contextlib.suppress(OSError):
-        sock.sendall(data)
-    sock.setblocking(False)
-
-known.update(listeners())
-print("watching", flush=True)
-while time.monotonic() < end:
-    for port in listeners():
-        if port not in known:
-            known.add(port)
-            for number in (0, 1):
-                sock = socket.socket()
-                sock.settimeout(1)
-                with contextlib.suppress(OSError):
-                    sock.connect(("127.0.0.1", port))
-                    sock.sendall(struct.pack("<q", number))
-                    sock.setblocking(False)
-                    socks[sock.fileno()], heard[sock.fileno()] = sock, b""
-    for fd in select.select(list(socks), [], [], 0.001)[0]:
-        sock = socks[fd]
-        try:
-            data = sock.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            del socks[fd]
-            continue
-        heard[fd] += data
-        while len(heard[fd]) >= words.size:
-            total, code, slot, _, length, _ = words.unpack_from(heard[fd])
-            if code not in (1, 2, 3) or (total > words.size and len(heard[fd]) < total):
-                break
-            heard[fd] = heard[fd][max(total, words.size):]
-            if code == 3:
-                rest = left.setdefault(fd, struct.pack("<q", size) + evil)
-                body, left[fd] = (rest[:length] + bytes(length))[:length], rest[length:]
-                num_taken += 1
-                head = words.pack(words.size, 2, slot, 0, length, 0)
-                say(sock, head + words.pack(words.size + length, 1, slot, 0, length, 0) + body)
-            elif code == 2:
-                say(sock, words.pack(words.size, 3, slot, 0, length, 0))
-print(len(known), num_taken, flush=True)
-"""
-
-
-OBJECTS = """
-import time
-import horovod.torch as hvd
-hvd.init()
-if hvd.rank() == 0:
-    time.sleep(1.0)
-got = hvd.allgather_object({"rank": hvd.rank(), "pad": "x" * 300})
-assert [one["rank"] for one in got] == [0, 1], got
-print("got both objects", flush=True)
-"""
-
-
-@pytest.mark.security
-@pytest.mark.skipif(not other_user.possible, reason=other_user.WHY_NOT)
-def test_who_takes_a_ranks_place_at_gloos_listener_runs_nothing(tmp_path: Path):
-    """Over gloo, which a user has to ask for.
-
-    The job may fail there, in words; what must not be is that it runs the pickle.
-    """
-    trap = tmp_path / "executed"
-    evil = pickle.dumps(_Touch(trap))
-    evil += b"." * (400 - len(evil))
-    job = script(tmp_path, OBJECTS)
-    thief = other_user.start(HIJACK, base64.b64encode(evil).decode(), str(len(evil)), "20")
-    try:
-        assert thief.stdout is not None
-        assert thief.stdout.readline() == "watching\n"
-        line = ["horovodrun", "-np", "2", sys.executable, job]
-        status, out, err = run_command(*line, env={"HORA_TRANSPORT": "gloo", "HOROVOD_GLOO_TIMEOUT_SECONDS": "15"})
-        said, _ = thief.communicate(timeout=60)
-    finally:
-        thief.kill()
-    assert not trap.exists()
-    assert status == 0 or "Error" in err, err
-    assert status != 0 or out.count("got both objects") == 2
-    assert int(said.split()[0]) > 0, said
-
-
-class _Touch:
-    """Unpickling it leaves a trace."""
-
-    def __init__(self, trap: Path) -> None:
-        self.trap = trap
-
-    def __reduce__(self) -> tuple:
-        return exec, (f"open({str(self.trap)!r}, 'w')",)
 
 
 WAITS = """

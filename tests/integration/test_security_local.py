@@ -187,9 +187,7 @@ def test_garbage_half_messages_huge_lengths_and_pickles(victim: Victim):
     victim.finish()
 
 
-@pytest.mark.parametrize(
-    "transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow), pytest.param("gloo", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_job_with_the_engine_survives_the_same(tmp_path: Path, transport: str):
     """And a crowd that says nothing, larger than the number of descriptors with which the ranks were started."""
     victim = Victim(tmp_path, ENGINE_JOB, HORA_TRANSPORT=transport)
@@ -198,7 +196,7 @@ def test_a_job_with_the_engine_survives_the_same(tmp_path: Path, transport: str)
         _, said = attacks(victim.trap)
         for port in victim.ports:
             for attack in said:
-                reaction(port, attack, limit_s=0.05)  # gloo says nothing to strangers
+                reaction(port, attack, limit_s=0.05)
         with ExitStack() as crowd:
             for port in victim.ports:
                 for _ in range(FEW_DESCRIPTORS + 100):

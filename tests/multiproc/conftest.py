@@ -3,7 +3,7 @@
     pytestmark = pytest.mark.ranks(1, 2, 3, 4)          # every test of the module, in worlds of these sizes
     @pytest.mark.ranks(2, 4, slow=(4,))                 # in a world of four only with `make test-slow`
     @pytest.mark.ranks(3, lost=(1,))                    # rank 1 is expected to die; the pool is then thrown away
-    @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "gloo"})
+    @pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
     @pytest.mark.over_network                           # and once more on three ranks, as if each were on its own host
     @pytest.mark.both_ways                              # and once more without the native part
 

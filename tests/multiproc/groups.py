@@ -1,23 +1,20 @@
-"""Groups between the ranks of a pool, below the engine: over gloo, and over streams plain, in clear, or encrypted."""
+"""Groups between the ranks of a pool, below the engine: over streams plain, in clear, or encrypted."""
 
 from __future__ import annotations
 
 import itertools
 import socket
 
-from hora.engine.transport.gloo import GlooGroup
 from hora.engine.transport.group import Group, connect
 from hora.engine.transport.stream import StreamGroup, Streams
 from hora.net.cipher import Records
 from hora.net.connection import Stream
 
-KINDS = ["gloo", "tcp", "encrypted"]
+KINDS = ["tcp", "encrypted"]
 SECRET = b"s" * 32
 
 
 def make_group(kind, store, member, num_members, check_alive=lambda: None, limit_s=600.0) -> Group:
-    if kind == "gloo":
-        return GlooGroup(store, member, num_members, address="127.0.0.1", check_alive=check_alive, limit_s=limit_s)
     what = f"{num_members} members to connect over {kind}"
     streams = connect(
         lambda: _streams(store, member, num_members, kind),

@@ -1,4 +1,4 @@
-"""gloo meets through the authenticated control connection instead of an open TCPStore."""
+"""torch's groups meet through the authenticated control connection instead of an open TCPStore."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from groups import make_group
 
-from hora.engine.request import Reduce
 from hora.engine.store import ControlStore
-from hora.engine.transport.distributed import DistributedTransport
 from hora.errors import HorovodInternalError
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.client import ControlClient
@@ -81,12 +78,12 @@ def test_waiting_for_a_key_ends_at_the_limit_or_by_the_guard(client):
 
 
 @pytest.mark.ranks(3)
-def test_gloo_meets_through_it(place, meeting):
+def test_a_group_of_torch_meets_through_it(place, meeting):
     client = ControlClient.connect(meeting, name=f"rank {place.rank}", timeout_s=30)
-    store = ControlStore(client, prefix="gloo", timeout_s=30)
-    transport = DistributedTransport(make_group("gloo", store, place.rank, place.size), place.rank, place.size)
+    store = ControlStore(client, prefix="group", timeout_s=30)
+    group = dist.ProcessGroupGloo(store, place.rank, place.size, timedelta(seconds=30))
     tensor = torch.arange(1000.0) * (place.rank + 1)
-    transport.allreduce([tensor], [tensor], Reduce())
-    transport.close()
+    group.allreduce([tensor]).wait()
+    del group
     client.close()
     assert torch.equal(tensor, torch.arange(1000.0) * 6)

@@ -17,12 +17,12 @@ from hora.engine.transport.distributed import DistributedTransport
 
 @pytest.mark.ranks(2)
 def test_every_operation_is_right(place):
-    cpu = DistributedTransport(make_group("gloo", place.store, place.rank, place.size), place.rank, place.size)
+    cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size), place.rank, place.size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_staging, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(cuda_staging, "mark", lambda: SimpleNamespace(synchronize=lambda: None))
         transport = cuda_staging.CudaStagingTransport(cpu)
-        assert transport.name == "staged-gloo"
+        assert transport.name == "staged-tcp"
         results = check_everything(transport, place.rank, place.size)
         transport.close()
     cpu.close()

@@ -57,7 +57,7 @@ class Mapped(Memory):
 @contextlib.contextmanager
 def made(place, check_alive=lambda: None, refuses=1 << 40):
     """The transport of this member, with slots that begin small. `refuses`: so many bytes cannot be had here."""
-    cpu = DistributedTransport(make_group("gloo", place.store, place.rank, place.size), place.rank, place.size)
+    cpu = DistributedTransport(make_group("tcp", place.store, place.rank, place.size), place.rank, place.size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "Shared", Shared)
         patch.setattr(device_memory, "Mapped", Mapped)

@@ -85,12 +85,12 @@ def test_nccl_batches_queue_back_to_back(place):
     transport.close()
 
 
-@pytest.mark.parametrize("through", ["cuda-ipc", "staged-gloo"])
+@pytest.mark.parametrize("through", ["cuda-ipc", "staged-tcp"])
 @pytest.mark.ranks(2, 4)
 def test_every_operation_of_ranks_that_share_a_gpu(place, through):
     torch.cuda.set_device(0)
     near = dist.PrefixStore("cpu", place.store)
-    cpu = DistributedTransport(make_group("gloo", near, place.rank, place.size), place.rank, place.size)
+    cpu = DistributedTransport(make_group("tcp", near, place.rank, place.size), place.rank, place.size)
     share = Provider(place, dist.PrefixStore("share", place.store)) if through == "cuda-ipc" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "SMALL_BYTES", 64)

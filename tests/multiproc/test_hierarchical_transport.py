@@ -60,7 +60,7 @@ def within(place, name):
 @contextlib.contextmanager
 def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name=""):
     """`native`: as the engine would do it, unless a test says what it wants."""
-    native = library() is not None and kind != "gloo" if native is None else native
+    native = library() is not None if native is None else native
     place = within(place, name) if name else place
     (number,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[number]

@@ -57,7 +57,7 @@ def test_a_signal_handler_may_shut_down_whatever_it_interrupts(where):
     _shut_down_in(agreement, {"submit": "announce", "drive": "poll"}[where])
 
 
-@pytest.mark.ranks(2, env={"HORA_TRANSPORT": "gloo"})
+@pytest.mark.ranks(2, env={"HORA_TRANSPORT": "tcp"})
 def test_a_signal_handler_may_shut_down_in_the_middle_of_a_message():
     hvd.init()
     link = next(iter(current_runtime()._hub._links.values()))

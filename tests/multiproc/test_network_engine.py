@@ -1,4 +1,4 @@
-"""The engine without shared memory, as if each rank were on a host of its own: process sets, gloo, encryption."""
+"""The engine without shared memory, as if each rank were on a host of its own: process sets, encryption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 import horovod.torch as hvd
 from hora import engine
 
-gloo = {"HORA_TRANSPORT": "gloo"}
 tcp = {"HORA_TRANSPORT": "tcp"}
 encrypted = tcp | {"HORA_ENCRYPT": "always"}
 
@@ -52,11 +51,11 @@ def test_sets_connect_at_the_same_time():
     hvd.shutdown()
 
 
-@pytest.mark.ranks(2, env=gloo)
+@pytest.mark.ranks(2, env=tcp)
 def test_the_users_own_default_group_is_free():
     hvd.init()
     hvd.allreduce(torch.ones(3))
-    assert engine.current_runtime().process_sets.queue(0).transport("cpu").name == "gloo"
+    assert engine.current_runtime().process_sets.queue(0).transport("cpu").name == "tcp"
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -87,7 +87,7 @@ def test_autotune_tries_settings_stops_and_changes_no_result():
     check_autotune()
 
 
-@pytest.mark.ranks(2, env=TRIALS | {"HORA_TRANSPORT": "gloo"})
+@pytest.mark.ranks(2, env=TRIALS | {"HORA_TRANSPORT": "tcp"})
 def test_autotune_without_shared_memory():
     check_autotune()
 

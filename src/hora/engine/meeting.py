@@ -53,7 +53,7 @@ class Meeting(Protocol):
         """This rank's keys in its world, of which `epoch` names this initialisation."""
 
     def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
-        """A torch store for gloo and NCCL whose keys cannot clash with other prefixes."""
+        """A torch store for NCCL whose keys cannot clash with other prefixes."""
 
 
 class _TableMeeting:

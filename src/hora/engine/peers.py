@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-from hora.config import EngineConfig, accept_risk
+from hora.config import EngineConfig
 from hora.engine.hub import Hub, HubEvents
 from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
@@ -140,10 +140,6 @@ class Peers:
         settings = self._introductions[0].settings
         assert settings is not None
         self.config = replace(self.config, **asdict(settings))
-        if self.config.transport == "gloo" and len(self.hosts) > 1:
-            accept_risk(
-                "tensors travel between hosts over gloo, neither authenticated nor encrypted", warn=not world.rank
-            )
         if (
             len(self.hosts) == 1 and not self._may_share
         ):  # by rank 0's settings the ranks of one host need a network, too
@@ -286,7 +282,7 @@ class Peers:
 
     def spans_hosts(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks do not all share memory, and have connections of our own between them."""
-        return len(ranks) > 1 and not self.can_share(ranks) and self.config.transport != "gloo"
+        return len(ranks) > 1 and not self.can_share(ranks)
 
     @property
     def sharing(self) -> list[list[int]]:
@@ -369,11 +365,8 @@ class Peers:
             member=list(ranks).index(self._world.rank),
             hosts=self.hosts if self._may_share else [[rank] for rank in ranks],
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
-            streams=None
-            if self.config.transport == "gloo"
-            else lambda name, some: self._streams(f"{label}/{device}/{name}", some),
+            streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some),
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),
-            address=self._address(),
             cuda_ipc=self.config.cuda_ipc,
             native=all(peer.has_native and peer.encrypts_natively for peer in self._introductions),
             check_alive=check_alive,

@@ -1,6 +1,6 @@
 """A torch.distributed Store over the job's authenticated control connection.
 
-gloo and NCCL publish their addresses in a Store. With this one they meet through the launcher's rendezvous, which checks
+NCCL publishes its addresses in a Store. With this one they meet through the launcher's rendezvous, which checks
 the job's secret, instead of an open TCPStore. Only small values pass here, never tensors. The meeting makes one per
 transport, with a prefix of its own; torch calls the methods, also from threads of its own.
 """
@@ -107,5 +107,5 @@ class ControlStore(Store):
 
 
 def _bytes(value: str | bytes) -> bytes:
-    # gloo's values are binary and arrive as bytes; Python callers also pass text.
+    # Values may be binary; Python callers also pass text.
     return value.encode() if isinstance(value, str) else bytes(value)

@@ -22,13 +22,12 @@ SHAPE_WEIGHTS = (3, 1, 4, 6, 6, 5, 4, 3, 1, 1)
 SETTINGS = (
     (),
     (("HORA_TRANSPORT", "tcp"),),
-    (("HORA_TRANSPORT", "gloo"),),
     (("HOROVOD_FUSION_THRESHOLD", "64"),),
     (("HOROVOD_FUSION_THRESHOLD", "0"), ("HOROVOD_CACHE_CAPACITY", "0")),
     (("HOROVOD_CACHE_CAPACITY", "2"),),
     (("HOROVOD_DISABLE_GROUP_FUSION", "1"),),
 )
-SETTING_WEIGHTS = (10, 3, 1, 2, 1, 2, 1)
+SETTING_WEIGHTS = (10, 4, 2, 1, 2, 1)
 
 
 def generate(

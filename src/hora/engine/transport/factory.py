@@ -10,7 +10,6 @@ from torch._C._distributed_c10d import Store
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.transport.gloo import GlooGroup
 from hora.engine.transport.group import Group, connect
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.local import LocalTransport
@@ -29,19 +28,17 @@ class Topology:
     """The hosts of a set's members, and how to reach them.
 
     `hosts` lists ranks that share memory; `share` gives several ranks of one host the same new segment
-    (collective); `streams` makes connections, under a name of their own, between ranks that call it together (None: the
-    user wants gloo instead). For gloo and NCCL: `store` makes a torch store with a name of its own; `address` is this
-    host's address towards the others. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all ranks of the world have
-    the native part, which can also encrypt on all of them where anything is encrypted.
+    (collective); `streams` makes connections, under a name of their own, between ranks that call it together. For NCCL:
+    `store` makes a torch store with a name of its own. `cuda_ipc`: ranks on one GPU may share its memory. `native`: all
+    ranks of the world have the native part, which can also encrypt on all of them where anything is encrypted.
     """
 
     ranks: Sequence[int]
     member: int
     hosts: Sequence[Sequence[int]]
     share: Callable[[Sequence[int], int], Segment]
-    streams: Callable[[str, Sequence[int]], Streams] | None
+    streams: Callable[[str, Sequence[int]], Streams]
     store: Callable[[str], Store | None]
-    address: str
     cuda_ipc: bool
     native: bool
     check_alive: AliveCheck
@@ -84,7 +81,7 @@ def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport
         topology.member,
         share=lambda num_bytes: topology.share(here, num_bytes),
         connect=lambda name, some: _group(topology, name, some),
-        native=topology.native and topology.streams is not None,
+        native=topology.native,
         check_alive=topology.check_alive,
         limit_s=_COLLECTIVE_LIMIT_S,
     )
@@ -93,13 +90,10 @@ def between_hosts(topology: Topology, local: Transport) -> HierarchicalTransport
 def _group(topology: Topology, name: str, members: Sequence[int]) -> Group:
     """Connections between some members, who call this together."""
     me, num_members = list(members).index(topology.member), len(members)
-    check_alive, limit_s, make = topology.check_alive, _COLLECTIVE_LIMIT_S, topology.streams
-    if make is None:
-        store = _store(topology, name)
-        return GlooGroup(store, me, num_members, address=topology.address, check_alive=check_alive, limit_s=limit_s)
+    check_alive, limit_s = topology.check_alive, _COLLECTIVE_LIMIT_S
     ranks = [topology.ranks[member] for member in members]
     what = f"{num_members} members to connect to one another"
-    streams = connect(lambda: make(name, ranks), what=what, check_alive=check_alive, limit_s=limit_s)
+    streams = connect(lambda: topology.streams(name, ranks), what=what, check_alive=check_alive, limit_s=limit_s)
     return StreamGroup(streams, me, num_members, check_alive=check_alive, limit_s=limit_s)
 
 
