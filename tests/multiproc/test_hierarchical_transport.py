@@ -204,7 +204,11 @@ def halves(place, hosts, transport, number, dtype, reduce, count):
 HEADER = bytes(range(32))
 
 
-@pytest.mark.parametrize("hosts", [PLACES["even"], PLACES["apart"]], ids=["even", "apart"])
+@pytest.mark.parametrize(
+    "hosts",
+    [PLACES["even"], PLACES["apart"], [[0, 1, 2], [3]], [[0], [1, 2], [3]]],
+    ids=["even", "apart", "more", "uneven"],
+)
 @pytest.mark.ranks(4)
 def test_halves_of_an_allreduce_give_the_bits_of_a_whole_one(place, hosts):
     if library() is None:

@@ -289,11 +289,10 @@ class Peers:
         """The ranks of each host that may share memory: each alone where none may."""
         return self.hosts if self._may_share else [[rank] for rank in range(self._world.size)]
 
-    def even_hosts(self, ranks: Sequence[int]) -> bool:
-        """Return whether these ranks are as many on each host that has some, and numbered host by host."""
+    def in_host_order(self, ranks: Sequence[int]) -> bool:
+        """Return whether these ranks are numbered host by host."""
         hosts = sorted([rank for rank in ranks if rank in host] for host in self.sharing)
-        sizes = {len(host) for host in hosts if host}
-        return len(sizes) == 1 and [rank for host in hosts for rank in host] == sorted(ranks)
+        return [rank for host in hosts for rank in host] == sorted(ranks)
 
     @property
     def _may_share(self) -> bool:

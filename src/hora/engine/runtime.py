@@ -102,19 +102,11 @@ class Runtime:
         """The number of hosts between which data travels over a network: ranks that may share no memory are hosts, too."""
         return 1 if self._peers is None else len(self._peers.sharing)
 
-    def compresses(self, process_set_id: int) -> bool:
-        """Return whether CPU reductions of a set travel over a network, so that `submit` takes a code for them."""
-        ranks = self.process_sets.ranks(process_set_id)
-        return self._peers is not None and len(ranks) > 1 and not self._peers.can_share(ranks)
-
-    def spans_hosts(self, process_set_id: int) -> bool:
-        """Return whether a set's members are on several hosts, between which the engine has connections of its own."""
-        return self._peers is not None and self._peers.spans_hosts(self.process_sets.ranks(process_set_id))
-
-    def spans_even_hosts(self, process_set_id: int) -> bool:
-        """Return whether, besides, as many members are on each host, numbered host by host."""
-        ranks = self.process_sets.ranks(process_set_id)
-        return self._peers is not None and self._peers.spans_hosts(ranks) and self._peers.even_hosts(ranks)
+    def spans_hosts(self, process_set_id: int, *, in_order: bool = False) -> bool:
+        """Return whether a set's members are on several hosts, so that CPU reductions travel over a network and `submit`
+        takes a code for them. `in_order`: and are numbered host by host."""
+        ranks, peers = self.process_sets.ranks(process_set_id), self._peers
+        return peers is not None and peers.spans_hosts(ranks) and (not in_order or peers.in_host_order(ranks))
 
     # Operations.
 

@@ -337,7 +337,7 @@ def _run_compressed(
         raise ValueError("Compression.powersgd needs steps to learn from: pass it to DistributedOptimizer")
     if compression is not NoneCompressor and collective.kind is Kind.ALLREDUCE:
         code = code_for(compression, [_check_tensor(tensor) for tensor in tensors], op=collective.op)
-        if code and engine.current_runtime().compresses(registered_id(collective.process_set)):
+        if code and engine.current_runtime().spans_hosts(registered_id(collective.process_set)):
             return list(differentiable(collective._replace(code=code), tensors))
     pairs = [compression.compress(_check_tensor(tensor)) for tensor in tensors]
     results = differentiable(collective, [small for small, _ in pairs])

@@ -186,7 +186,7 @@ def measure_link() -> Link:
     """Time allreduces over all ranks, as gradients travel (collective, a few seconds). ValueError where all ranks are on one
     host."""
     runtime = engine.current_runtime()
-    if not runtime.compresses(0):
+    if not runtime.spans_hosts(0):
         raise ValueError("all ranks are on one host: there is no link to plan for")
     before = _segments()
     latency_s, count = _sum_s(1), 2**16

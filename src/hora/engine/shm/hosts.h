@@ -7,9 +7,9 @@
  * all (B). The hosts are combined in their order either way, so the bits do not depend on the cut. Staged data goes through
  * the host's memory; resident data lies there already, and each carrier has its slice of it to itself.
  *
- * A job may be half of an allreduce of resident data, of which every member of every host has a slice, `stride` elements
- * from that of the same member of the next host. SCATTER: each carrier gets all members' sum of its own slice. GATHER: it
- * sends its slice to all, and gives what comes to all members of its host.
+ * A job may be half of an allreduce of resident data, of which every member owns a slice, in their order, host by host. A
+ * carrier carries a part of what the members of each host own. SCATTER: it gets all members' sum of its part of this host's,
+ * for the owners. GATHER: it sends that to all, and gives what comes to all members of its host.
  *
  * A checked job, which nobody has announced, begins with a header on every stream. If those of all hosts are equal, they
  * have the same thing to do; if not, the job is VOID on every host, before anything has been changed.
@@ -55,7 +55,8 @@ struct hosts_job {
     const float *weights; /* of the hosts, in an average of half precision; else NULL */
     int64_t num_tensors, begin, end; /* `begin`, `end`: this carrier's elements of resident data; of staged data all */
     int64_t most, first, num_pieces; /* `most` elements make a slice */
-    int64_t stride;
+    const int64_t *begins, *counts; /* of half an allreduce: this carrier's part of what each host owns */
+    int64_t first_owned, owned; /* the first element that this host owns, and how many each member does */
     struct numbers inside, between, last; /* of members, of hosts; of the result, where a code comes in between */
     double stage; /* times this before anything else */
     int32_t resident, code, two_steps, window, kind, check, greeting;
@@ -373,25 +374,55 @@ static void fill(const struct hosts_job *job, int64_t index) {
     }
 }
 
-/* Elements of the slice of the same member of host h, in the memory of a member of this host. */
-static char *of_host(const struct hosts_job *job, int member, struct span span, int h) {
-    return (char *)(uintptr_t)job->inputs[member] + (span.begin + h * job->stride) * size_of(job);
+/* Find the resident data of the members, times `stage`: in the cache, just before it is read. */
+static void stage_operands(const struct hosts_job *job, struct span span, const void **operands) {
+    for (int m = 0; m < job->hosts->num_local; m++) {
+        operands[m] = job->inputs[m] + span.begin * size_of(job);
+        if (job->stage != 1.0)
+            stage((enum dtype)job->inside.dtype, operands[m], (char *)(uintptr_t)operands[m], (size_t)span.count, job->stage);
+    }
 }
 
-/* Begin to send each host what this one has of its slice, or all hosts the own slice. */
-static int combine_half(struct hosts_job *job, int64_t index, struct span span) {
+/* This carrier's part, in this piece, of what host h owns. */
+static struct span half_of(const struct hosts_job *job, int64_t index, int h) {
+    struct span span = {job->begins[h] + index * job->most, job->counts[h] - index * job->most};
+    if (span.count > job->most) span.count = job->most;
+    if (span.count < 0) span.count = 0;
+    return span;
+}
+
+/* Copy elements that this host owns from or to their owners, where these are other members. */
+static void copy_owned(const struct hosts_job *job, struct span span, int to_owners) {
     const struct hosts *hosts = job->hosts;
-    int64_t num_bytes = span.count * size_of(job);
+    int64_t size = size_of(job), end = span.begin + span.count;
+    for (int m = 0; m < hosts->num_local; m++) {
+        int64_t begin = job->first_owned + m * job->owned, stop = begin + job->owned;
+        if (begin < span.begin) begin = span.begin;
+        if (stop > end) stop = end;
+        if (m == hosts->member || begin >= stop) continue;
+        char *mine = (char *)(uintptr_t)job->inputs[hosts->member] + begin * size;
+        char *theirs = (char *)(uintptr_t)job->inputs[m] + begin * size;
+        memcpy(to_owners ? theirs : mine, to_owners ? mine : theirs, (size_t)((stop - begin) * size));
+    }
+}
+
+/* Begin to send each host what this one has of its elements, or all hosts what this one owns. */
+static int combine_half(struct hosts_job *job, int64_t index) {
+    const struct hosts *hosts = job->hosts;
+    int64_t size = size_of(job);
     const void *operands[hosts->num_local];
+    struct span own = half_of(job, index, hosts->host);
+    if (job->kind == GATHER) copy_owned(job, own, 0); /* all of it is overwritten whatever becomes of the job */
     for (int h = 0; h < hosts->num_hosts; h++) {
-        char *from = of_host(job, hosts->member, span, hosts->host);
+        struct span span = job->kind == SCATTER ? half_of(job, index, h) : own;
+        char *from = (char *)(uintptr_t)job->inputs[hosts->member] + span.begin * size;
         if (job->kind == SCATTER) {
-            from = ring_room(hosts, OURS, index) + h * job->most * size_of(job);
-            for (int m = 0; m < hosts->num_local; m++) operands[m] = of_host(job, m, span, h);
+            from = ring_room(hosts, OURS, index) + h * job->most * size;
+            stage_operands(job, span, operands);
             add_up(&job->inside, hosts->num_local, operands, from, span.count);
         }
         if (h == hosts->host) continue;
-        enqueue(&hosts->outgoing[h], from, num_bytes);
+        enqueue(&hosts->outgoing[h], from, span.count * size);
         job->sent_a[index % QUEUE] = hosts->outgoing[h].num_queued;
     }
     return push_all(job);
@@ -400,18 +431,15 @@ static int combine_half(struct hosts_job *job, int64_t index, struct span span) 
 /* Combine the own slice of all members of this host, and begin to send it. */
 static int combine(struct hosts_job *job, int64_t index) {
     const struct hosts *hosts = job->hosts;
+    if (job->kind) return combine_half(job, index);
     struct span span = slice_of(job, index, hosts->member);
     int64_t size = size_of(job), at = 0;
     if (span.count <= 0) return 0;
-    if (job->kind) return combine_half(job, index, span);
     const void *operands[hosts->num_local];
     const char *own = own_data(job, span);
-    for (int m = 0; m < hosts->num_local; m++) {
-        operands[m] = job->resident ? job->inputs[m] + span.begin * size
-                                    : input_of(hosts, job->first + index, m, hosts->member);
-        if (job->resident && job->stage != 1.0) /* in the cache, just before it is read */
-            stage((enum dtype)job->inside.dtype, operands[m], (char *)(uintptr_t)operands[m], (size_t)span.count, job->stage);
-    }
+    if (job->resident) stage_operands(job, span, operands);
+    for (int m = 0; m < hosts->num_local && !job->resident; m++)
+        operands[m] = input_of(hosts, job->first + index, m, hosts->member);
     if (own) operands[hosts->member] = own;
     char *ours = combined_place(job, index, span), *coded = ring_room(hosts, CODED, job->first + index);
     if (ours != own) add_up(&job->inside, hosts->num_local, operands, ours, span.count);
@@ -495,23 +523,42 @@ static int compare(struct hosts_job *job, long slice_ns) {
     return COMPLETE;
 }
 
-/* Receive what the other hosts have of the own slice, and combine it, or their slices, for all members of this host. */
-static int receive_half(struct hosts_job *job, int64_t index, struct span span, long slice_ns) {
+/* Combine what the hosts have. */
+static void add_up_hosts(const struct hosts_job *job, const void *const *operands, void *out, int64_t count) {
+    if (job->weights)
+        add_up_weighted(&job->between, job->weights, job->hosts->num_hosts, operands, out, count);
+    else
+        add_up(&job->between, job->hosts->num_hosts, operands, out, count);
+}
+
+/* Receive what the other hosts have of the own elements, and combine it, or what they own, for all members of this host. */
+static int receive_half(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
-    int scatters = job->kind == SCATTER;
+    int64_t size = size_of(job);
+    struct span own = half_of(job, index, hosts->host);
+    char *place = (char *)(uintptr_t)job->inputs[hosts->member];
     const void *operands[hosts->num_hosts];
     for (int h = 0; h < hosts->num_hosts; h++) {
-        char *to = scatters ? theirs_of(hosts, h) : of_host(job, hosts->member, span, h);
-        operands[h] = scatters && h == hosts->host ? ring_room(hosts, OURS, index) + h * job->most * size_of(job) : to;
-        if (h != hosts->host && !job->asked) enqueue(&hosts->incoming[h], to, span.count * size_of(job));
+        struct span span = job->kind == SCATTER ? own : half_of(job, index, h);
+        char *to = job->kind == SCATTER ? theirs_of(hosts, h) : place + span.begin * size;
+        operands[h] = h == hosts->host ? ring_room(hosts, OURS, index) + h * job->most * size : to;
+        if (h != hosts->host && !job->asked) enqueue(&hosts->incoming[h], to, span.count * size);
     }
     job->asked = 1;
     int outcome = settle(job, job->sent_a[index % QUEUE], slice_ns);
     if (outcome != COMPLETE) return outcome;
-    if (scatters) add_up(&job->between, hosts->num_hosts, operands, of_host(job, hosts->member, span, hosts->host), span.count);
-    for (int h = 0; h < hosts->num_hosts && !scatters; h++)
+    if (job->kind == SCATTER) {
+        add_up_hosts(job, operands, place + own.begin * size, own.count);
+        copy_owned(job, own, 1);
+        return COMPLETE;
+    }
+    for (int h = 0; h < hosts->num_hosts; h++) {
+        struct span span = half_of(job, index, h);
         for (int m = 0; m < hosts->num_local; m++)
-            if (m != hosts->member) memcpy(of_host(job, m, span, h), operands[h], (size_t)(span.count * size_of(job)));
+            if (m != hosts->member)
+                memcpy((char *)(uintptr_t)job->inputs[m] + span.begin * size, place + span.begin * size,
+                       (size_t)(span.count * size));
+    }
     return COMPLETE;
 }
 
@@ -519,13 +566,13 @@ static int receive_half(struct hosts_job *job, int64_t index, struct span span, 
 static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
     const struct hosts *hosts = job->hosts;
     struct span span = slice_of(job, index, hosts->member);
-    if (span.count <= 0) {
+    if (!job->kind && span.count <= 0) {
         if (!job->two_steps) complete_slice(job, index, span);
         return COMPLETE;
     }
     int outcome = job->greeting == SENT ? compare(job, slice_ns) : COMPLETE;
     if (outcome != COMPLETE) return outcome;
-    if (job->kind) return receive_half(job, index, span, slice_ns);
+    if (job->kind) return receive_half(job, index, slice_ns);
     struct span part = part_of(job, span.count, hosts->host);
     char *result = result_place(job, index, span) + part.begin * size_of(job);
     ask(job, span, result, 0);
@@ -539,10 +586,7 @@ static int receive(struct hosts_job *job, int64_t index, long slice_ns) {
         else if (job->code)
             decode(job->code, theirs_of(hosts, h), (float *)(void *)decoded_of(hosts, h), part.count);
     }
-    if (job->weights)
-        add_up_weighted(&job->between, job->weights, hosts->num_hosts, operands, result, part.count);
-    else
-        add_up(&job->between, hosts->num_hosts, operands, result, part.count);
+    add_up_hosts(job, operands, result, part.count);
     if (!job->two_steps) {
         complete_slice(job, index, span);
         return COMPLETE;

@@ -77,11 +77,6 @@ class DistributedTransport:
             if any(source.numel() for source in sources)
         )
 
-    def start_reduce(self, tensor: torch.Tensor, turn: int, reduce: Reduce) -> InTwoHalves:
-        """An allreduce of one tensor in place; of two that overlap, one has turn 0 and one turn 1."""
-        arithmetic = arithmetic_of(reduce, tensor.dtype, self._num_members, weights=self._weights)
-        return self._reduce(_Portion([tensor], [tensor], turn), reduce.op, arithmetic)
-
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         n, me, dtype = self._num_members, self._member, inputs[0].dtype
         assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
@@ -175,19 +170,10 @@ class DistributedTransport:
         # Rows beyond the counts stay at home.
         return self._group.start_alltoall(output, input[: sum(send_counts)], receive_counts, send_counts)
 
-    def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int], turn: int) -> Pending:
-        """Begin to gather one tensor of all members, for `finish`; of two that overlap, one has turn 0 and one turn 1."""
-        n, count = self._num_members, own.numel()
-        if all(each == count for each in counts):
-            return self._group.start_allgather(as_bytes(gathered), as_bytes(own))
-        if n == 2:
-            gathered.split(list(counts))[self._member].copy_(own)
-            other = gathered[count:] if self._member == 0 else gathered[: counts[0]]
-            send, receive = ([0, count], [0, counts[1]]) if self._member == 0 else ([count, 0], [counts[0], 0])
-            return self.start_alltoall(own, other, send, receive)
-        copies = self._buffers.take(f"copies{turn}", n * count, own.dtype)
-        copies.view(n, count).copy_(own)
-        return self.start_alltoall(copies, gathered, [count] * n, counts)
+    def start_gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> Pending:
+        """Begin to gather one tensor of all members, for `finish`; `gathered` is contiguous in member order."""
+        sizes = [count * own.itemsize for count in counts]
+        return self._group.start_allgather(as_bytes(gathered), as_bytes(own), sizes)
 
     def finish(self, pending: Pending) -> None:
         """Wait for what was started."""
@@ -211,9 +197,7 @@ class DistributedTransport:
     def _reduce(self, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
         if isinstance(self._group, NcclGroup) and self._group.reduces(arithmetic.dtype):
             return self._reduce_natively(self._group, portion, op, arithmetic)
-        if self._num_members == 2:
-            return self._reduce_with_partner(portion, arithmetic)
-        if portion.total * arithmetic.dtype.itemsize <= _ONE_STEP_BYTES:
+        if self._num_members == 2 or portion.total * arithmetic.dtype.itemsize <= _ONE_STEP_BYTES:
             return self._reduce_in_one_step(portion, arithmetic)
         return self._reduce_in_two_steps(portion, arithmetic)
 
@@ -231,30 +215,18 @@ class DistributedTransport:
         if not portion.single:
             unpack(work, portion.results)
 
-    def _reduce_with_partner(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
-        """Two members swap everything and both compute the same: one step, and no more traffic than two."""
+    def _reduce_in_one_step(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
+        """All members get everything and compute the same."""
+        n, total = self._num_members, portion.total
         own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
-        other = self._take("other", portion.total, portion)
-        counts = [0, portion.total] if self._member == 0 else [portion.total, 0]
-        pending = self.start_alltoall(own, other, counts, counts)
+        received = self._take("received", n * total, portion)
+        pending = self.start_gather(own, received, [total] * n)
         yield
         self._group.finish(pending)
-        out = portion.results[0] if portion.single else other
-        self._combine(arithmetic, (own, other) if self._member == 0 else (other, own), out)
+        out = portion.results[0] if portion.single else own
+        self._combine(arithmetic, received.split(total), out)
         if not portion.single:
             unpack(out, portion.results)
-
-    def _reduce_in_one_step(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
-        n, total = self._num_members, portion.total
-        own = self._prepare(portion, arithmetic)
-        copies = self._take("copies", n * total, portion)
-        copies.view(n, total).copy_(own)
-        received = self._take("received", n * total, portion)
-        pending = self.start_alltoall(copies, received, [total] * n, [total] * n)
-        yield
-        self._group.finish(pending)
-        self._combine(arithmetic, received.split(total), own)
-        unpack(own, portion.results)
 
     def _reduce_in_two_steps(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
         """Member m receives slice m of all and combines it; then all receive all slices."""
@@ -267,11 +239,8 @@ class DistributedTransport:
         self._group.finish(pending)
         reduced = received[: slices[me]]
         self._combine(arithmetic, received.split(max(slices[me], 1)), reduced)
-        # Not an allgather, which on gloo goes round a ring and through memory of its own: this goes directly.
-        copies = self._take("copies", n * slices[me], portion)
-        copies.view(n, slices[me]).copy_(reduced)
         gathered = portion.results[0] if portion.single else self._take("gathered", portion.total, portion)
-        self._group.finish(self.start_alltoall(copies, gathered, [slices[me]] * n, slices))
+        self._gather(reduced, gathered, slices)
         if not portion.single:
             unpack(gathered, portion.results)
 
@@ -297,22 +266,8 @@ class DistributedTransport:
             self.alltoall(own, other, counts, counts)
 
     def _gather(self, own: torch.Tensor, gathered: torch.Tensor, counts: Sequence[int]) -> None:
-        """One tensor of all members; `gathered` is contiguous in member order."""
-        n, total = self._num_members, sum(counts)
-        if total == 0:
-            return
-        if all(count == counts[0] for count in counts):
-            self._group.finish(self._group.start_allgather(as_bytes(gathered), as_bytes(own)))
-        elif total * own.dtype.itemsize <= _ONE_STEP_BYTES * n:
-            copies = self._buffers.take("copies", n * own.numel(), own.dtype)
-            copies.view(n, own.numel()).copy_(own)
-            self.alltoall(copies, gathered, [own.numel()] * n, counts)
-        else:
-            for m, part in enumerate(gathered.split(list(counts))):
-                if m == self._member:
-                    part.copy_(own)
-                if counts[m]:
-                    self._broadcast(part, m)
+        if sum(counts):
+            self._group.finish(self.start_gather(own, gathered, counts))
 
     def _pack(self, purpose: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         packed = self._buffers.take(purpose, sum(t.numel() for t in tensors), tensors[0].dtype)

@@ -3,8 +3,7 @@
 Every wait makes the liveness check several times a second; when that raises, the limit passes or a peer's connection
 breaks, the group is discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again.
 What the bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `stream` has our own kind, for CPU
-tensors; `nccl` has torch.distributed's, built straight on a store (`init_process_group` is not used, so the user's own default
-group stays free).
+tensors; `nccl` has torch.distributed's.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from hora.engine.transport.base import AliveCheck
-from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
-__all__ = ["SLICE", "Group", "Pending", "ProcessGroup", "connect"]
+__all__ = ["SLICE", "Group", "Pending", "connect"]
 
 SLICE = timedelta(milliseconds=50)
 # A backend notices a broken connection before the engine has learnt who died, but only the engine can name the rank.
@@ -52,8 +49,8 @@ class Group(ABC):
         """Element counts per member; everything travels directly from sender to receiver, in one step."""
 
     @abstractmethod
-    def start_allgather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        """Equal parts from every member."""
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Pending:
+        """Every member's elements, so many of each, in member order."""
 
     @abstractmethod
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
@@ -96,43 +93,6 @@ class Group(ABC):
         while time.monotonic() < deadline:
             self._check_alive()
             pause.wait(0.02)
-
-
-class ProcessGroup(Group):
-    """A group of torch.distributed."""
-
-    def __init__(self, *, check_alive: AliveCheck, limit_s: float) -> None:
-        super().__init__(check_alive=check_alive, limit_s=limit_s)
-        self._process_group: Any = None
-
-    def start_alltoall(
-        self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
-    ) -> Pending:
-        # As bytes: backends that know few dtypes can still move all of them.
-        counts = [[count * input.dtype.itemsize for count in each] for each in (receive_counts, send_counts)]
-        return self._start("alltoall", lambda group: group.alltoall_base(as_bytes(output), as_bytes(input), *counts))
-
-    def start_allgather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        return self._start("allgather", lambda group: group._allgather_base(output, input))
-
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return self._start("broadcast", lambda group: group.broadcast([tensor], options))
-
-    def close(self) -> None:
-        self._process_group = None
-
-    def discard(self) -> None:
-        self._process_group = None
-
-    def _start(self, what: str, begin: Callable[[Any], Any]) -> Pending:
-        if self._process_group is None:
-            raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
-        try:
-            return begin(self._process_group), what
-        except RuntimeError as error:
-            self._fail(error, what)
 
 
 def connect(make: Callable[[], T], *, what: str, check_alive: AliveCheck, limit_s: float) -> T:

@@ -17,7 +17,8 @@ the same in Python, and what else there is. The engine makes it and gives it `lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,19 +32,17 @@ from hora.engine.transport.codes import CODES, Code
 from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.division import Division, Portion, consecutive, portions, where
 from hora.engine.transport.group import Group
-from hora.engine.transport.native_hosts import HEADER_BYTES, NativeHosts, Scaling, cut_for
+from hora.engine.transport.native_hosts import HEADER_BYTES, Cut, NativeHosts, Scaling, cut_for
 from hora.engine.transport.packing import (
     Buffers,
     InTwoHalves,
     complete,
     copy,
     overlap,
-    pack,
     spread,
     total,
     unpack,
 )
-from hora.engine.transport.packing import portions as packed_portions
 from hora.engine.transport.stream import StreamGroup
 
 __all__ = ["HierarchicalTransport"]
@@ -125,14 +124,9 @@ class HierarchicalTransport:
         steps = self._steps(reduce, inputs[0].dtype)
         if self._native is not None and steps.native is not None:
             self._native.allreduce(inputs, outputs, steps.native, residuals)
-        elif reduce.code:
-            with single_threaded():
-                self._allreduce_coded(inputs, outputs, reduce, residuals)
-        elif self._apart is not None:
-            self._apart.allreduce(inputs, outputs, reduce)
         else:
-            cut = enumerate(packed_portions(inputs, outputs, self._limit(inputs[0])))
-            overlap(self._reduce(sources, results, number % 2, steps) for number, (sources, results) in cut)
+            with single_threaded():
+                self._allreduce_in_python(inputs, outputs, reduce, residuals)
 
     def allreduce_resident(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
         """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all of
@@ -150,41 +144,56 @@ class HierarchicalTransport:
         return self._reduce_own_slice(places, reduce, residual, header, most_records)
 
     def half(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
-        """A reducescatter of data that lies in this host's memory, into the own slice of the own place, or an allgather of
-        the own slices, into all places. Members are numbered host by host, as many on each, and have slices of one length in
-        that order. On nobody's word, as `allreduce_unannounced`."""
-        count = places[0].numel() // self._num_members
-        begin, stride = self._index * count, len(self._here) * count
-        steps, native = self._steps(reduce, places[0].dtype), self._native
-        if native is not None and steps.native is not None and steps.native.stage == 1.0:
-            return native.half(kind, places, begin, count, stride, steps.native, header, most_records)
+        """This member's part of a reducescatter of data that lies in this host's memory, into each member's own slice of its
+        place, or of an allgather of the own slices, into all places. Members are numbered host by host, and own slices of
+        one length in that order. On nobody's word, as `allreduce_unannounced`."""
+        owned, num_hosts = places[0].numel() // self._num_members, len(self._hosts)
+        spans, native, steps = self._spans(owned), self._native, self._steps(reduce, places[0].dtype)
+        if self._between is None or not any(spans):
+            return True
+        if native is not None and steps.native is not None:
+            first = self._here[0] * owned
+            return native.half(kind, places, spans, first, owned, steps.native, header, most_records)
         if not self._have_all(header, most_records):
             return False
+        counts, dtype = [len(span) for span in spans], places[0].dtype
+        whole = self._buffers.take("whole", sum(counts), dtype)
+        parts, mine = whole.split(counts), self._buffers.take("mine0", counts[self._host], dtype)
         with single_threaded():
-            self._half(
-                kind, [place.view(len(self._hosts), stride)[:, begin : begin + count] for place in places], reduce
-            )
+            if kind is Kind.ALLGATHER:
+                for member, there, here in self._owners(spans[self._host], owned):
+                    copy(places[member][there], mine[here])
+                self._between.allgather([mine], [whole], [counts])
+                for place, host in itertools.product(places, range(num_hosts)):
+                    copy(parts[host], place[spans[host].start : spans[host].stop])
+                return True
+            inside = arithmetic_of(steps.inside, dtype, len(places))
+            for span, part in zip(spans, parts, strict=True):
+                slices = [place[span.start : span.stop] for place in places]
+                for each in slices:
+                    inside.prepare_(each)
+                inside.reduce(slices, part, self._buffers.take("scratch", len(span), dtype))
+            self._between.reducescatter([whole], [mine], [counts], steps.between)
+            steps.end.finish_(mine)
+            for member, there, here in self._owners(spans[self._host], owned):
+                copy(mine[here], places[member][there])
         return True
 
-    def _half(self, kind: Kind, places: Tensors, reduce: Reduce) -> None:
-        """`places[m][h]` is the slice, of this member and those of the same number on the other hosts, that is on host h."""
-        assert self._between is not None, "a carrier is connected"
-        mine, dtype, num_hosts, count = places[self._index], places[0].dtype, *places[0].shape
-        steps, whole = self._steps(reduce, dtype), self._buffers.take("whole", num_hosts * count, dtype)
-        counts = [[count] * num_hosts]
-        if kind is Kind.ALLGATHER:
-            self._between.allgather([mine[self._host]], [whole], counts)
-            for place in places:
-                place.copy_(whole.view(num_hosts, count))
-            return
-        inside = arithmetic_of(steps.inside, dtype, len(places))
-        for number, part in enumerate(whole.split(count)):
-            slices = [place[number] for place in places]
-            for each in slices:
-                inside.prepare_(each)
-            inside.reduce(slices, part, self._buffers.take("scratch", count, dtype))
-        self._between.reducescatter([whole], [mine[self._host]], counts, steps.between)
-        steps.end.finish_(mine[self._host])
+    def _spans(self, owned: int) -> list[range]:
+        """This carrier's part of what each host owns."""
+        spans = []
+        for host in self._hosts:
+            shares = self._carried(len(host) * owned)
+            begin = host[0] * owned + sum(shares[: self._index])
+            spans.append(range(begin, begin + shares[self._index]))
+        return spans
+
+    def _owners(self, span: range, owned: int) -> Iterator[tuple[int, slice, slice]]:
+        """The members of this host that own elements of a span, by their number here: which elements, and where in the span."""
+        for number, member in enumerate(self._here):
+            begin, end = max(span.start, member * owned), min(span.stop, (member + 1) * owned)
+            if begin < end:
+                yield number, slice(begin, end), slice(begin - span.start, end - span.start)
 
     def refuse(self, most_records: int) -> None:
         """Let the other hosts find a header that is none, instead of the next `allreduce_unannounced` here."""
@@ -196,6 +205,8 @@ class HierarchicalTransport:
 
     def num_records(self, count: int, itemsize: int) -> int:
         """Return how many records this member's part of a reduction of so many resident elements takes at most."""
+        # Of half an allreduce as many as if all hosts owned as much as the one with most members.
+        count = -(-count // self._num_members) * max(map(len, self._hosts)) * len(self._hosts)
         return 0 if self._native is None else self._native.num_records(self._carried(count)[0], itemsize)
 
     @property
@@ -242,7 +253,7 @@ class HierarchicalTransport:
         self._lend(most_records)
         mine = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         (found,) = self._take("headers", [HEADER_BYTES * len(self._hosts)], torch.uint8)
-        self._carriers.finish(self._carriers.start_allgather(found, mine))
+        self._carriers.finish(self._carriers.start_allgather(found, mine, [HEADER_BYTES] * len(self._hosts)))
         return all(torch.equal(mine, each) for each in found.split(HEADER_BYTES))
 
     def _make_steps(self, reduce: Reduce, dtype: torch.dtype) -> _Steps:
@@ -275,28 +286,9 @@ class HierarchicalTransport:
 
     # The same in Python.
 
-    def _reduce(self, sources: Tensors, results: Tensors, turn: int, steps: _Steps) -> InTwoHalves:
-        """A portion of an allreduce."""
-        dtype, counts = sources[0].dtype, self._carried(total(sources))
-        (whole,) = self._take(f"whole{turn}", [sum(counts)], dtype)
-        (mine,) = self._take(f"mine{turn}", [counts[self._index]], dtype)
-        pack(sources, whole)
-        self._local.reducescatter([whole], [mine], [counts], steps.inside)
-        under_way = None
-        if self._between is not None and mine.numel():
-            under_way = self._between.start_reduce(mine, turn, steps.between)
-            next(under_way)
-        yield
-        if under_way is not None:
-            complete(under_way)
-            steps.end.finish_(mine)
-        self._local.allgather([mine], [whole], [counts])
-        unpack(whole, results)
-
-    def _allreduce_coded(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
-        """In the cut of the native part, because blocks of a code begin where slices do."""
-        steps, dtype, num_carriers = self._steps(reduce, inputs[0].dtype), inputs[0].dtype, self._num_carriers
-        cut = cut_for(total(inputs), dtype.itemsize, num_carriers, len(self._hosts))
+    def _allreduce_in_python(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
+        dtype, num_carriers = inputs[0].dtype, self._num_carriers
+        steps, cut = self._steps(reduce, dtype), self._cut(total(inputs), dtype, num_carriers, reduce)
         whole = torch.cat(list(inputs))
         lost = torch.cat(list(residuals)) if residuals else None
         for begin in range(0, whole.numel(), cut.most * num_carriers):
@@ -313,38 +305,45 @@ class HierarchicalTransport:
         if lost is not None:
             unpack(lost, residuals)
 
+    def _cut(self, count: int, dtype: torch.dtype, num_slices: int, reduce: Reduce) -> Cut:
+        """In code the native part's, because blocks begin where slices do."""
+        if reduce.code:
+            return cut_for(count, dtype.itemsize, num_slices, len(self._hosts))
+        return Cut(max(_PORTION_BYTES // (dtype.itemsize * num_slices), 1), two_steps=False)
+
     def _reduce_resident(self, slices: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
         """This carrier's slice of the data of all members of this host."""
         dtype, count = slices[0].dtype, slices[0].numel()
-        steps, between, mine = self._steps(reduce, dtype), self._between, slices[self._index]
+        steps, cut, mine = self._steps(reduce, dtype), self._cut(count, dtype, 1, reduce), slices[self._index]
         inside = arithmetic_of(steps.inside, dtype, len(slices))
         for each in slices:
             inside.prepare_(each)
         inside.reduce(slices, mine, self._buffers.take("scratch", count, dtype))
-        if reduce.code:
-            cut = cut_for(count, dtype.itemsize, 1, len(self._hosts))
-            for begin in range(0, count, cut.most):
-                some = slice(begin, begin + cut.most)
-                self._exchange(mine[some], None if residual is None else residual[some], cut.two_steps, reduce)
-        else:
-            assert between is not None, "a carrier is connected"
-            between.allreduce([mine], [mine], steps.between)
-            steps.end.finish_(mine)
+        for begin in range(0, count, cut.most):
+            some = slice(begin, begin + cut.most)
+            self._exchange(mine[some], None if residual is None else residual[some], cut.two_steps, reduce)
         for each in slices:
             if each is not mine:
                 copy(mine, each)
 
     def _exchange(self, mine: torch.Tensor, residual: torch.Tensor | None, two_steps: bool, reduce: Reduce) -> None:
-        """Make a slice of this host's numbers that of all hosts, which travel in code."""
+        """Make a slice of this host's numbers that of all hosts."""
         assert self._carriers is not None
-        group, code, num_hosts = self._carriers, CODES[reduce.code.removesuffix("+")], len(self._hosts)
+        assert self._between is not None
         steps = self._steps(reduce, mine.dtype)
+        if not reduce.code:
+            self._between.allreduce([mine], [mine], steps.between)
+            steps.end.finish_(mine)
+            return
+        group, code, num_hosts = self._carriers, CODES[reduce.code.removesuffix("+")], len(self._hosts)
         combine = arithmetic_of(steps.between, mine.dtype, num_hosts).reduce
         scratch = self._buffers.take("scratch", mine.numel(), mine.dtype)
         if not two_steps:
             gathered = self._coded("gathered", code, [mine.numel()] * num_hosts)
             code.encode(mine, gathered[self._host], residual, self._buffers)
-            group.finish(group.start_allgather(_joined(gathered), gathered[self._host]))
+            group.finish(
+                group.start_allgather(_joined(gathered), gathered[self._host], [len(each) for each in gathered])
+            )
             theirs = self._take("theirs", [mine.numel()] * num_hosts, mine.dtype)
             for data, numbers in zip(gathered, theirs, strict=True):
                 code.decode(data, numbers)
@@ -415,7 +414,7 @@ class HierarchicalTransport:
             if len(own) > 1:
                 self._between.allgather(own, slices, shares)
             elif slices[0].numel():
-                pending = self._between.start_gather(own[0], slices[0], shares[0], turn)
+                pending = self._between.start_gather(own[0], slices[0], shares[0])
         yield
         if self._between is not None and pending is not None:
             self._between.finish(pending)

@@ -116,7 +116,7 @@ class HostLink:
 class HostReduction(PersistentReduction):
     """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, in the order
     of the lane. `keeps_losses`: what the code of `reduce` loses in one step is added in the next. Or half of one, in which
-    each member has a slice of its place: a reducescatter into the own one, or an allgather of all; where hosts are even."""
+    each member has a slice of its place: a reducescatter into the own one, or an allgather of all; see `half`."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -153,7 +153,10 @@ class _Job(ctypes.Structure):
         ("most", ctypes.c_int64),
         ("first", ctypes.c_int64),
         ("num_pieces", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
+        ("begins", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("first_owned", ctypes.c_int64),
+        ("owned", ctypes.c_int64),
         ("inside", _Sum),
         ("between", _Sum),
         ("last", _Sum),
@@ -255,7 +258,9 @@ class NativeHosts:
         count, itemsize = total(inputs), inputs[0].itemsize
         cut = cut_for(count, itemsize, self._num_carriers, self._num_hosts)
         num_pieces = -(-count // (cut.most * self._num_carriers))
-        self._run(inputs, outputs, residuals, numbers, cut, num_pieces, 0, count, _WINDOW, first=self._next)
+        starts = [0, *accumulate(tensor.numel() for tensor in inputs)]
+        staged = {"end": count, "first": self._next, "num_pieces": num_pieces, "window": _WINDOW}
+        self._run(numbers, cut, inputs, outputs, residuals, starts, staged)
         self._next += num_pieces
 
     def allreduce_resident(
@@ -272,78 +277,67 @@ class NativeHosts:
         touches meanwhile. False if the hosts have different headers: then nothing was changed, and the streams are of no
         more use. `most_records`: see `lent`; as many as needed, unless it is more."""
         cut = cut_for(end - begin, places[0].itemsize, 1, self._num_hosts)
-        num_pieces = -(-(end - begin) // cut.most)
         residuals = () if residual is None else (residual,)
-        return self._run(
-            places,
-            (),
-            residuals,
-            numbers,
-            cut,
-            num_pieces,
-            begin,
-            end,
-            _RESIDENT_WINDOW,
-            header=header,
-            most_records=most_records,
-        )
+        fields = {"begin": begin, "end": end, "num_pieces": -(-(end - begin) // cut.most)}
+        return self._run_resident(numbers, cut, places, residuals, header, most_records, fields)
 
     def half(
         self,
         kind: Kind,
         places: Tensors,
-        begin: int,
-        count: int,
-        stride: int,
+        spans: Sequence[range],
+        first_owned: int,
+        owned: int,
         numbers: Scaling,
         header: bytes,
         most_records: int,
     ) -> bool:
-        """A reducescatter or an allgather of resident data, in which this member's slice of the first host has so many
-        elements from `begin` on, and that of each next host begins `stride` later. Otherwise as `allreduce_resident`."""
+        """A reducescatter or an allgather of resident data. `spans`: this carrier's part of what each host owns; each member
+        of this host owns so many elements, the first one from `first_owned` on. Otherwise as `allreduce_resident`."""
         most = max(_longest(self._num_hosts) // (self._num_hosts * places[0].itemsize), 1)
-        return self._run(
-            places,
-            (),
-            (),
-            numbers,
-            Cut(most, two_steps=False),
-            -(-count // most),
-            begin,
-            begin + count,
-            _RESIDENT_WINDOW,
-            header=header,
-            most_records=most_records,
-            kind=_HALVES[kind],
-            stride=stride,
-        )
+        begins, counts = _integers([span.start for span in spans]), _integers([len(span) for span in spans])
+        fields = {
+            "kind": _HALVES[kind],
+            "begins": ctypes.addressof(begins),
+            "counts": ctypes.addressof(counts),
+            "first_owned": first_owned,
+            "owned": owned,
+            "num_pieces": -(-max(map(len, spans)) // most),
+        }
+        return self._run_resident(numbers, Cut(most, two_steps=False), places, (), header, most_records, fields)
 
     def num_records(self, count: int, itemsize: int) -> int:
         """Return how many records a checked reduction of so many resident elements takes at most, in each direction."""
         return 2 * -(-count * itemsize // _longest(self._num_hosts)) + 3
 
+    def _run_resident(
+        self,
+        numbers: Scaling,
+        cut: Cut,
+        places: Tensors,
+        residuals: Tensors,
+        header: bytes,
+        most_records: int,
+        fields: Mapping[str, int],
+    ) -> bool:
+        starts = [0, places[0].numel()]
+        fields = {"resident": 1, "window": _RESIDENT_WINDOW, **fields}
+        return self._run(numbers, cut, places, (), residuals, starts, fields, header, most_records)
+
     def _run(
         self,
+        numbers: Scaling,
+        cut: Cut,
         inputs: Tensors,
         outputs: Tensors,
         residuals: Tensors,
-        numbers: Scaling,
-        cut: Cut,
-        num_pieces: int,
-        begin: int,
-        end: int,
-        window: int,
-        first: int | None = None,
+        starts: Sequence[int],
+        fields: Mapping[str, int],
         header: bytes = b"",
         most_records: int = 0,
-        kind: int = 0,
-        stride: int = 0,
     ) -> bool:
-        resident = first is None
-        starts = [0, inputs[0].numel()] if resident else [0, *accumulate(tensor.numel() for tensor in inputs)]
-        table = (ctypes.c_int64 * len(starts))(*starts)
-        sources, weights = _addresses(inputs), (ctypes.c_float * len(numbers.weights))(*numbers.weights)
-        results, lost = _addresses(outputs), _addresses(residuals)
+        table, weights = _integers(starts), (ctypes.c_float * len(numbers.weights))(*numbers.weights)
+        sources, results, lost = _addresses(inputs), _addresses(outputs), _addresses(residuals)
         between, last = numbers.between, numbers.last
         if last.how != NOTHING and not (numbers.code and cut.two_steps):
             between = between._replace(how=last.how, factor=last.factor)
@@ -355,28 +349,21 @@ class NativeHosts:
             starts=ctypes.addressof(table),
             weights=ctypes.addressof(weights) if numbers.weights else None,
             num_tensors=len(starts) - 1,
-            begin=begin,
-            end=end,
             most=cut.most,
-            first=0 if first is None else first,
-            num_pieces=num_pieces,
             inside=_sum(numbers.inside),
             between=_sum(between),
             last=_sum(last),
             stage=numbers.stage,
-            resident=resident,
             code=_CODE_NUMBERS[numbers.code],
             two_steps=cut.two_steps,
-            window=window,
-            kind=kind,
-            stride=stride,
+            **fields,
         )
         if header:
             job.check = _AT_ONCE if residuals or numbers.stage != 1.0 else _ON_THE_WAY
             job.header[:] = header
         if self._group is None:
             return self._run_to_its_end(job)
-        with self._group.lent(max(2 * num_pieces, most_records)) as ends:
+        with self._group.lent(max(2 * job.num_pieces, most_records)) as ends:
             for streams, lent in zip(self._streams, ends, strict=True):
                 for host, end_of_stream in lent.items():
                     sock, records = end_of_stream
@@ -408,6 +395,10 @@ class NativeHosts:
 
 def _sum(what: Sum) -> _Sum:
     return _Sum(what.prescale, what.factor, what.dtype_number, what.how)
+
+
+def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:

@@ -1,4 +1,5 @@
-"""The NCCL group: CUDA tensors, one GPU per member.
+"""The NCCL group: CUDA tensors, one GPU per member. torch.distributed's, built straight on a store: `init_process_group` is
+not used, so the user's own default group stays free.
 
 Calls queue work on the current stream and return. `execute_on_device` orders that stream after the caller's. Members that
 share a GPU cannot use NCCL: `gpus_of` says who uses which, and `CudaTransport` takes another way then.
@@ -6,6 +7,7 @@ share a GPU cannot use NCCL: `gpus_of` says who uses which, and `CudaTransport` 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch._C._distributed_c10d import Store
 from hora.config import changed_environment
 from hora.engine.request import DTYPES, ReduceOp
 from hora.engine.transport.base import AliveCheck
-from hora.engine.transport.group import Pending, ProcessGroup, connect
+from hora.engine.transport.group import Group, Pending, connect
+from hora.engine.transport.packing import as_bytes
 from hora.errors import HorovodInternalError
 
 __all__ = ["NcclGroup", "gpus_of"]
@@ -39,7 +42,7 @@ _QUIET_WATCHDOG = {
 _NEVER = timedelta(days=7)
 
 
-class NcclGroup(ProcessGroup):
+class NcclGroup(Group):
     """All members must be on GPUs of their own."""
 
     backend = "nccl"
@@ -55,6 +58,7 @@ class NcclGroup(ProcessGroup):
         limit_s: float,
     ) -> None:
         super().__init__(check_alive=check_alive, limit_s=limit_s)
+        self._member = member
 
         def make() -> Any:
             torch.cuda.set_device(device)
@@ -80,6 +84,38 @@ class NcclGroup(ProcessGroup):
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[ReduceOp(op)])
         return self._start("allreduce", lambda group: group.allreduce([tensor], options))
+
+    def start_alltoall(
+        self, output: torch.Tensor, input: torch.Tensor, receive_counts: Sequence[int], send_counts: Sequence[int]
+    ) -> Pending:
+        # As bytes: NCCL knows few dtypes and can still move all of them.
+        counts = [[count * input.dtype.itemsize for count in each] for each in (receive_counts, send_counts)]
+        return self._start("alltoall", lambda group: group.alltoall_base(as_bytes(output), as_bytes(input), *counts))
+
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Pending:
+        if all(count == counts[0] for count in counts):
+            return self._start("allgather", lambda group: group._allgather_base(output, input))
+        pending: Pending | None = None
+        for member, part in enumerate(output.split(list(counts))):
+            if member == self._member:
+                part.copy_(input)
+            if counts[member]:
+                pending = self.start_broadcast(part, member)  # in order on NCCL's stream: the last one ends last
+        assert pending is not None, "nothing is gathered"
+        return pending
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._start("broadcast", lambda group: group.broadcast([tensor], options))
+
+    def _start(self, what: str, begin: Callable[[Any], Any]) -> Pending:
+        if self._process_group is None:
+            raise HorovodInternalError(self._lost or "the nccl group has been shut down")
+        try:
+            return begin(self._process_group), what
+        except RuntimeError as error:
+            self._fail(error, what)
 
     def close(self) -> None:
         group, self._process_group = self._process_group, None

@@ -99,8 +99,8 @@ class StreamGroup(Group):
             copy(own_input, own_output)
         return self._start("alltoall", sources, targets, input, output)
 
-    def start_allgather(self, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        parts = output.split(input.numel())
+    def start_allgather(self, output: torch.Tensor, input: torch.Tensor, counts: Sequence[int]) -> Pending:
+        parts = output.split(list(counts))
         if parts[self._member].data_ptr() != input.data_ptr():
             copy(input, parts[self._member])
         sources = [_view(input)] * self._num_members

@@ -206,12 +206,12 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
 
 
 def host_memory(
-    runtime: engine.Runtime, options: ReduceOptions, num_bytes: int, *, even: bool = False
+    runtime: engine.Runtime, options: ReduceOptions, num_bytes: int, *, in_order: bool = False
 ) -> tuple[SharedMemory, list[int]] | None:
     """So many bytes for each member on this host, and two lanes, where the set spans hosts; and which members these are
-    (collective). None where it does not, or there is too little memory on some host. `even`: see `spans_even_hosts`."""
+    (collective). None where it does not, or there is too little memory on some host. `in_order`: see `spans_hosts`."""
     set_id = options.process_set_id
-    if not (runtime.spans_even_hosts(set_id) if even else runtime.spans_hosts(set_id)):
+    if not runtime.spans_hosts(set_id, in_order=in_order):
         return None
     lanes = 2 * SharedMemory.space(Lane.num_bytes(1), torch.uint8)
     memory, near = runtime.host_memory(set_id, num_bytes + lanes)

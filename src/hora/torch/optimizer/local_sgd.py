@@ -422,7 +422,7 @@ class LocalOptimizer(_DistributedOptimizer):
     def _reduction(self, name: str) -> Callable[[torch.Tensor], RequestedReduction] | None:
         """The average over all ranks; None where there are no other hosts: all ranks of a host have the same."""
         runtime, compression = self._runtime, self._settings.compression
-        if not self._active or not runtime.compresses(0):
+        if not self._active or not runtime.spans_hosts(0):
             return None
 
         def make(flat: torch.Tensor) -> RequestedReduction:

@@ -109,7 +109,7 @@ class BucketOrder:
         memory, runtime = self._options.memory, engine.current_runtime()
         assert memory is not None
         memory.num_steps += 1
-        if not isinstance(current, Buckets) or not runtime.compresses(self._options.process_set_id):
+        if not isinstance(current, Buckets) or not runtime.spans_hosts(self._options.process_set_id):
             return False
         if memory.num_joins != runtime.num_joins:  # whoever joined has counted less
             memory.num_joins = runtime.num_joins
@@ -165,7 +165,7 @@ class BucketOrder:
         if order.sparse:
             others = PerParameterReducer(self._options, self._names, order.sparse, sparse=order.sparse)
         memory, runtime = self._options.memory, engine.current_runtime()
-        if memory is not None and runtime.compresses(self._options.process_set_id):
+        if memory is not None and runtime.spans_hosts(self._options.process_set_id):
             if not isinstance(current, Buckets):
                 memory.num_joins = runtime.num_joins
                 self._agree_on_memory()

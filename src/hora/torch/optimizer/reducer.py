@@ -58,7 +58,7 @@ class ReduceOptions:
     def code_for(self, tensors: Sequence[torch.Tensor]) -> str:
         """The engine's code for the way between hosts; empty where the compressor itself has to do it, or there is none."""
         code = code_for(self.compression, tensors, op=self.op)
-        return code if code and engine.current_runtime().compresses(self.process_set_id) else ""
+        return code if code and engine.current_runtime().spans_hosts(self.process_set_id) else ""
 
     def early_scale(self, dtype: torch.dtype) -> float:
         """Return the factor applied to gradients when they are copied, so that a sum gives the average; 1.0: nothing.

@@ -223,7 +223,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         if all(p.device.type == "cpu" for p in hooked):
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
             memory = self._runtime.shared_memory(self._options.process_set_id, num_bytes)
-            hosts = host_memory(self._runtime, self._options, Shards.num_bytes_in_hosts(specs), even=True)
+            hosts = host_memory(self._runtime, self._options, Shards.num_bytes_in_hosts(specs), in_order=True)
         shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory, hosts)
         inner = bare_copy(self, self._base_class)
         inner.state = defaultdict(dict)

@@ -3,7 +3,7 @@
 Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. Where all members share memory (`shared`),
 parameters lie in it once, every member's gradients beside them, and so does the optimizer state: each member reduces
 and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered, between hosts
-with as many members each in lanes, without a word about it.
+in lanes, where members are numbered host by host.
 Called by `ShardedOptimizer`.
 
 A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the
