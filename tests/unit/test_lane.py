@@ -296,3 +296,22 @@ def test_a_member_that_has_let_go_of_a_lane_keeps_no_other_from_joining():
     second.leave()
     second.finish_leaving()
     second.come_back()
+
+
+def test_a_member_that_leaves_may_look_around_meanwhile():
+    """As when it tells another host, which has let go of the lane already."""
+    (lane,) = lanes(1)
+    told = []
+
+    class Link:
+        def leave(self, *, tell):
+            lane.look_beyond(lambda key: [0])
+            told.append(tell)
+
+        def close(self):
+            pass
+
+    lane.link = Link()
+    lane.leave()
+    lane.finish_leaving()
+    assert told == [True]
