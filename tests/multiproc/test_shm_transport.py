@@ -15,7 +15,7 @@ from transport_checks import check_everything, combined, data, fingerprint
 
 from hora.engine.request import Reduce, ReduceOp
 from hora.engine.shm import native
-from hora.engine.shm.reduction import cut_slice, reduce_everywhere, reduce_slice, shared_slice
+from hora.engine.shm.reduction import reduce_slice, shared_slice
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import arithmetic_of
 from hora.engine.transport.shm import ShmTransport
@@ -236,18 +236,17 @@ def test_reduction_in_shared_memory(place, prescale):
     inputs = [data(3, member, count, torch.float32) for member in range(size)]
     expected = combined([tensor * prescale for tensor in inputs], ReduceOp.SUM) / size
     arithmetic = arithmetic_of(Reduce(ReduceOp.AVERAGE, prescale=prescale), torch.float32, size)
-    cuts = cut_slice(views, rank)
     with made(place) as transport:
         for _ in range(3):
             views[rank].copy_(inputs[rank])
             own = torch.empty(end - begin)
             transport.barrier()
-            reduce_slice(cuts, arithmetic, own)
+            reduce_slice(views, begin, end, arithmetic, own)()
             transport.barrier()
             assert torch.equal(own, expected[begin:end])
             views[rank].copy_(inputs[rank])
             transport.barrier()
-            reduce_everywhere(cuts, arithmetic)
+            reduce_slice(views, begin, end, arithmetic)()
             transport.barrier()
             assert torch.equal(views[rank], expected)
     assert sum(place.gather(end - begin)) == count

@@ -15,7 +15,8 @@ import torch
 from hora.engine.plan import Batch, Part
 from hora.engine.request import DTYPES, Key, Kind, Reduce, ReduceOp, Request, Signature, full_names
 from hora.engine.transport.arithmetic import arithmetic_of, identity
-from hora.engine.transport.base import CompressingTransport, Transport
+from hora.engine.transport.base import Transport
+from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.errors import HorovodInternalError
 
 __all__ = ["deliver", "execute", "execute_on_device", "flat", "write_back"]
@@ -168,7 +169,7 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
     if signature.op == ReduceOp.ADASUM:
         transport.adasum(inputs, outputs, reduce)
     elif reduce.code:
-        assert isinstance(transport, CompressingTransport), transport
+        assert isinstance(transport, HierarchicalTransport), transport
         transport.allreduce_compressed(inputs, outputs, reduce, residuals)
     else:
         transport.allreduce(inputs, outputs, reduce)

@@ -21,11 +21,12 @@ of this.
 Progress is made by a background thread, or by a thread that waits for a result: never by the driver of the queue,
 because the member that is waited for may first need something of this one's queue.
 
-The items are `PersistentReduction`s; `execute_direct` of one is called when the members that share this memory have
-come. It says whether the item is done. False means that it is void: nothing was changed, every member says the same,
-and the lane has it announced (`execute_announced`). On one host that does not happen. Over several hosts a lane has the
-members of one in common, and a link to the other hosts (`transport.host_reduction`): what hosts send one another says
-which item it is, and there they find that another host has something else to do.
+The items are `PersistentReduction`s, which the optimizer's buckets `start` when their data is in place and `wait` for;
+`execute_direct` of one is called when the members that share this memory have come. It says whether the item is done.
+False means that it is void: nothing was changed, every member says the same, and the lane has it announced
+(`execute_announced`): all execute it then, also a rank that has joined. On one host that does not happen. Over several
+hosts a lane has the members of one in common, and a link to the other hosts (`transport.host_reduction`): what hosts send
+one another says which item it is, and there they find that another host has something else to do.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from functools import partial
 from threading import get_ident
 from typing import Protocol
 
+import torch
+
 from hora.engine.plan import Batch, Part
 from hora.engine.progress import Progress
 from hora.engine.queue import OperationQueue
-from hora.engine.request import KINDS, Key, Signature, full_names
+from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dtype_name, full_names
 from hora.engine.shm.counters import MEMBER_BYTES, OPEN, Counters
 from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
@@ -49,26 +52,12 @@ from hora.engine.stall import StallLimits
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["Item", "Lane", "LaneReduction"]
+__all__ = ["Item", "Lane", "PersistentReduction"]
 
 log = logging.getLogger("hora")
 
 _LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead one is noticed at once
 _CLOSE_LIMIT_S = 5.0
-
-
-class LaneReduction(Protocol):
-    """A reduction that a lane executes; see `PersistentReduction`."""
-
-    signature: Signature
-    num_bytes: int
-
-    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
-        """Reduce item `number`, for which all members of the lane but `absent` have put their data into place. True
-        when it is done; False when it is void, on all members alike."""
-
-    def execute_announced(self, number: int) -> None:
-        """Have all members agree on it, and wait until it is done."""
 
 
 class Link(Protocol):
@@ -86,7 +75,7 @@ class Item:
 
     __slots__ = ("absent", "done", "error", "leaves", "name", "number", "reduction")
 
-    def __init__(self, reduction: LaneReduction | None, name: str, *, leaves: bool = False) -> None:
+    def __init__(self, reduction: PersistentReduction | None, name: str, *, leaves: bool = False) -> None:
         self.reduction = reduction
         self.name = name
         self.leaves = leaves
@@ -127,7 +116,7 @@ class Lane:
         self._void = [Counter.at(segment.memory, place + 16) for place in places]  # the last item that it found void
         self.link: Link | None = None
         self._leaving = Item(None, "join", leaves=True)  # the last one
-        self._reductions: list[LaneReduction] = []
+        self._reductions: list[PersistentReduction] = []
         self._next = 0  # the index of the reduction whose turn it is to be started
         self._started: dict[int, Item] = {}  # by index, before their turn
         self._num_items = 0  # that were given a number
@@ -149,7 +138,7 @@ class Lane:
         """Return the size of a lane in shared memory."""
         return num_members * MEMBER_BYTES
 
-    def add(self, reduction: LaneReduction) -> int:
+    def add(self, reduction: PersistentReduction) -> int:
         """Append a reduction to the order, before the first step; returns its index."""
         self._reductions.append(reduction)
         return len(self._reductions) - 1
@@ -287,7 +276,7 @@ class Lane:
     def _joined(self) -> list[int]:
         return [peer for peer, counter in enumerate(self._counters.counters) if counter.value == OPEN]
 
-    def _reduce(self, item: Item, reduction: LaneReduction) -> bool:
+    def _reduce(self, item: Item, reduction: PersistentReduction) -> bool:
         began = time.perf_counter()
         recorder, signature = self.queue.recorder, reduction.signature
         if recorder.timeline is None:
@@ -397,3 +386,86 @@ class Lane:
         self._came, self._left, self._void = [], [], []
         if self.link is not None:
             self.link.close()
+
+
+class PersistentReduction:
+    """The same reduction of the same memory in every step, set up once by all members together: `SharedMemoryReduction` on
+    one host, `HostReduction` over several. `mine` is this rank's data, and the result of an allreduce in place; `out`: where
+    the result is otherwise.
+
+    All members must have made it before one starts it. In a step: idle --`start`--> in flight --`wait`--> idle.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        kind: Kind,
+        mine: torch.Tensor,
+        *,
+        name: str,
+        reduce: Reduce,
+        out: torch.Tensor | None = None,
+    ) -> None:
+        self.lane = lane
+        self.out = out
+        self.num_bytes = mine.nbytes
+        self.signature = Signature(
+            int(kind),
+            kind.name.lower(),
+            name,
+            (dtype_name(mine.dtype),),
+            ((mine.numel(),),),
+            reduce.op,
+            reduce.prescale,
+            reduce.postscale,
+            bound=True,
+            code=reduce.code,
+        )
+        self._name = name
+        self._mine = mine
+        self._index = lane.add(self)
+        self._started: Item | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Return whether it was started and not yet waited for."""
+        return self._started is not None
+
+    @property
+    def done(self) -> bool:
+        """Return whether it was started and `wait` would return at once."""
+        return self._started is not None and self._started.done
+
+    def start(self, *, background: bool) -> None:
+        """This rank's data is in its place: reduce it. Without `background` only `wait` drives it."""
+        if self._started is not None and not self._started.done:
+            raise ValueError(
+                "a tensor with the same name as another tensor that is still being processed was submitted: "
+                f"{full_names(*self.signature.key(0), 1)[0]}; give it another name or synchronize the first one"
+            )
+        self._started = self.lane.start(self._index, background=background)
+
+    def wait(self) -> torch.Tensor:
+        """The result, when it is there. What was not started is started here."""
+        if self._started is None:
+            self.start(background=False)
+        started, self._started = self._started, None
+        assert started is not None, self._name
+        self.lane.wait(started)
+        return self._mine if self.out is None else self.out
+
+    def release(self) -> None:
+        """Let the engine forget it, and the lane with all that is in it; the memory goes with the last view of it."""
+        self.lane.queue.bound.pop(self._name, None)
+        self.lane.close()
+
+    def execute_announced(self, number: int) -> None:
+        """Have all members agree on it, and wait until it is done."""
+        request = Request(self.signature, (self._mine,))
+        self.lane.queue.submit(request, background=False)
+        self.lane.queue.result(request)
+
+    def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
+        """Execute item `number` of the lane, for which the members in `absent` have joined. True when it is done, False
+        when it is void: then nothing was changed, every member finds the same, and the lane has it announced."""
+        return False

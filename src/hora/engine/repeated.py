@@ -30,7 +30,6 @@ from hora.engine.shm.native import CALL, CALL_AT, SHORT_BYTES, AllreduceSpec, Li
 from hora.engine.transport.arithmetic import arithmetic_of, staged
 from hora.engine.transport.cuda import CudaTransport
 from hora.engine.transport.cuda_staging import Stage, copy_to_gpu
-from hora.engine.transport.native_jobs import spec_natively
 from hora.engine.transport.shm import ShmTransport
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
@@ -93,9 +92,8 @@ class AllreducePlan:
         if self._what is not None and transport.moves_natively(self.num_bytes):
             what, stage = self._what
             item_bytes, direct = self.num_bytes // self.count, transport.is_direct(self.num_bytes)
-            self._spec, self.num_steps = spec_natively(
-                transport.ring, self.count, item_bytes, self.digest, what, stage, direct
-            )
+            spec = transport.ring.repeated_spec(self.count, item_bytes, self.digest, what, stage, direct)
+            self._spec, self.num_steps = spec
             self.address = ctypes.addressof(self._spec)
 
 

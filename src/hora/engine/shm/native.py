@@ -36,6 +36,7 @@ __all__ = [
     "Ring",
     "Sum",
     "absence",
+    "addresses",
     "library",
     "new_patience",
 ]
@@ -255,8 +256,7 @@ class Library:
 
     def reduction(self, what: Sum, operands: Sequence[torch.Tensor], out: torch.Tensor) -> Callable[[], None]:
         """The same, to be done as often as it is called. The caller keeps the tensors."""
-        num_operands = len(operands)
-        pointers = (ctypes.c_void_p * num_operands)(*[operand.data_ptr() for operand in operands])
+        num_operands, pointers = len(operands), addresses(operands)
         call = self._short_reduce if out.nbytes <= SHORT_BYTES else self._long_reduce
         number, prescale, how, factor = what
         return partial(call, number, num_operands, pointers, out.data_ptr(), out.numel(), prescale, how, factor)
@@ -265,7 +265,7 @@ class Library:
         self, what: Sum, members: Sequence[torch.Tensor], begin: int, end: int
     ) -> Callable[[], None]:
         """Sum elements `begin` to `end` of all members' flat tensors into all of them, as often as it is called."""
-        pointers = (ctypes.c_void_p * len(members))(*[member.data_ptr() for member in members])
+        pointers = addresses(members)
         number, prescale, how, factor = what
         return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
 
@@ -282,6 +282,11 @@ class Library:
     def allreduce(self, job: Allreduce, slice_s: float) -> bool:
         """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""
         return bool(self._allreduce(job, int(slice_s * 1e9)))
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return where the tensors' data is, for a native call."""
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
 
 
 @lru_cache(maxsize=1)

@@ -9,13 +9,11 @@ before all have read, or has the reduction end together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 
-from hora.engine.lane import Lane
-from hora.engine.persistent import PersistentReduction
+from hora.engine.lane import Lane, PersistentReduction
 from hora.engine.request import Kind, Reduce
 from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.native import library
@@ -24,10 +22,7 @@ from hora.engine.transport.arithmetic import Arithmetic, arithmetic_of, single_t
 from hora.engine.transport.packing import copy
 from hora.errors import HorovodInternalError
 
-__all__ = ["Cut", "SharedMemoryReduction", "cut_slice", "reduce_everywhere", "reduce_slice", "shared_slice"]
-
-# All members' pieces and the scratch stay in the second-level cache together.
-_PIECE_BYTES = 262144
+__all__ = ["SharedMemoryReduction", "reduce_slice", "shared_slice"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -41,52 +36,24 @@ def shared_slice(count: int, num_members: int, member: int) -> tuple[int, int]:
     return min(count, member * share), min(count, (member + 1) * share)
 
 
-class Cut(NamedTuple):
-    """All members' views of one piece of a slice, and which elements of the slice they are."""
+def reduce_slice(
+    views: Tensors, begin: int, end: int, arithmetic: Arithmetic, out: torch.Tensor | None = None
+) -> Callable[[], None]:
+    """Reduce these elements of all members' data into `out`, else into all of it, as often as it is called. Data that is
+    prescaled stays so."""
+    slices = [view[begin:end] for view in views]
+    result, scratch = slices[0] if out is None else out, torch.empty_like(slices[0])
 
-    operands: list[torch.Tensor]
-    begin: int
-    end: int
+    def work() -> None:
+        with single_threaded():
+            for each in slices:
+                arithmetic.prepare_(each)
+            arithmetic.reduce(slices, result, scratch)
+            if out is None:
+                for other in slices[1:]:
+                    copy(result, other)
 
-
-def cut_slice(views: Tensors, member: int) -> list[Cut]:
-    """The slice of `member` in pieces. Good for as long as the views are."""
-    first = views[0]
-    begin, end = shared_slice(first.numel(), len(views), member)
-    most = _PIECE_BYTES // first.element_size()
-    edges = [(low, min(end, low + most)) for low in range(begin, end, most)]
-    return [Cut([view[low:high] for view in views], low - begin, high - begin) for low, high in edges]
-
-
-def reduce_everywhere(cuts: Sequence[Cut], arithmetic: Arithmetic) -> None:
-    """Reduce the own slice of all members' data and write the result into all of it."""
-    for operands, scratch, _ in _prescaled(cuts, arithmetic):
-        first = operands[0]
-        arithmetic.reduce(operands, first, scratch)
-        for other in operands[1:]:
-            copy(first, other)
-
-
-def reduce_slice(cuts: Sequence[Cut], arithmetic: Arithmetic, out: torch.Tensor) -> None:
-    """Reduce the own slice of all members' data into `out`; the data keeps its prescaled values."""
-    size = cuts[-1].end if cuts else 0
-    assert out.numel() == size, f"a slice of {size} elements does not fit into {out.numel()}"
-    for operands, scratch, cut in _prescaled(cuts, arithmetic):
-        result = out if len(cuts) == 1 else out[cut.begin : cut.end]
-        arithmetic.reduce(operands, result, scratch)
-
-
-def _prescaled(cuts: Sequence[Cut], arithmetic: Arithmetic) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, Cut]]:
-    """All members' next piece, prescaled; scratch of its size; and the cut itself."""
-    if not cuts:
-        return
-    whole = torch.empty_like(cuts[0].operands[0])  # no other is larger
-    for cut in cuts:
-        if arithmetic.prescales:
-            for operand in cut.operands:
-                arithmetic.prepare_(operand)
-        count = cut.end - cut.begin
-        yield cut.operands, whole if whole.numel() == count else whole[:count], cut
+    return work
 
 
 class SharedMemoryReduction(PersistentReduction):
@@ -132,8 +99,9 @@ class SharedMemoryReduction(PersistentReduction):
         """This member's part of the work."""
         arithmetic, out, member = self._arithmetic, self.out, self.lane.member
         if not self._scatters and out is not None:
-            work = arithmetic.reduction(views, out)
-            return work if arithmetic.sum is not None else lambda: _single_threaded(work)
+            if arithmetic.sum is not None:
+                return arithmetic.reduction(views, out)
+            return reduce_slice(views, 0, out.numel(), arithmetic, out)
         begin, end = shared_slice(views[0].numel(), len(views), member)
         assert out is None or out.numel() == end - begin, self._name
         native = library()
@@ -141,10 +109,7 @@ class SharedMemoryReduction(PersistentReduction):
             if out is not None:
                 return native.reduction(arithmetic.sum, [view[begin:end] for view in views], out)
             return native.reduction_everywhere(arithmetic.sum, views, begin, end)
-        cuts = cut_slice(views, member)
-        if out is not None:
-            return lambda: _single_threaded(lambda: reduce_slice(cuts, arithmetic, out))
-        return lambda: _single_threaded(lambda: reduce_everywhere(cuts, arithmetic))
+        return reduce_slice(views, begin, end, arithmetic, out)
 
     def _reduce_without(self, absent: Sequence[int], number: int, turn: int) -> None:
         """Some members have joined, and add nothing."""
@@ -163,8 +128,3 @@ class SharedMemoryReduction(PersistentReduction):
         if self.out is None:
             self.lane.end_together(number)  # all have read the data
             self._mine.copy_(result)
-
-
-def _single_threaded(work: Callable[[], None]) -> None:
-    with single_threaded():
-        work()

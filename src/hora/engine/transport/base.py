@@ -11,13 +11,13 @@ results are bit-identical on all ranks and do not depend on fusion or on how wor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from hora.engine.request import Reduce
 
-__all__ = ["CompressingTransport", "AliveCheck", "Transport"]
+__all__ = ["AliveCheck", "Transport"]
 
 # Raises HorovodInternalError when waiting has become pointless: a peer is dead, or the runtime was shut down.
 AliveCheck = Callable[[], None]
@@ -57,16 +57,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release what the transport holds. Called once; other members may be gone already."""
-
-
-@runtime_checkable
-class CompressingTransport(Transport, Protocol):
-    """One whose members are on several hosts."""
-
-    def allreduce_compressed(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
-        """`allreduce` of float32 that travels between hosts in `reduce.code`, a sum or an average; `residuals[i]`: what the
-        code has lost of tensor i before and loses now, on this member (none of them: it is not kept)."""
-
-    def allreduce_resident(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
-        """An allreduce, compressed if `reduce` says so, of data that lies in each host's memory: `places` is that of this
-        host's members, who all have filled theirs."""

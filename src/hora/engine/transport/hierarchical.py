@@ -118,6 +118,8 @@ class HierarchicalTransport:
         self.allreduce_compressed(inputs, outputs, reduce, ())
 
     def allreduce_compressed(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
+        """`allreduce` of float32 that travels between hosts in `reduce.code`, a sum or an average; `residuals[i]`: what the
+        code has lost of tensor i before and loses now, on this member (none of them: it is not kept)."""
         count = total(inputs)
         if not count:
             return
@@ -131,17 +133,8 @@ class HierarchicalTransport:
     def allreduce_resident(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
         """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all of
         them see and have filled. `residual` is for all of it, of which this member needs its slice."""
-        self._reduce_own_slice(places, reduce, residual)
+        self.allreduce_unannounced(places, reduce, residual)
         self._local.barrier()
-
-    def allreduce_unannounced(
-        self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None, header: bytes, most_records: int
-    ) -> bool:
-        """This member's part of `allreduce_resident`, without a wait for the other members of this host, and on nobody's
-        word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on all of them
-        alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in every call, see
-        `num_records`."""
-        return self._reduce_own_slice(places, reduce, residual, header, most_records)
 
     def half(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
         """This member's part of a reducescatter of data that lies in this host's memory, into each member's own slice of its
@@ -219,7 +212,7 @@ class HierarchicalTransport:
         hosts = self._hosts if late is None else [self._hosts[late]]
         return [member for host in hosts if host is not self._here for member in host]
 
-    def _reduce_own_slice(
+    def allreduce_unannounced(
         self,
         places: Tensors,
         reduce: Reduce,
@@ -227,6 +220,10 @@ class HierarchicalTransport:
         header: bytes = b"",
         most_records: int = 0,
     ) -> bool:
+        """This member's part of `allreduce_resident`, without a wait for the other members of this host, and on nobody's
+        word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on all of them
+        alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in every call, see
+        `num_records`."""
         dtype, counts = places[0].dtype, self._carried(places[0].numel())
         steps, begin, count = self._steps(reduce, dtype), sum(counts[: self._index]), counts[self._index]
         if not count:

@@ -22,11 +22,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hora.engine.lane import Lane
-from hora.engine.persistent import PersistentReduction
+from hora.engine.lane import Lane, PersistentReduction
 from hora.engine.plan import Part
 from hora.engine.request import Key, Kind, Reduce, Request
-from hora.engine.transport.base import AliveCheck, CompressingTransport, Transport
+from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.errors import HorovodInternalError
 
@@ -159,7 +158,7 @@ class HostReduction(PersistentReduction):
 
     def _execute(self, part: Part, request: Request | None, transport: Transport) -> None:
         """All members have agreed on it; `request` is None if this rank has joined and adds nothing, to an allreduce."""
-        assert isinstance(transport, CompressingTransport), transport
+        assert isinstance(transport, HierarchicalTransport), transport
         if request is None:
             self._mine.zero_()
         self._link.all_took_part = None not in part.signatures

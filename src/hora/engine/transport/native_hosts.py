@@ -19,7 +19,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S
-from hora.engine.shm.native import NOTHING, Library, Patience, Sum, library, new_patience
+from hora.engine.shm.native import NOTHING, Library, Patience, Sum, addresses, library, new_patience
 from hora.engine.shm.records import RecordsOfOneDirection
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
@@ -337,7 +337,7 @@ class NativeHosts:
         most_records: int = 0,
     ) -> bool:
         table, weights = _integers(starts), (ctypes.c_float * len(numbers.weights))(*numbers.weights)
-        sources, results, lost = _addresses(inputs), _addresses(outputs), _addresses(residuals)
+        sources, results, lost = addresses(inputs), addresses(outputs), addresses(residuals)
         between, last = numbers.between, numbers.last
         if last.how != NOTHING and not (numbers.code and cut.two_steps):
             between = between._replace(how=last.how, factor=last.factor)
@@ -399,7 +399,3 @@ def _sum(what: Sum) -> _Sum:
 
 def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])

@@ -25,7 +25,7 @@ from hora.engine.shm import native
 from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S
 from hora.engine.shm.segment import PAGE_BYTES, Segment, aligned
-from hora.engine.transport.base import AliveCheck
+from hora.engine.transport.base import AliveCheck, Tensors
 
 __all__ = ["AHEAD", "DEPTH", "Ring"]
 
@@ -133,10 +133,38 @@ class Ring:
         """Return when all members have published `step`."""
         self._counters.wait(step, self._check_alive, limit_s=self._limit_s, what="shared memory")
 
-    def allreduce(self, library: native.Library, job: native.Allreduce, num_steps: int) -> None:
-        """Have the native part do an allreduce, of which the job says everything but where the ring is."""
-        job.ring, job.first_step = ctypes.pointer(self.description), self.step + 1
-        self.step += num_steps
+    def allreduce(
+        self,
+        library: native.Library,
+        inputs: Tensors,
+        outputs: Tensors,
+        count: int,
+        what: native.Sum,
+        stage: float,
+        direct: bool,
+    ) -> None:
+        """Have the native part reduce tensors of `count` elements together, times `stage` on their way into the slots."""
+        sources = native.addresses(inputs)
+        results = sources if outputs is inputs else native.addresses(outputs)
+        counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])
+        num_pieces = -(-count * inputs[0].itemsize // self.slot_bytes)
+        lag = _lag(num_pieces, direct)
+        job = native.Allreduce(
+            ring=ctypes.pointer(self.description),
+            first_step=self.step + 1,
+            inputs=ctypes.addressof(sources),
+            outputs=ctypes.addressof(results),
+            counts=ctypes.addressof(counts),
+            total=count,
+            lag=lag,
+            dtype=what.dtype_number,
+            finish=what.how,
+            direct=direct,
+            stage=stage,
+            prescale=what.prescale,
+            factor=what.factor,
+        )
+        self.step += num_pieces + lag
         begin = 0.0
         while not library.allreduce(job, SLICE_S):
             self._check_alive()
@@ -144,6 +172,27 @@ class Ring:
             begin = begin or now
             if now - begin > self._limit_s:
                 raise TimeoutError(f"waited {self._limit_s:g} s for member {job.late} in shared memory")
+
+    def repeated_spec(
+        self, count: int, item_bytes: int, digest: bytes, what: native.Sum, stage: float, direct: bool
+    ) -> tuple[native.AllreduceSpec, int]:
+        """The common part of repeated allreduces of one kind, and how many steps of the ring each of them takes."""
+        num_pieces = -(-count * item_bytes // self.slot_bytes)
+        lag = _lag(num_pieces, direct)
+        spec = native.AllreduceSpec(
+            ring=ctypes.pointer(self.description),
+            count=count,
+            digest=(ctypes.c_uint8 * 16)(*digest),
+            dtype=what.dtype_number,
+            finish=what.how,
+            direct=direct,
+            staged=direct and num_pieces == 1,
+            lag=lag,
+            stage=stage,
+            prescale=what.prescale,
+            factor=what.factor,
+        )
+        return spec, num_pieces + lag
 
     @functools.cached_property
     def description(self) -> native.Ring:
@@ -170,3 +219,8 @@ class Ring:
         self._notes.clear()
         self._counters.close()
         self._segment.close()
+
+
+def _lag(num_pieces: int, direct: bool) -> int:
+    """A member that has published step s + AHEAD + 1 has reduced its slice of step s."""
+    return 0 if direct else AHEAD + 1 if num_pieces > AHEAD else num_pieces

@@ -23,7 +23,6 @@ from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.arithmetic import Arithmetic, adasum_pair, arithmetic_of, single_threaded, staged
 from hora.engine.transport.base import AliveCheck, Tensors
-from hora.engine.transport.native_jobs import allreduce_natively
 from hora.engine.transport.packing import Piece, copy, cut, put, take, total
 from hora.engine.transport.ring import Ring
 
@@ -98,7 +97,7 @@ class ShmTransport:
         what, stage = arithmetic.sum, arithmetic.stage
         if self._library is not None and what is not None and stage is not None and count:
             direct = self.is_direct(num_bytes)
-            allreduce_natively(self._library, ring, inputs, outputs, count, what, stage, direct)
+            ring.allreduce(self._library, inputs, outputs, count, what, stage, direct)
         else:
             self._allreduce_in_python(ring, inputs, outputs, arithmetic)
 

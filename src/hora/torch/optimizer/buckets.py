@@ -17,8 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
-from hora.engine.lane import Lane
-from hora.engine.persistent import PersistentReduction
+from hora.engine.lane import Lane, PersistentReduction
 from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import SharedMemory
