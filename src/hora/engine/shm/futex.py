@@ -118,23 +118,20 @@ class Counter:
         word = self._word
         for _ in range(self._looks):
             if word.value != seen:
-                if self._looks == _MANY_LOOKS:
-                    self._tally = 0
+                self.found()
                 return
         begin = time.monotonic()
         self.sleep(seen)
         self.learn(time.monotonic() - begin)
 
-    def wait_for(
-        self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str, looks: int | None = None
-    ) -> None:
-        """Wait until the value is at least `target`. `looks` before sleeping; None: as many as are worth while.
+    def wait_for(self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str) -> None:
+        """Wait until the value is at least `target`.
 
         `check_alive` is called while waiting and raises when waiting has become pointless (a peer died, a
         shutdown); after `limit_s` seconds TimeoutError names `what`.
         """
         word = self._word
-        if looks is None and self.look(target):
+        if self.look(target):
             return
         begin = time.monotonic()
         while (seen := word.value) < target:
@@ -142,8 +139,7 @@ class Counter:
             if time.monotonic() - begin > limit_s:
                 raise TimeoutError(f"waited {limit_s:g} s for {what} (at {seen}, needs {target})")
             self.sleep(seen)
-        if looks is None:
-            self.learn(time.monotonic() - begin)
+        self.learn(time.monotonic() - begin)
 
     def look(self, target: int) -> bool:
         """Return whether the value is `target` or more now, or in a moment."""
@@ -153,11 +149,6 @@ class Counter:
                 self.found()
                 return True
         return False
-
-    @property
-    def looks(self) -> int:
-        """Return how often it is worth while to look before sleeping."""
-        return self._looks
 
     def found(self) -> None:
         """Looking was enough."""
@@ -208,10 +199,8 @@ class _FencedCounter(Counter):
         fence()
         return found
 
-    def wait_for(
-        self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str, looks: int | None = None
-    ) -> None:
-        super().wait_for(target, check_alive=check_alive, limit_s=limit_s, what=what, looks=looks)
+    def wait_for(self, target: int, *, check_alive: Callable[[], None], limit_s: float, what: str) -> None:
+        super().wait_for(target, check_alive=check_alive, limit_s=limit_s, what=what)
         fence()
 
 
