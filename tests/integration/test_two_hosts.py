@@ -127,9 +127,7 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts, secret):
 def test_steady_training_steps_announce_nothing_and_a_rank_killed_in_one_is_named(hosts, secret):
     seen = run_ranks(hosts, secret, "steady, then killed", address=ADDRESSES[0], lost=(3,))
     for rank in (0, 1, 2):
-        # Of some thirty reductions each. After a join one round was seen to come late.
-        assert seen[rank]["announced"][:2] == [0, 0]
-        assert seen[rank]["announced"][2] <= 1
+        assert seen[rank]["announced"] == [0, 0, 0]  # of some thirty reductions each
         assert seen[rank]["wrong"] == []
         assert "rank 3" in seen[rank]["error"]
 

@@ -322,6 +322,8 @@ def steady_steps(victim: int | None) -> dict[str, object]:
         for number in range(10):
             step((epoch, "steady", number))
         announced.append(rounds() - before)
+        # With this step no rank announces its join before all have counted: rank 0 takes note of it once a second.
+        step((epoch, "counted"))
         for number in range((rank + epoch) % size):
             step((epoch, "joining", number), [one for one in range(size) if (one + epoch) % size > number])
         hvd.join()
