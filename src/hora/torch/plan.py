@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hora import engine
-from hora.engine.persistent import PersistentReduction
+from hora.engine.lane import PersistentReduction
 from hora.engine.request import Kind, ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.basics import rank

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from hora import engine
-from hora.engine.persistent import PersistentReduction
+from hora.engine.lane import PersistentReduction
 from hora.engine.request import ReduceOp
 from hora.torch.optimizer.buckets import make_reductions, release_all
 from hora.torch.optimizer.per_parameter import PerParameterReducer
