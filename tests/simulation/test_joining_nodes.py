@@ -220,7 +220,7 @@ def played_all(seeds: Iterable[int]) -> list[str]:
 
 def test_whatever_happens(request: pytest.FixtureRequest):
     seed = request.config.getoption("--seed")
-    seeds = range(request.config.getoption("--seeds")) if seed is None else [seed]
+    seeds = range(request.config.getoption("--seeds") // 2) if seed is None else [seed]
     outcomes = played_all(seeds)
     if len(outcomes) >= 100:
         done = sum(outcome == "done" for outcome in outcomes)
