@@ -6,6 +6,7 @@ its time has come. So everything still follows from the seed.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -198,8 +199,9 @@ class SimpleQueue:
         self._items.append(item)
         self._changed.notify_all()
 
-    def get(self) -> Any:
-        self._changed.wait_for(lambda: self._items, None)
+    def get(self, timeout: float | None = None) -> Any:
+        if not self._changed.wait_for(lambda: self._items, timeout):
+            raise queue.Empty
         return self._items.pop(0)
 
 
