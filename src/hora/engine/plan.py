@@ -44,6 +44,10 @@ class Pending:
         return [member for member, signature in enumerate(self.signatures) if signature is None]
 
 
+# A request that all members have announced that have not joined, the signature of each, and the one that all have.
+Agreed = tuple[Key, Sequence[Signature | None], Signature | None]
+
+
 class Part(NamedTuple):
     """One tensor of a batch: tensor `index` of request `key`, and every member's signature (None: has joined)."""
 
@@ -84,6 +88,7 @@ class Planner:
         self._positions = [0] * self._num_members
         self._pending: dict[Key, Pending] = {}
         self._fusion: dict[int, tuple[Signature, list[tuple[object, int]]]] = {}
+        self._agreed: list[Agreed] = []  # in this round, without having been pending
         self._ready: list[Pending] = []
         self._joined: set[int] = set()
         self._joined_this_round: set[int] = set()
@@ -91,7 +96,7 @@ class Planner:
     @property
     def has_ready(self) -> bool:
         """Return whether closing the round now would give a batch."""
-        return bool(self._ready) or len(self._joined) == self._num_members
+        return bool(self._ready or self._agreed) or len(self._joined) == self._num_members
 
     @property
     def joined(self) -> frozenset[int]:
@@ -127,52 +132,22 @@ class Planner:
         self._mark_if_ready(entry)
 
     def feed_all(self, signature: Signature, instance: int) -> None:
-        """All members have announced the same request, and none has joined."""
+        """All members have announced the same request, and none has joined. Gives what `feed` for each of them would, and
+        is several times faster; most requests are like this."""
         assert not self._joined, (signature, self._joined)
-        self._positions[0] += 1
         key = signature.key(instance)
         if signature.name is None:
             self._note_number(signature.operation, instance)
         assert key not in self._pending, key
-        entry = self._pending[key] = Pending(key, self._num_members, self.now)
-        entry.signatures = [signature] * self._num_members
-        entry.num_announced, entry.uniform, entry.ready = self._num_members, signature, True
-        entry.order = (0, self._positions[0])
-        self._ready.append(entry)
+        self._agreed.append((key, (signature,) * self._num_members, signature))
         if self.on_arrival is not None:
             for member in range(self._num_members):
                 self.on_arrival(member, key, signature)
 
     @property
     def idle(self) -> bool:
-        """Return whether nothing is pending, no member has joined and no timeline is written: `plan_alike` may plan a round."""
+        """Return whether nothing is pending, no member has joined and no timeline is written."""
         return not self._pending and not self._joined and self.on_arrival is None
-
-    def plan_alike(self, signatures: Sequence[Signature], instances: Sequence[int]) -> list[Batch]:
-        """Return what `feed` for every member and `close_round` would give for requests that all members have announced in the
-        same order, on an idle planner: one of any kind that needs no comparison, or several allreduces of single
-        tensors.
-
-        Most rounds are like this, and it is several times faster.
-        """
-        num_members, batches = self._num_members, []
-        open_batches: dict[object, Batch] = {}
-        for member in range(num_members):
-            self._positions[member] += len(signatures)
-        for signature, instance in zip(signatures, instances, strict=True):
-            if signature.name is None:
-                self._note_number(signature.operation, instance)
-            part = Part(signature.key(instance), 0, (signature,) * num_members)
-            fusion_key, num_bytes = self._fusion_of(signature)[0] if signature.dtypes else (None, 0)
-            batch = None if signature.bound else open_batches.get(fusion_key)
-            if batch is None or batch.num_bytes + num_bytes > self._threshold:
-                batch = Batch(KINDS[signature.kind], signature)
-                batches.append(batch)
-                if not signature.bound:
-                    open_batches[fusion_key] = batch
-            batch.parts.append(part)
-            batch.num_bytes += num_bytes
-        return batches
 
     def note_lone(self, signature: Signature, instance: int) -> None:
         """A request was agreed on without a round."""
@@ -184,9 +159,12 @@ class Planner:
         ready, self._ready = self._ready, []
         if len(ready) > 1:
             ready.sort(key=lambda entry: entry.order)
+        agreed, self._agreed = self._agreed, []
         for entry in ready:
             del self._pending[entry.key]
-        batches = self._fuse(ready)
+            uniform = entry.uniform if entry.num_announced == self._num_members else None
+            agreed.append((entry.key, entry.signatures, uniform))
+        batches = self._fuse(agreed)
         if len(self._joined) == self._num_members:
             batches.append(self._end_join())
         self._joined_this_round.clear()
@@ -219,36 +197,41 @@ class Planner:
             entry.ready = True
             self._ready.append(entry)
 
-    def _fuse(self, ready: list[Pending]) -> list[Batch]:
+    def _fuse(self, agreed: list[Agreed]) -> list[Batch]:
         batches: list[Batch] = []
         open_batches: dict[object, Batch] = {}
-        for entry in ready:
-            uniform = entry.uniform if entry.num_announced == self._num_members else None
-            signature = uniform or entry.any_signature()
-            error = self._error(entry, signature, uniform is not None)
+        for key, signatures, uniform in agreed:
+            signature = uniform or next(one for one in signatures if one is not None)
+            simple = uniform is not None and signature.kind != Kind.ALLGATHER and not self._joined
+            error = None if simple else self._error(key, signatures, signature, uniform is not None)
             if error is None and signature.kind in _FUSIBLE and not signature.bound:
-                self._add_fusible(entry, signature, batches, open_batches)
+                self._add_fusible(key, signatures, signature, batches, open_batches)
             else:
-                part = Part(entry.key, 0, entry.signatures)
+                part = Part(key, 0, signatures)
                 num_bytes = sum(size for _, size in self._fusion_of(signature))
                 batches.append(Batch(KINDS[signature.kind], signature, [part], error, num_bytes=num_bytes))
         return batches
 
     def _add_fusible(
-        self, entry: Pending, signature: Signature, batches: list[Batch], open_batches: dict[object, Batch]
+        self,
+        request: Key,
+        signatures: Sequence[Signature | None],
+        signature: Signature,
+        batches: list[Batch],
+        open_batches: dict[object, Batch],
     ) -> None:
         alone = not self._group_fusion and signature.operation.startswith("grouped_")
         for index, (fusion_key, num_bytes) in enumerate(self._fusion_of(signature)):
             key: object = fusion_key
             if alone:
-                key = (fusion_key, entry.key)
+                key = (fusion_key, request)
             elif signature.device != "cpu":
-                key = (fusion_key, _devices(entry.signatures))
+                key = (fusion_key, _devices(signatures))
             batch = open_batches.get(key)
             if batch is None or (batch.num_bytes + num_bytes > self._threshold and not alone):
                 batch = open_batches[key] = Batch(KINDS[signature.kind], signature)
                 batches.append(batch)
-            batch.parts.append(Part(entry.key, index, entry.signatures))
+            batch.parts.append(Part(request, index, signatures))
             batch.num_bytes += num_bytes
 
     def _fusion_of(self, signature: Signature) -> list[tuple[object, int]]:
@@ -266,24 +249,27 @@ class Planner:
             known = self._fusion[id(signature)] = (signature, sizes)  # the signature itself keeps its id from reuse
         return known[1]
 
-    def _error(self, entry: Pending, signature: Signature, uniform: bool) -> str | None:
+    def _error(
+        self, key: Key, signatures: Sequence[Signature | None], signature: Signature, uniform: bool
+    ) -> str | None:
         if self._joined and signature.kind not in (Kind.ALLREDUCE, Kind.RETIRE):
             joined = ", ".join(str(self.ranks[member]) for member in sorted(self._joined))
             name = KINDS[signature.kind].name
-            return f"{name} is not supported with Join: rank(s) {joined} have joined already ({_names(entry)})"
+            return f"{name} is not supported with Join: rank(s) {joined} have joined already ({_names(key, signature)})"
         if signature.kind == Kind.ALLGATHER and any(not shape for shape in signature.shapes):
-            return f"allgather cannot gather a rank-zero tensor ({_names(entry)}); reshape it to one dimension first"
+            names = _names(key, signature)
+            return f"allgather cannot gather a rank-zero tensor ({names}); reshape it to one dimension first"
         if uniform:
             return None
-        for member, other in enumerate(entry.signatures):
+        for member, other in enumerate(signatures):
             if other is None or other is signature:
                 continue
             text = _disagreement(signature, other)
             if text is not None:
-                mine = next(index for index, item in enumerate(entry.signatures) if item is signature)
+                mine = next(index for index, item in enumerate(signatures) if item is signature)
                 what, left, right = text
                 values = f"rank {self.ranks[mine]} has {left}, rank {self.ranks[member]} has {right}"
-                return f"{what}: {values} ({_names(entry)})"
+                return f"{what}: {values} ({_names(key, signature)})"
         return None
 
 
@@ -292,11 +278,9 @@ def _devices(signatures: Sequence[Signature | None]) -> tuple[str, ...]:
     return tuple(["cuda" if signature is None else signature.device for signature in signatures])
 
 
-def _names(entry: Pending) -> str:
-    names = full_names(*entry.key, len(entry.any_signature().dtypes))
-    return (
-        f"tensor {names[0]}" if len(names) == 1 else f"tensors {names[0]} … {names[-1]}" if names else str(entry.key[0])
-    )
+def _names(key: Key, signature: Signature) -> str:
+    names = full_names(*key, len(signature.dtypes))
+    return f"tensor {names[0]}" if len(names) == 1 else f"tensors {names[0]} … {names[-1]}" if names else str(key[0])
 
 
 def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:

@@ -60,10 +60,6 @@ class Reader:
         self._known: list[Signature] = []
         self._partial = b""  # a signature may be longer than what its writer could place in one go
 
-    def known(self, number: int) -> Signature | None:
-        """The signature with this number; None when it is no number but the beginning of something else."""
-        return self._known[number] if number < len(self._known) and not self._partial else None
-
     def known_all(self, numbers: Sequence[int]) -> list[Signature] | None:
         """The signatures with these numbers; None when there is anything else among them."""
         known = self._known

@@ -8,13 +8,13 @@ A round, as the coordinator sees it. `fed` is how far the news has been given to
 
     quiet     no member has news
     hoping    some members have announced nothing yet: they may be about to announce what the others have
-    alike     all members have announced the same known simple requests, some perhaps more besides
+    alike     all members have announced the same known requests, some perhaps more besides
     planning  anything else: the news is fed to the planner, and the planner knows what is ready
 
     quiet --news--> hoping, alike or planning
     hoping --the others' news--> alike, or planning when it is not the same, or when _PATIENCE_S have passed
-    alike --> round of what all have announced, planned by `Planner.plan_alike`: most rounds are like this
-    planning --something is ready, or the rings fill up--> round, planned by `Planner.close_round`
+    alike --> round of what all have announced: most rounds are like this
+    planning --something is ready, or the rings fill up--> round
 
 The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator
 publishes a cut only where the one of _NUM_CUTS rounds ago has been read by all members (`_cut_is_free`).
@@ -152,11 +152,10 @@ class SharedMemoryAgreement:
         heads = [head.value for head in self._heads]
         if planner.idle and self._cut_is_free():
             num_bytes = min(map(sub, heads, self._fed))
-            alike = self._alike(num_bytes)
-            if alike is not None:
+            if self._feed_alike(planner, num_bytes):
                 self._fed = [fed + num_bytes for fed in self._fed]
                 self._publish()
-                return self._end_round(planner.plan_alike(*alike))
+                return self._end_round(planner.close_round())
             if self._batching(heads):
                 return None
         self._hoping_since = 0.0
@@ -175,18 +174,17 @@ class SharedMemoryAgreement:
         self.rounds += 1
         cut = self._cut.unpack_from(self._memory, self._cut_offset())
         sizes = set(map(sub, cut, self._fed))
-        alike = self._alike(sizes.pop()) if planner.idle and len(sizes) == 1 else None
-        if alike is not None:
+        if planner.idle and len(sizes) == 1 and self._feed_alike(planner, sizes.pop()):
             self._fed = list(cut)
-            return self._end_round(planner.plan_alike(*alike))
-        self._feed(planner, cut)
+        else:
+            self._feed(planner, cut)
         return self._end_round(planner.close_round())
 
-    def _alike(self, num_bytes: int) -> tuple[list[Signature], Sequence[int]] | None:
-        """The requests and their running numbers, if the next so many bytes of every member's news announce the same
-        known simple ones, in the same order."""
+    def _feed_alike(self, planner: Planner, num_bytes: int) -> bool:
+        """Give the planner the next so many bytes of every member's news, if all of them announce the same known requests
+        in the same order."""
         if num_bytes < _RECORD_BYTES:
-            return None
+            return False
         same: list[Signature] | None = None
         instances: Sequence[int] = ()
         for member, fed in enumerate(self._fed):
@@ -195,10 +193,13 @@ class SharedMemoryAgreement:
             if member == 0:
                 same, instances = found, words[1::2]
             if found is None or found != same or words[1::2] != instances:
-                return None
+                return False
         assert same is not None
-        simple = _is_simple(same[0]) if len(same) == 1 else all(map(_is_fusible, same))
-        return (same, instances) if simple else None
+        if any(signature.kind == Kind.JOIN for signature in same):
+            return False
+        for signature, instance in zip(same, instances, strict=True):
+            planner.feed_all(signature, instance)
+        return True
 
     def _batching(self, heads: Sequence[int]) -> bool:
         """Return whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs
@@ -321,15 +322,3 @@ class SharedMemoryAgreement:
         fence()
         if self._asleep.value:
             self._bells[0].wake()
-
-
-def _is_fusible(signature: Signature) -> bool:
-    """Return whether it is the allreduce of one tensor on the CPU."""
-    return signature.operation == "allreduce" and signature.device == "cpu" and not signature.bound
-
-
-def _is_simple(signature: Signature) -> bool:
-    """Return whether a round of nothing but this request, announced by all, needs no planning."""
-    if signature.kind == Kind.ALLREDUCE:
-        return len(signature.dtypes) == 1
-    return signature.kind == Kind.BARRIER or (signature.kind == Kind.REDUCESCATTER and signature.bound)
