@@ -39,7 +39,7 @@ def world(port: int, tmp_path: Path) -> World:
     return World(size=2, local_size=2, launcher="openmpi", meeting=replace(point, secret_file=a_file(tmp_path, "mine")))
 
 
-def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[meeting._TableMeeting]:
+def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[meeting.Meeting]:
     """Both ranks meet, the second one first."""
     with ThreadPoolExecutor(2) as pool:
         ranks = [replace(second, rank=1, local_rank=1), first]
@@ -47,7 +47,7 @@ def meet(first: World, second: World, *, limit_s: float = LIMIT_S) -> list[meeti
         return [found.result() for found in reversed(waiting)]
 
 
-def keys_of(meetings: list[meeting._TableMeeting], epoch: str) -> list[RankKeys]:
+def keys_of(meetings: list[meeting.Meeting], epoch: str) -> list[RankKeys]:
     found = [one.keys(World(rank=rank, size=9), epoch, limit_s=LIMIT_S) for rank, one in enumerate(meetings)]
     return [keys for keys in found if keys is not None]
 
@@ -119,10 +119,9 @@ def test_a_strict_user_is_refused_a_meeting_without_a_secret(world: World, rank:
 def test_a_port_that_is_taken_is_said(world: World, port: int):
     open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
     with socket.create_server(("127.0.0.1", port)):
-        with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
-            meeting._StoreMeeting(open_one, 1.0)
-        with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
-            meeting._meet_at_rank_0(world, 1.0)
+        for one in (open_one, world):
+            with pytest.raises(HorovodInternalError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
+                meeting._meet_at_rank_0(one, 1.0)
 
 
 def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, monkeypatch: pytest.MonkeyPatch):
@@ -131,8 +130,8 @@ def test_beside_the_store_of_torchs_own_process_group(world: World, port: int, m
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
         with ThreadPoolExecutor(2) as pool:
-            open_one = replace(world, meeting=replace(world.meeting, secret_file=""))
-            ranks = [meeting._StoreMeeting(meeting._beside_torch(replace(open_one, rank=r)), LIMIT_S) for r in (0, 1)]
+            open_one = meeting._beside_torch(replace(world, meeting=replace(world.meeting, secret_file="", job="open")))
+            ranks = meet(open_one, open_one)
             told = [
                 pool.submit(one.gather, "key", "", b"%d" % rank, rank=rank, size=2, limit_s=LIMIT_S)
                 for rank, one in enumerate(ranks)

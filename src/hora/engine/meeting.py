@@ -1,25 +1,22 @@
 """The meeting: where the ranks of a world exchange the first words, before they are connected to one another.
 
-It takes place at the `MeetingPoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous; under
-torchrun and other launchers a table of rank 0's, authenticated too, if the user gave the ranks a secret, and else a
-torch TCPStore, where anybody may speak. It is for what ranks need to find one another: the names of those of their
-host, the address of the one to which they speak. What all ranks are to know of all goes through the hub (`Hub.gather`),
-so that the bytes which the meeting place sends grow with the number of ranks and not with its square. `open_meeting`
-connects once per process; a runtime that is initialised again uses the same connection. Nothing that comes through it
-is unpickled.
+It takes place at the `MeetingPoint` that the launcher provided (`hora.world`): Hora's authenticated rendezvous, or
+under torchrun and other launchers a table of rank 0's, where anybody may speak unless the user gave the ranks a secret.
+It is for what ranks need to find one another: the names of those of their host, the address of the one to which they
+speak. What all ranks are to know of all goes through the hub (`Hub.gather`), so that the bytes which the meeting place
+sends grow with the number of ranks and not with its square. `open_meeting` connects once per process; a runtime that is
+initialised again uses the same connection. Nothing that comes through it is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -28,7 +25,6 @@ from hora.config import accept_risk
 from hora.engine.store import ControlStore
 from hora.engine.tree import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
-from hora.net import sockets
 from hora.net.address import listening_address
 from hora.net.client import ControlClient, Group
 from hora.net.keys import RankKeys, world_secret
@@ -42,21 +38,7 @@ __all__ = ["Meeting", "control_client", "open_meeting"]
 _PAUSE_S = 0.1
 
 
-class Meeting(Protocol):
-    """Collective operations available while the ranks of a world meet."""
-
-    def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
-        """The values of the ranks of this group, when all ranks have come; groups stand in a tree (`hora.engine.tree`).
-        HorovodInternalError names the ranks that did not come."""
-
-    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
-        """This rank's keys in its world, of which `epoch` names this initialisation."""
-
-    def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
-        """A torch store for NCCL whose keys cannot clash with other prefixes."""
-
-
-class _TableMeeting:
+class Meeting:
     """At the rendezvous of a Hora launcher, which has our keys, or at a table of rank 0's, where all ranks have `secret`."""
 
     def __init__(self, client: ControlClient, secret: bytes | None = None) -> None:
@@ -64,6 +46,7 @@ class _TableMeeting:
         self._secret = secret
 
     def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
+        """This rank's keys in its world, of which `epoch` names this initialisation."""
         secret = self._secret
         if secret is not None:
             return RankKeys.derived(world_secret(secret, epoch), world.rank)
@@ -74,60 +57,16 @@ class _TableMeeting:
         return RankKeys(world.rank, get, at_once=[0] if world.rank else [])
 
     def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
+        """The values of the ranks of this group, when all ranks have come; groups stand in a tree (`hora.engine.tree`).
+        HorovodInternalError names the ranks that did not come."""
         try:
             return self.client.gather(key, value, rank=rank, size=size, timeout_s=limit_s, group=group, fanout=FANOUT)
         except TimeoutError as error:
             raise HorovodInternalError(f"{error} (limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})") from error
 
     def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
+        """A torch store for NCCL whose keys cannot clash with other prefixes."""
         return ControlStore(self.client, prefix=f"{prefix}/", timeout_s=limit_s, check_alive=check_alive)
-
-
-class _StoreMeeting:
-    """At a torch TCPStore."""
-
-    def __init__(self, world: World, limit_s: float) -> None:
-        self._point = point = world.meeting
-        listener = _listener(world) if point.host_store and world.rank == 0 else None
-        self._store = _own_keys(point, _tcp_store(point, limit_s, listener))
-
-    def keys(self, world: World, epoch: str, *, limit_s: float) -> RankKeys:
-        """Derived from a secret of rank 0's, which whoever reaches the store can read."""
-        key = f"{epoch}/secret"
-        if world.rank == 0:
-            self._store.set(key, secrets.token_hex(32))
-        self._wait([key], [0], limit_s)
-        return RankKeys.derived(bytes.fromhex(bytes(self._store.get(key)).decode()), world.rank)
-
-    def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
-        keys = [f"{key}/{peer}" for peer in range(size)]
-        self._store.set(keys[rank], json.dumps([group, value.hex()]))
-        self._wait(keys, range(size), limit_s)
-        groups: dict[str, dict[int, bytes]] = {}
-        for peer, item in enumerate(keys):
-            name, text = json.loads(bytes(self._store.get(item)))
-            groups.setdefault(name, {})[peer] = bytes.fromhex(text)
-        index = list(groups).index(group)
-        above = list(groups.values())[(index - 1) // FANOUT] if index else {}
-        return Group(groups[group], index, len(groups), next(iter(above.items()), None))
-
-    def _wait(self, keys: Sequence[str], ranks: Sequence[int], limit_s: float) -> None:
-        """Until these ranks have set these keys."""
-        deadline = time.monotonic() + limit_s
-        try:
-            self._store.wait(list(keys), timedelta(seconds=max(limit_s, 0.001)))
-        except (RuntimeError, dist.DistError) as error:
-            missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check([key])]
-            waited = limit_s - max(deadline - time.monotonic(), 0.0)
-            raise HorovodInternalError(
-                f"waited {waited:.0f} s for rank(s) {missing} to come to hvd.init() "
-                f"(limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})"
-            ) from error
-
-    def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
-        # A connection of its own: a TCPStore lets one thread at a time use it, also while that one waits for a key.
-        # Two process sets that connect at the same time would wait for one another.
-        return PrefixStore(prefix, _own_keys(self._point, _tcp_store(self._point, limit_s)))
 
 
 _open: dict[MeetingPoint, Meeting] = {}
@@ -138,22 +77,20 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
     point = world.meeting
     if point in _open:
         return _open[point]
-    meeting: Meeting
     if point.kind == "hora":
         # An elastic worker asks for its next place over this connection, so it speaks for that worker.
         worker = world.worker if world.elastic else -1
         client = ControlClient.connect(_held(point), name=f"rank {world.rank}", timeout_s=limit_s, worker=worker)
-        meeting = _TableMeeting(client)
-    elif point.secret_file:
-        meeting = _meet_at_rank_0(_beside_torch(world), limit_s)
+        meeting = Meeting(client)
     else:
-        accept_risk(
-            f"the ranks meet without a secret at {point.endpoint}: whoever reaches it, another user of this machine for "
-            "one, can end this job or give it wrong values. Set HORA_SECRET_FILE to a file that all ranks can read and "
-            "nobody else (umask 077; openssl rand -hex 32 > FILE), or start the job with horovodrun",
-            warn=world.rank == 0,
-        )
-        meeting = _StoreMeeting(_beside_torch(world), limit_s)
+        if not point.secret_file:
+            accept_risk(
+                f"the ranks meet without a secret at {point.endpoint}: whoever reaches it, another user of this machine "
+                "for one, can end this job or give it wrong values. Set HORA_SECRET_FILE to a file that all ranks can "
+                "read and nobody else (umask 077; openssl rand -hex 32 > FILE), or start the job with horovodrun",
+                warn=world.rank == 0,
+            )
+        meeting = _meet_at_rank_0(_beside_torch(world), limit_s)
     _open[point] = meeting
     return meeting
 
@@ -185,16 +122,16 @@ def _held(point: MeetingPoint) -> MeetingPoint:
 def control_client(world: World) -> ControlClient | None:
     """The control connection of this world, if a Hora launcher runs it and it is open."""
     meeting = _open.get(world.meeting) if world.meeting.kind == "hora" else None
-    return meeting.client if isinstance(meeting, _TableMeeting) else None
+    return None if meeting is None else meeting.client
 
 
 _tables: dict[MeetingPoint, Table] = {}  # rank 0's, to the end of its process
 
 
-def _meet_at_rank_0(world: World, limit_s: float) -> _TableMeeting:
+def _meet_at_rank_0(world: World, limit_s: float) -> Meeting:
     """A meeting at a table that rank 0 opens: at the place that the launcher named, or beside torchrun's store there."""
     point, deadline = world.meeting, time.monotonic() + limit_s
-    secret = read_secret_file(point.secret_file)
+    secret = read_secret_file(point.secret_file) if point.secret_file else b""  # which whoever comes has, too
     credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
     if world.rank == 0 and point not in _tables:
         with _listening(world) as where:
@@ -206,7 +143,7 @@ def _meet_at_rank_0(world: World, limit_s: float) -> _TableMeeting:
     client = _connect(point, credentials, name=f"rank {world.rank}", deadline=deadline)
     # The user may use one file for many jobs: what is derived from it is for this one.
     salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
-    return _TableMeeting(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+    return Meeting(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
 
 
 def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:
@@ -261,26 +198,14 @@ def _listening(world: World) -> Iterator[tuple[str, int]]:
         ) from error
 
 
-def _listener(world: World) -> int:
-    """A listening socket for a TCPStore, which by itself would listen at every address of this machine."""
-    with _listening(world) as where:
-        return sockets.listen(where).detach()
-
-
 def _own_keys(point: MeetingPoint, store: Store) -> Store:
     return PrefixStore(f"hora/{point.job}", store)
 
 
-def _tcp_store(point: MeetingPoint, limit_s: float, listener: int | None = None) -> Store:
+def _tcp_store(point: MeetingPoint, limit_s: float) -> Store:
     try:
-        return TCPStore(
-            point.address,
-            point.port,
-            is_master=listener is not None,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limit_s),
-            master_listen_fd=listener,
-        )
+        timeout = timedelta(seconds=limit_s)
+        return TCPStore(point.address, point.port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (RuntimeError, dist.DistError) as error:
         raise HorovodInternalError(
             f"cannot reach the meeting place at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
