@@ -46,7 +46,7 @@ class Network:
     ordered.
     """
 
-    def __init__(self, tree: Tree, ranks: list[int], seed: int) -> None:
+    def __init__(self, tree: Tree, ranks: list[int], seed: int, *, without_cache: int = -1) -> None:
         self.random = random.Random(seed)
         self.lines: dict[tuple[int, int], deque] = {}
         self.calls: dict[int, deque] = {rank: deque() for rank in ranks}
@@ -54,7 +54,10 @@ class Network:
         self.stopped: set[int] = set()
         self.in_flight: dict[int, set[Key]] = {rank: set() for rank in ranks}  # what they answer when they are asked
         hubs = {rank: FakeHub(self, rank) for rank in ranks}
-        self.agreements = {rank: TreeAgreement(hubs[rank], 1, tree, ranks, cache_capacity=4) for rank in ranks}
+        self.agreements = {
+            rank: TreeAgreement(hubs[rank], 1, tree, ranks, cache_capacity=0 if rank == without_cache else 4)
+            for rank in ranks
+        }
         self.planners = {rank: Planner(ranks, fusion_threshold_bytes=1000) for rank in ranks}
         self.executed: dict[int, list] = {rank: [] for rank in ranks}
 
@@ -201,6 +204,13 @@ def make_known(network: Network) -> None:
     for executed in network.executed.values():
         assert executed
         executed.clear()
+
+
+@pytest.mark.parametrize("one", [0, 2, 3])
+def test_a_rank_without_a_cache_announces_everything_in_full_and_agrees_with_the_others(one):
+    network = Network(Tree(hosts_of(2, 2, 1)), list(range(5)), one, without_cache=one)
+    for _ in range(3):
+        make_known(network)
 
 
 @pytest.mark.parametrize("known", [False, True])
