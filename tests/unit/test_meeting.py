@@ -82,6 +82,16 @@ def test_ranks_with_the_same_file_meet_and_derive_the_same_secrets(world: World,
     assert keys_of(again, "0.0")[0].shared != first.shared, "one file, another job"
 
 
+@pytest.mark.parametrize("secret", [True, False])
+def test_when_rank_0_is_gone_the_others_are_told_so(world: World, secret: bool):
+    if not secret:
+        world = replace(world, meeting=replace(world.meeting, secret_file=""))
+    _, second = meet(world, world)
+    meeting._tables.popitem()[1].close()
+    with pytest.raises(HorovodInternalError, match="rank 0, which they meet at, is gone"):
+        second.gather("key", "", b"1", rank=1, size=2, limit_s=LIMIT_S)
+
+
 def test_a_rank_with_another_secret_is_told_so(world: World, tmp_path: Path):
     other = replace(world, meeting=replace(world.meeting, secret_file=a_file(tmp_path, "other")))
     with pytest.raises(HorovodInternalError, match="same HORA_SECRET_FILE"):

@@ -63,6 +63,12 @@ class Meeting:
             return self.client.gather(key, value, rank=rank, size=size, timeout_s=limit_s, group=group, fanout=FANOUT)
         except TimeoutError as error:
             raise HorovodInternalError(f"{error} (limit: HOROVOD_GLOO_TIMEOUT_SECONDS={limit_s:g})") from error
+        except ConnectionError as error:
+            if self._secret is None:
+                raise  # the launcher has gone, and this process goes with it
+            raise HorovodInternalError(
+                f"the ranks cannot meet: rank 0, which they meet at, is gone ({error})"
+            ) from error
 
     def store(self, prefix: str, *, limit_s: float, check_alive: Callable[[], None]) -> Store:
         """A torch store for NCCL whose keys cannot clash with other prefixes."""
