@@ -19,6 +19,7 @@ ranks run.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -34,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
+MYSELF = [sys.executable, "-m", "benchmarks.elastic"]
 LIMIT_S = 180.0
 # A heartbeat every 50 ms; dead after half a second. By default it is a second each 100 ms, and five to be dead.
 LIGHTHOUSE = {"join_timeout_ms": 100, "quorum_tick_ms": 10, "heartbeat_timeout_ms": 500}
-NUM_TURNS, STEPS_A_TURN = 9, {"tiny": 100, "mlp": 10}
+NUM_TURNS, STEPS_A_TURN = 9, {"tiny MLP": 100, "MLP 4x2048": 4, "ResNet18": 2}
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def work_hora(folder: Path) -> None:
             net(torch.randn(32, 256)).square().mean().backward()
             optimizer.step()
             state.step += 1
-            log(folder, what="step", size=hvd.size(), number=state.step)
+            log(folder, what="step", size=hvd.size(), number=state.step, rank=hvd.rank())
             state.commit()
             time.sleep(0.01)
 
@@ -188,13 +190,13 @@ def in_turns(folder: Path, name: str, plain: Callable[[], None], guarded: Callab
 
 
 def trained(name: str) -> tuple[Any, Any]:
-    """A network and its input: some milliseconds, or some tens of them."""
+    """A network and its input."""
     import torch
 
+    from benchmarks.models import WORKLOADS
+
     torch.manual_seed(0)
-    width, depth = {"tiny": (64, 2), "mlp": (1024, 4)}[name]
-    layers = [layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
-    return torch.nn.Sequential(*layers), torch.randn(32, width)
+    return WORKLOADS[name].build(), torch.randn(WORKLOADS[name].shape)
 
 
 def work_overhead_hora(folder: Path) -> None:
@@ -265,9 +267,7 @@ def keep_replicas(folder: Path, worker: str, count: int) -> None:
 
     def start(number: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, "REPLICA": str(number)}
-        return subprocess.Popen(
-            [sys.executable, __file__, "--folder", str(folder), "--worker", worker], env=environment
-        )
+        return subprocess.Popen([*MYSELF, "--folder", str(folder), "--worker", worker], env=environment)
 
     replicas, due = [start(number) for number in range(count)], [0.0] * count
     try:
@@ -382,11 +382,12 @@ def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, 
 
                 steps = wait_for("three ranks training", whole, job)
                 victim = random.choice(sorted({e["pid"] for e in steps[-3:]}))
+                rank = next((e.get("rank", -1) for e in reversed(steps) if e["pid"] == victim), -1)
                 time.sleep(random.uniform(0, 0.1))
                 killed = time.time()
                 os.kill(victim, signal.SIGKILL)
 
-                def after(victim: int = victim, since: float = killed) -> dict[str, float]:
+                def after(victim: int = victim, rank: int = rank, since: float = killed) -> dict[str, float]:
                     reached: dict[str, float] = {}
                     later = [e for e in events(folder) if e["at"] > since and e["pid"] != victim]
                     begun = [e for e in later if e["what"] in ("met", "synced")]
@@ -400,10 +401,12 @@ def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, 
                         return {}
                     done = max(e["number"] for e in events(folder) if e["what"] == "step" and e["at"] <= since)
                     lost = max(done - steps[0]["number"] + 1, 0)
-                    return reached | {"step": steps[0]["at"] - since, "lost": lost}
+                    return reached | {"step": steps[0]["at"] - since, "lost": lost, "rank": rank}
 
                 measured.append(wait_for("a step after the kill", after, job))
-            measured[-1]["newcomer"] = statistics.median(newcomers(events(folder)) or [float("nan")])
+            seen = events(folder)
+            measured[-1]["newcomer"] = statistics.median(newcomers(seen) or [float("nan")])
+            measured[-1]["guests"] = statistics.median(pauses(seen) or [float("nan")])
     return measured
 
 
@@ -418,11 +421,26 @@ def newcomers(seen: list[dict[str, Any]]) -> list[float]:
     return [stepped[pid] - at for pid, at in started.items() if pid in stepped]
 
 
+def pauses(seen: list[dict[str, Any]]) -> list[float]:
+    """Seconds by which the step in which a newcomer takes part for the first time came later than steps usually do, for
+    those that were there before."""
+    found = []
+    of: dict[int, list[dict[str, Any]]] = {}
+    for event in seen:
+        if event["what"] == "step":
+            of.setdefault(event["pid"], []).append(event)
+    for steps in of.values():
+        gaps = [(b["at"] - a["at"], b["size"] - a["size"]) for a, b in itertools.pairwise(steps)]
+        usual = statistics.median([gap for gap, grown in gaps if not grown] or [0.0])
+        found += [gap - usual for gap, grown in gaps if grown > 0]
+    return found
+
+
 def commit_cost(durable: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         arguments = ["--folder", temporary, "--worker", "durable" if durable else "commit"]
-        command = [str(BIN / "horovodrun"), "-np", "2", sys.executable, __file__, *arguments]
+        command = [str(BIN / "horovodrun"), "-np", "2", *MYSELF, *arguments]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=600)
         return events(folder)[-1]
 
@@ -473,9 +491,9 @@ def report_recovery(num_kills: int, peers: list[str]) -> None:
     # kills: those that fail by themselves are restarted.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     commands = {
-        "hora": [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, sys.executable, __file__],
-        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "3", "--max-restarts=100", __file__],
-        "torchft": [sys.executable, __file__, "--replicas", "3"],
+        "hora": [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, *MYSELF],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "3", "--max-restarts=100", *MYSELF[1:]],
+        "torchft": [*MYSELF, "--replicas", "3"],
     }
     results = {name: recovery_of(name, commands[name], num_kills) for name in ("hora", *peers)}
     for peer in peers:
@@ -488,17 +506,21 @@ def recovery_of(name: str, command: list[str], num_kills: int) -> float:
         values = [m[phase] for m in measured if phase in m]
         if values:
             print(f"{name:9} {phase:8} after {statistics.median(values):6.3f} s (worst {max(values):.3f})")
-    lost = sum(m["lost"] for m in measured)
+    first = [m["step"] for m in measured if m["rank"] == 0]
+    if first:
+        print(f"{name:9} step     after {statistics.median(first):6.3f} s where rank 0 was killed ({len(first)} times)")
+    lost, last = sum(m["lost"] for m in measured), measured[-1]
     print(
-        f"{name:9} {len(measured)} kills, {lost:.0f} steps lost; a newcomer's first step after {measured[-1]['newcomer']:.1f} s"
+        f"{name:9} {len(measured)} kills, {lost:.0f} steps lost; a newcomer's first step after {last['newcomer']:.1f} s, which "
+        f"the others waited for {last['guests']:.3f} s"
     )
     return statistics.median(m["step"] for m in measured)
 
 
 def report_overhead(peers: list[str]) -> None:
-    commands = {"hora": [str(BIN / "horovodrun"), "-np", "2", sys.executable, __file__]}
+    commands = {"hora": [str(BIN / "horovodrun"), "-np", "2", *MYSELF]}
     if "torchft" in peers:
-        commands["torchft"] = [sys.executable, __file__, "--replicas", "2"]
+        commands["torchft"] = [*MYSELF, "--replicas", "2"]
     for peer, command in commands.items():
         with tempfile.TemporaryDirectory() as temporary:
             arguments = ["--folder", temporary, "--worker", f"overhead-{peer}"]

@@ -1,12 +1,14 @@
 """An elastic job in a process of its own, and what its ranks returned: for the elastic tests.
 
-As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan; prints the results as JSON.
+As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan, or worlds to be played again; prints
+the results as JSON.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,11 @@ class ElasticJob(JobProcess):
         self.folder.mkdir()
         self.plan = {"samples": 48, "epochs": 2, "batch": 2, **plan, "folder": str(self.folder)}
         order = json.dumps({"plan": self.plan, "arguments": arguments})
-        torchs_own = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor")}  # torch makes it at import, and leaves it
-        super().__init__([*prefix, sys.executable, __file__, order], work, **torchs_own, **(environment or {}))
+        # torch makes this folder at import, and leaves it.
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), **(environment or {})}
+        self.prefix, self.environment = prefix, os.environ | own
+        self.place = {name: arguments[name] for name in ("network_interfaces", "start_timeout") if name in arguments}
+        super().__init__([*prefix, sys.executable, __file__, order], work, **own)
 
     def results(self, limit_s: float = 120.0) -> list[dict[str, Any]]:
         """What the ranks returned; nothing may be left of the job."""
@@ -99,36 +104,76 @@ def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
 
 def assert_no_step_lost(job: ElasticJob, results: list[dict[str, Any]]) -> None:
     """Losses, weights and optimizer state are to the last bit those of a training that had the same ranks in the same steps,
-    and no failures: no step was applied twice, partly, or by some ranks only."""
+    and no failures: no step was applied twice, partly, or by some ranks only.
+
+    Every world is played again from the state that it began with, and must end with the state that the next one began with.
+    """
     import torch
 
-    import horovod
-
-    first = results[0]
+    first, folder = results[0], job.folder
     for result in results:
         for name in ("weights", "momentum", "losses", "worlds"):
             assert result[name] == first[name], f"rank {result['rank']} has another {name} than rank 0"
-    losses: list[list[float]] = []
-    steps = zip(first["worlds"], first["sizes"], (samples for _, samples in first["seen"]), strict=True)
-    for _, its in itertools.groupby(steps, key=lambda step: step[0]):
-        _, sizes, samples = zip(*its, strict=True)
-        arguments = (str(job.folder), list(samples), not losses)
-        losses += horovod.run(call_again, args=arguments, num_proc=sizes[0])[0]
-    assert losses == first["losses"]
-    saved = torch.load(job.folder / "replay.pt")
-    assert torch.cat([value.flatten() for value in saved["net"].values()]).tolist() == first["weights"]
-    state = saved["optimizer"]["state"]
+    began = {int(file.name.split(".")[1]): torch.load(file) for file in folder.glob("world.*.pt")}
+    steps: dict[int, list[list[int]]] = {world: [] for world in sorted(began)}
+    for world, (_, samples) in zip(first["worlds"], first["seen"], strict=True):
+        steps[world].append(samples)
+    losses = {}
+    for hosts in {tuple(state["hosts"]) for state in began.values()}:
+        worlds = {world: its for world, its in steps.items() if its and tuple(began[world]["hosts"]) == hosts}
+        losses.update(_again(job, list(hosts), worlds) if worlds else {})
+    assert [loss for world, its in steps.items() if its for loss in losses[world]] == first["losses"]
+    from elastic_training import network
+
+    _assert_same_bits(began[min(began)]["net"], network(seed=0).state_dict(), "the beginning")
+    at: dict[str, Any] = began[min(began)]
+    for world in steps:
+        for part in ("net", "optimizer"):
+            _assert_same_bits(began[world][part], at[part], f"{part} when world {world} began")
+        at = torch.load(folder / f"again.{world}.pt") if steps[world] else at
+    assert torch.cat([value.flatten() for value in at["net"].values()]).tolist() == first["weights"]
+    state = at["optimizer"]["state"]
     assert [value.double().sum().item() for item in state.values() for value in item.values()] == first["momentum"]
 
 
-def call_again(folder: str, steps: list[list[int]], first: bool) -> list[list[float]]:
+def _assert_same_bits(found: Any, expected: Any, where: str) -> None:
+    import torch
+
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            _assert_same_bits(found[key], value, f"{where}: {key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, value in enumerate(expected):
+            _assert_same_bits(found[index], value, f"{where}: {index}")
+    else:
+        assert found == expected, where
+
+
+def _again(job: ElasticJob, hosts: list[str], worlds: dict[int, list[list[int]]]) -> dict[int, list[list[float]]]:
+    """Play these worlds again, on ranks of these hosts, in a process like the job's own."""
+    names = list(dict.fromkeys(hosts))
+    assert hosts == sorted(hosts, key=names.index), "the ranks of a host are numbered together"
+    arguments = dict(job.place, num_proc=len(hosts), hosts=",".join(f"{name}:{hosts.count(name)}" for name in names))
+    order = json.dumps({"again": [str(job.folder), list(worlds.items())], "arguments": arguments})
+    command = [*job.prefix, sys.executable, __file__, order]
+    done = subprocess.run(command, capture_output=True, text=True, env=job.environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    return dict(json.loads(line.removeprefix(_RESULT))[0])
+
+
+def call_again(folder: str, worlds: list[tuple[int, list[list[int]]]]) -> list[tuple[int, list[list[float]]]]:
     """On the workers, as `call`."""
     import torch  # noqa: F401
     from elastic_training import train_again
 
     import horovod.torch  # noqa: F401
 
-    return train_again(folder, steps, first)
+    return list(train_again(folder, dict(worlds)).items())
 
 
 def call(plan: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +194,8 @@ def main() -> None:
     launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 15.0
     ssh._OPTIONS["ServerAliveInterval"] = "5"
     order = json.loads(sys.argv[1])
-    results = horovod.run(call, args=(order["plan"],), **order["arguments"])
+    function, args = (call_again, order["again"]) if "again" in order else (call, [order["plan"]])
+    results = horovod.run(function, args=tuple(args), **order["arguments"])
     print(_RESULT + json.dumps(results), flush=True)
 
 

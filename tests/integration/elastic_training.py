@@ -75,8 +75,12 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
 
 @hvd.elastic.run
 def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
-    note(plan, f"enters rank {hvd.rank()} of {hvd.size()} at step {state.steps} as {start}")
+    world = engine.current_runtime().world.generation
+    note(plan, f"enters rank {hvd.rank()} of {hvd.size()} at step {state.steps} in world {world} as {start}")
     starts = hvd.allgather_object(start)
+    if state.per_step and hvd.rank() == 0:
+        hosts = [its.rpartition("/")[0] for its in starts]
+        keep(Path(plan["folder"]) / f"world.{world}.pt", state.model, state.optimizer, hosts)
     while state.epoch < plan["epochs"]:
         indices = iter(list(state.sampler))
         while mine := [i for _, i in zip(range(plan["batch"]), indices, strict=False)]:
@@ -92,6 +96,8 @@ def _loop(state: Any, plan: dict[str, Any], start: str) -> None:
             if hvd.rank() == 0:
                 progress(plan, state)
             if hvd.broadcast_object((Path(plan["folder"]) / "stop").exists(), name="stop"):
+                return
+            if state.steps == plan.get("steps"):
                 return
         state.epoch += 1
         state.batch = 0
@@ -143,24 +149,31 @@ def training_step(net: torch.nn.Module, optimizer: Any, mine: list[int], *, gath
     return losses
 
 
-def train_again(folder: str, steps: list[list[int]], first: bool) -> list[list[float]]:
-    """A world without failures, on as many ranks as there were: the steps of one generation, from the state in the folder,
-    which is brought up to date. Gives the losses."""
+def keep(file: Path, net: torch.nn.Module, optimizer: Any, hosts: list[str]) -> None:
+    """Write a training down as it is in this moment, with the host of every rank."""
+    partial = file.with_suffix(f".{os.getpid()}")
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "hosts": hosts}, partial)
+    partial.replace(file)
+
+
+def train_again(folder: str, worlds: dict[int, list[list[int]]]) -> dict[int, list[list[float]]]:
+    """The steps of some worlds, each from the state that it began with, without failures: gives the losses, and writes down
+    how each of them ended. To be called on as many ranks of as many hosts as these worlds had."""
     hvd.init()
-    net = network(seed=0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters())
-    file = Path(folder) / "replay.pt"
-    if not first:
-        saved = torch.load(file)
-        net.load_state_dict(saved["net"])
-        optimizer.load_state_dict(saved["optimizer"])
-    losses = []
-    for samples in steps:
-        share = len(samples) // hvd.size()
-        losses.append(training_step(net, optimizer, samples[hvd.rank() * share : (hvd.rank() + 1) * share]))
-    hvd.barrier()  # all have read it
-    if hvd.rank() == 0:
-        torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    losses = {}
+    for world, steps in worlds.items():
+        net = network(seed=0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters())
+        began = torch.load(Path(folder) / f"world.{world}.pt")
+        net.load_state_dict(began["net"])
+        optimizer.load_state_dict(began["optimizer"])
+        losses[world] = []
+        for samples in steps:
+            share = len(samples) // hvd.size()
+            mine = samples[hvd.rank() * share : (hvd.rank() + 1) * share]
+            losses[world].append(training_step(net, optimizer, mine))
+        if hvd.rank() == 0:
+            keep(Path(folder) / f"again.{world}.pt", net, optimizer, began["hosts"])
     return losses
 
 

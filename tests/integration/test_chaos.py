@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from chaos import Chaos
+from chaos import Chaos, chaos_on_hosts
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 def test_chaos_of_a_few_faults(tmp_path: Path):
     Chaos(tmp_path, seed=1).run(4)
+
+
+def test_500_steps_with_20_deaths_have_the_bits_of_500_steps_without(tmp_path: Path):
+    with mock.patch("chaos.FAULTS", [signal.SIGKILL]):
+        Chaos(tmp_path, seed=2, per_step=True).run(20, min_steps=500)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nsenter"), reason="needs root and nsenter")
+def test_chaos_on_three_hosts(tmp_path: Path):
+    with chaos_on_hosts(tmp_path, seed=3, per_step=True) as chaos:
+        chaos.run(6)

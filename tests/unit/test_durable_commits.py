@@ -89,12 +89,30 @@ def test_no_code_is_run_when_a_commit_is_read(tmp_path: Path, capsys: pytest.Cap
     assert "code was run" not in capsys.readouterr().out
 
 
-def test_a_disk_that_cannot_be_written_is_told_at_the_next_commit(tmp_path: Path):
+def test_a_commit_that_cannot_be_written_is_told_and_the_next_one_takes_its_place(tmp_path: Path, caplog):
     commits = DurableCommits(tmp_path / "folder", keep=1)
     (tmp_path / "folder").rmdir()
     commits.write({"step": 1})
+    commits.wait()
+    assert "a commit could not be written to" in caplog.text
+    (tmp_path / "folder").mkdir()
+    commits.write({"step": 2})
+    commits.finish()
+    assert commits.read_last() == {"step": 2}
+
+
+def test_a_training_does_not_end_well_without_its_last_commit(tmp_path: Path):
+    state = TorchState(step=1)
+    state._rank = lambda: 0
+    assert not state.persist(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    state._write(state._durable)
     with pytest.raises(RuntimeError, match="the last commit could not be written"):
-        commits.finish()
+        state.flush()
+    (tmp_path / "folder").mkdir()
+    state._num_unwritten = 1
+    state.flush()
+    assert state._durable.read_last()["plain"]["step"] == 1
 
 
 def test_a_state_refuses_commits_of_another_state(tmp_path: Path):

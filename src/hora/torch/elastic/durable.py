@@ -3,7 +3,8 @@
 A commit is two files: `<number>.commit`, in torch.save's format and read back with `weights_only=True`, so that no code
 in it is ever run; and `<number>.json`, its size and SHA-256, which is renamed into place last. So a commit is complete
 or does not exist, whenever the writer is killed; a damaged one is recognised and the one before it is used. Writing
-happens in a thread: a commit that comes while the one before is still being written stays in memory only.
+happens in a thread: a commit that comes while the one before is still being written stays in memory only. One that cannot
+be written is told and left out; only the last one of a training must be.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DurableCommits:
     def __init__(self, folder: str | Path, *, keep: int) -> None:
         self._folder, self._keep = Path(folder), keep
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None  # of the last commit
         self._folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -50,22 +51,23 @@ class DurableCommits:
     def write(self, content: Mapping[str, Any]) -> None:
         """Write a commit in the background. Its tensors must stay as they are while `busy`."""
         assert not self.busy
-        self.raise_failure()
+        self.failure = None
         # Not a daemon: a process that ends normally finishes its last commit.
         self._thread = threading.Thread(target=self._write, args=(dict(content),), name="hora-commit")
         self._thread.start()
 
-    def finish(self) -> None:
-        """Wait until what is being written is on disk."""
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join(_WRITE_LIMIT_S)
             if self._thread.is_alive():
                 raise TimeoutError(f"a commit to {self._folder} was not written within {_WRITE_LIMIT_S:g} s")
             self._thread = None
-        self.raise_failure()
 
-    def raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+    def finish(self) -> None:
+        """Wait until what is being written is on disk. RuntimeError if it could not be written."""
+        self.wait()
+        failure, self.failure = self.failure, None
         if failure is not None:
             raise RuntimeError(f"the last commit could not be written to {self._folder}: {failure}") from failure
 
@@ -105,8 +107,9 @@ class DurableCommits:
             for old in self._numbers()[: -self._keep]:
                 self._path(old, "json").unlink(missing_ok=True)
                 self._path(old, "commit").unlink(missing_ok=True)
-        except Exception as error:  # told at the next commit, where the training can act on it
-            self._failure = error
+        except Exception as error:  # a disk that is full for a while ends no training
+            self.failure = error
+            log.warning("a commit could not be written to %s (%s); the next one is to replace it", self._folder, error)
 
     def _numbers(self) -> list[int]:
         found = (_MANIFEST.fullmatch(name) for name in os.listdir(self._folder))
