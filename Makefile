@@ -31,7 +31,8 @@ help:
 	@echo "make coverage the lines that the unit and multi-process tests reach, their ranks included, and a floor"
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
-	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left; twenty more by the step, to the last bit"
+	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left; by the step, to the last bit:"
+	@echo "              five hundred steps with twenty deaths, and two hundred faults on three hosts (as root)"
 	@echo "make soak     elastic training under random faults for MINUTES=120: memory and descriptors stay flat"
 	@echo "make simulate ten thousand elastic jobs under random faults in virtual time, each from a seed that replays it"
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages,"
@@ -177,7 +178,8 @@ scale: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python tests/integration/chaos.py --faults 100
-	$(BIN)/python tests/integration/chaos.py --faults 20 --per-step
+	$(BIN)/python tests/integration/chaos.py --faults 20 --steps 500 --per-step
+	$(BIN)/python tests/integration/chaos.py --faults 200 --per-step --hosts
 
 MINUTES ?= 120
 soak: $(STAMP)

@@ -11,6 +11,8 @@ import pytest
 from elastic_job import ElasticJob, assert_good_ending, assert_no_step_lost
 from job_process import run_command, running
 
+import horovod
+
 SILENCE_S = 6
 SILENCE = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(SILENCE_S)}
 
@@ -79,6 +81,69 @@ def test_by_the_step_four_deaths_cost_nothing_that_was_done(tmp_path: Path):
     assert [result["worker"] for result in results] == [4]
     sizes = results[0]["sizes"]
     assert [sizes.count(size) for size in (5, 4, 3, 2, 1)] == [7, 13, 0, 21, 19]
+
+
+def test_fit_goes_on_with_the_rows_that_are_left(tmp_path: Path):
+    """Rank 1 of 3 dies in the second epoch. `fit` says nothing of it, and trains on every row in every epoch."""
+
+    def fit_and_die(folder: str) -> dict[str, object]:
+        import torch
+
+        import horovod.torch as hvd
+        from hora.workflow import Checkpoints, EarlyStopping, Recipe, Schedule, fit, make_loaders
+
+        hvd.init()
+        inputs = torch.arange(61.0).reshape(-1, 1) / 61
+        epochs: list[int] = []
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                with open(f"{folder}/seen.{os.getpid()}", "a") as file:
+                    file.writelines(f"{os.getpid()} {100 * len(history()) + int(row)}\n" for row in target)
+                epochs.append(len(history()))
+                if hvd.rank() == 1 and epochs.count(1) == 3 and not os.path.exists(f"{folder}/dead"):
+                    Path(f"{folder}/dead").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return (output.squeeze(1) - 2 * target / 61).square().mean()
+
+        def history() -> list[str]:
+            return [name for name in os.listdir(folder) if name.endswith(".ckpt")]
+
+        net = torch.nn.Linear(1, 1)
+        data = torch.utils.data.TensorDataset(inputs, torch.arange(61.0))
+        done = fit(
+            net,
+            make_loaders(data, data, batch_size=4),
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            loss,
+            epochs=3,
+            recipe=Recipe(schedule=Schedule()),
+            checkpoints=Checkpoints(folder, keep=10),
+            early_stopping=EarlyStopping(patience=3, restore_best=False),
+            progress=False,
+        )
+        return {
+            "size": hvd.size(),
+            "weights": [p.tolist() for p in net.parameters()],
+            "epochs": done.column("epoch"),
+            "rate": done.last("lr"),
+            "loss": done.column("train_loss"),
+        }
+
+    results = horovod.run(fit_and_die, args=(str(tmp_path),), num_proc=3, min_num_proc=2)
+    assert [result["size"] for result in results] == [2, 2]
+    for result in results:
+        assert result["weights"] == results[0]["weights"]
+        assert result["epochs"] == [1.0, 2.0, 3.0]
+        assert result["rate"] == 0.1 * 2, "the schedule knows how many there are"
+    seen = [line.split() for file in tmp_path.glob("seen.*") for line in file.read_text().splitlines()]
+    assert len({pid for pid, _ in seen}) == 3
+    for epoch in range(3):
+        rows = [int(row) for _, row in seen if int(row) // 100 == epoch]
+        assert {row % 100 for row in rows} == set(range(61))
+        assert len(rows) <= 61 + 3 * 4 + 3 * 4, "no row twice but those of the step that failed, and padding"
+    assert (tmp_path / "dead").exists()
+    assert results[0]["loss"][2] < results[0]["loss"][0]
 
 
 def test_ranks_that_cannot_reach_the_launcher_for_five_seconds_train_on(tmp_path: Path):

@@ -7,6 +7,7 @@ changing between the same steps, without a failure. Everything must come out the
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import tempfile
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ import torch
 from hvd_session import raises, session
 
 import horovod.torch as hvd
+from hora import engine
 from hora.errors import HostsUpdatedInterrupt
+from hora.torch.elastic.loop import reset
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 pytestmark = pytest.mark.ranks(2, 3)
@@ -107,12 +110,14 @@ class Training:
         def fail(*_):
             raise hvd.HorovodInternalError("injected")
 
+        # Of a sharded optimizer: a rank that fails has stepped its slice, and then hears of a death.
+        name = "_step_ended" if hasattr(self.optimizer, "is_sharded") else "_base_step"
         if hvd.rank() in where:
-            self.optimizer._base_step = fail
+            setattr(self.optimizer, name, fail)
         try:
             yield
         finally:
-            self.optimizer.__dict__.pop("_base_step", None)
+            self.optimizer.__dict__.pop(name, None)
 
     def report(self):
         state = self.state
@@ -185,6 +190,63 @@ def test_compression_with_error_feedback():
     assert_as_without_failures({3: "backward", 5: [0]}, **options)
 
 
+@session
+def test_the_slices_of_a_sharded_optimizer_are_all_of_one_step():
+    everybody = list(range(hvd.size()))
+    for faults in (
+        {1: "forward", 3: "backward", 5: "commit"},
+        {0: [0], 2: [0], 5: everybody[1:]},
+        {0: everybody, 3: everybody},
+    ):
+        assert_as_without_failures(faults, sharded=True)
+
+
+@pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"})
+@session
+def test_the_slices_of_a_sharded_optimizer_without_shared_memory():
+    everybody = list(range(hvd.size()))
+    for faults in ({1: "forward", 3: "backward"}, {0: [0], 2: [0, 1], 5: everybody}):
+        assert_as_without_failures(faults, sharded=True)
+
+
+@pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"})
+@session
+def test_a_slice_outlives_its_rank_and_is_lost_with_the_one_that_keeps_its_copy():
+    training = Training({}, sharded=True)
+    training.run()
+    expected = training.report()
+    of_all = hvd.allgather_object(training.optimizer.slices())
+    left = {which: its for found in of_all[:2] for which, its in found.items()}  # rank 2 is dead
+    training.optimizer.unite(left)
+    assert not training.optimizer.is_sharded
+    found = {"net": dict(training.net.state_dict()), "optimizer": training.optimizer.state_dict()}
+    assert_same(found, {"net": dict(expected["net"]), "optimizer": expected["optimizer"]})
+    again = Training({}, sharded=True)
+    again.run()
+    (first,) = [found for rank, found in enumerate(hvd.allgather_object(again.optimizer.slices())) if rank == 0]
+    with raises(RuntimeError, "the slices of ranks"):
+        again.optimizer.unite(first)
+
+
+@session
+def test_a_rank_that_dies_while_it_steps_its_slice_has_done_nothing():
+    training = Training({}, sharded=True)
+    training.run()
+    expected = training.report()
+    optimizer = training.optimizer
+    assert optimizer._copies.is_shared
+    hvd.barrier()
+    if hvd.rank() == hvd.size() - 1:  # half of its slice is stepped
+        optimizer._copies.before_step()
+        for shard in optimizer._shards.owned:
+            shard.parameter.data[::2] += 1.0
+            optimizer._inner.state[shard.parameter]["exp_avg"][::3] -= 1.0
+    hvd.barrier()
+    optimizer.unite({})
+    found = {"net": dict(training.net.state_dict()), "optimizer": optimizer.state_dict()}
+    assert_same(found, {"net": dict(expected["net"]), "optimizer": expected["optimizer"]})
+
+
 @pytest.mark.ranks(2)
 @session
 def test_adasum_takes_back_what_it_did_to_the_optimizers_state_during_backward():
@@ -192,6 +254,16 @@ def test_adasum_takes_back_what_it_did_to_the_optimizers_state_during_backward()
         return torch.optim.SGD(parameters, lr=lr / 100, momentum=0.9)
 
     assert_as_without_failures({2: "backward", 5: "forward"}, common=("net",), op=hvd.Adasum, make=momentum)
+
+
+@session
+def test_factors_in_the_place_of_gradients_are_drawn_anew_after_a_failure():
+    training = Training({2: "backward", 4: [0]}, compression=hvd.Compression.powersgd(rank=2, start_step=1))
+    found = training.run()
+    assert (found["values"][0], training.entries) == (STEPS, 3)
+    assert all(map(math.isfinite, found["values"][2]))
+    for other in hvd.allgather_object({name: found[name] for name in ("net", "optimizer")}):
+        assert_same(other, {name: found[name] for name in ("net", "optimizer")})
 
 
 @pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_FUSION_THRESHOLD": "0"})  # blocks of int8 as they come
@@ -235,6 +307,74 @@ def test_a_rank_that_dies_while_it_passes_its_step_on_leaves_the_others_a_whole_
     for other in whole:
         assert_same(other, whole[0])
     assert not torch.equal(whole[0]["net"]["0.weight"], before["net"]["0.weight"])
+
+
+@pytest.mark.ranks(3)
+@session
+def test_a_rank_fails_at_each_message_of_the_roll_forward():
+    """Rank 0 has a step that the others lack. It, or another one, fails before one of the messages by which they take it over;
+    rank 0 then still has the step, or is replaced by a newcomer. All ranks must come to the same state, with that step or
+    without it, and must know which."""
+    faults = [(rank, message, replaced) for rank in (0, 1) for message in range(40) for replaced in (False, True)]
+    reached = set()
+    for rank, message, replaced in faults:
+        if (rank, message - 1) not in reached and message:
+            continue  # the one before was the last
+        net, state = _one_step_apart()
+        failed = _sync_with_a_failure(net, state, message if hvd.rank() == rank else None, replaced)
+        if any(hvd.allgather_object(failed)):
+            reached.add((rank, message))
+        found = hvd.allgather_object((net.weight.tolist(), state._last.number, state.count))
+        assert found == [found[0]] * hvd.size(), (rank, message, replaced)
+        weight, number, count = found[0]
+        assert count == number, (rank, message, replaced)
+        assert weight == [[float(number)] * 2], (rank, message, replaced)
+        assert number == 5 or replaced, "the step was lost, though rank 0 was there"
+    assert len(reached) > 12
+
+
+def _one_step_apart():
+    """A training of four steps, of which weights and values tell the number, and a fifth that only rank 0 has applied."""
+    number = 5 if hvd.rank() == 0 else 4
+    net = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, net.named_parameters())
+    state = hvd.elastic.TorchState(model=net, optimizer=optimizer, per_step=True, count=0)
+    state.sync()
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        net.weight.fill_(number)
+    state.count = state._last.number = number
+    return net, state
+
+
+def _sync_with_a_failure(net, state, message, replaced):
+    """The elastic loop's way to a common state, in which this rank fails before that message; returns whether it did."""
+    count, failed = itertools.count(), False
+    runtime = engine.current_runtime()
+    real = runtime.submit
+
+    def submit(*arguments, **options):
+        if next(count) == message:
+            raise hvd.HorovodInternalError("injected")
+        return real(*arguments, **options)
+
+    runtime.submit = submit
+    while True:
+        try:
+            state.sync()
+            hvd.barrier()
+            return failed
+        except hvd.HorovodInternalError as error:
+            failed = failed or "injected" in str(error)
+            state.restore()
+            if replaced and hvd.rank() == 0 and state._synced:  # a newcomer in its place
+                state._synced, state._origin, state._last.number, state.count = False, -2, -1, -1
+                net.weight.data.fill_(-1.0)
+            reset()
+            state.on_reset()
 
 
 @session
@@ -299,9 +439,6 @@ def test_without_a_distributed_optimizer_of_whole_steps_it_is_refused():
     plain = torch.optim.SGD(net.parameters(), lr=0.1)
     with raises(ValueError, "per_step=True needs a hvd.DistributedOptimizer in the state"):
         hvd.elastic.TorchState(model=net, optimizer=plain, per_step=True)
-    sharded = hvd.DistributedOptimizer(plain, net.named_parameters(), sharded=True)
-    with raises(ValueError, "a slice of the state dies with its rank; use sharded=False"):
-        hvd.elastic.TorchState(model=net, optimizer=sharded, per_step=True)
     newton = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()), net.named_parameters())
     with raises(ValueError, "does not work with LBFGS"):
         hvd.elastic.TorchState(model=net, optimizer=newton, per_step=True)

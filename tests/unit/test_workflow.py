@@ -279,6 +279,32 @@ def test_sampler_shares_all_rows(monkeypatch):
     assert list(tiny) == [0]
 
 
+def test_sampler_divides_what_is_left_among_another_number_of_ranks(monkeypatch):
+    from hora.workflow import peers
+
+    def rows(sampler, size):
+        monkeypatch.setattr(peers, "size", lambda: size)
+        found = []
+        for rank in range(size):
+            monkeypatch.setattr(peers, "rank", lambda rank=rank: rank)
+            found.append(list(sampler))
+        return found
+
+    sampler = ShardSampler(10, seed=4)
+    sampler.set_epoch(1)
+    first = [its[:2] for its in rows(sampler, 3)]  # two rows each, then a rank dies
+    sampler.num_done = 6
+    rest = rows(sampler, 2)
+    assert sorted(row for its in [*first, *rest] for row in its) == list(range(10))
+    sampler.num_done = 10
+    assert rows(sampler, 2) == [[], []]
+    loader = TensorLoader(torch.arange(10.0), torch.arange(10.0), batch_size=4)
+    loader.sampler.num_done = 10
+    assert list(loader) == []
+    sampler.set_epoch(2)
+    assert sampler.num_done == 0
+
+
 def test_tensor_loader_applies_the_transform():
     inputs = torch.arange(10.0)
     loader = TensorLoader(inputs, inputs, batch_size=4, transform=lambda batch: -batch)

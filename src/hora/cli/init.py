@@ -89,8 +89,10 @@ _PLAIN = """\
 """
 
 _ELASTIC = """\
-    # What survivors go back to and newcomers receive: the state of the last commit.
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0)
+    # What survivors keep and newcomers receive. A death costs the step in which it happens, and nothing else.
+    state = hvd.elastic.TorchState(
+        model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0, loss=0.0, per_step=True
+    )
 
     def on_reset():  # the number of ranks has changed
         for group in optimizer.param_groups:
@@ -106,11 +108,12 @@ _ELASTIC = """\
                 loss = torch.nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
                 loss.backward()
                 optimizer.step()
+                # Count the step right after it, before anything else that the ranks do together.
                 sampler.record_batch(state.batch, BATCH_SIZE)  # these rows are done, whoever is lost
                 state.batch += 1
-                if state.batch % 10 == 0:
-                    state.commit()  # a rank that is lost costs the work since the last one
-            mean = hvd.allreduce(loss.detach(), name="loss")  # over the ranks
+                state.loss = loss.item()
+                state.commit()  # copies nothing: here newcomers may join
+            mean = hvd.allreduce(torch.tensor(state.loss), name="loss")  # over the ranks
             if hvd.rank() == 0:
                 print(f"epoch {state.epoch}: loss {mean.item():.3f} on {hvd.size()} ranks", flush=True)
             state.epoch, state.batch = state.epoch + 1, 0

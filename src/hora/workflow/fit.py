@@ -7,6 +7,7 @@ the same steps in an epoch loop of its own (`hora.spark.estimator.training`), wh
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 from hora.telemetry.meters import meter
+from hora.torch import elastic
+from hora.torch.elastic.handlers import SnapshotHandler, StateHandler, get_handler_registry
 from hora.workflow import peers, randomness
 from hora.workflow.checkpoint import Checkpoints
 from hora.workflow.history import History, Tally
 from hora.workflow.objective import Metric, Supervised
 from hora.workflow.progress import Logger, Progress
-from hora.workflow.sampler import Loaders
+from hora.workflow.sampler import Loaders, ShardSampler
 from hora.workflow.schedule import EarlyStopping
 from hora.workflow.step import Recipe, Stepper, score_all
 
@@ -51,7 +54,8 @@ def fit(
     weights, gradients are averaged (a plain optimizer is wrapped; a DistributedOptimizer is used as it is),
     metrics are means over all ranks, and only rank 0 prints, logs and writes. With `checkpoints`, a run
     that was killed goes on where the last one was written and, given the same seed and number of ranks,
-    ends with the same weights.
+    ends with the same weights. In an elastic job a death costs the step in which it happens, and newcomers join
+    at the end of a step (docs/elastic.md); it needs loaders from `make_loaders`, or a TensorLoader.
 
     `loaders`: (train, valid), valid may be None; batches are (inputs…, target). `device`: where batches are
     moved; default is where the model's parameters are.
@@ -69,12 +73,12 @@ def fit(
         device=where,
     )
     folder = Checkpoints(checkpoints) if isinstance(checkpoints, (str, Path)) else checkpoints
-    run = _Run(stepper, Loaders(*loaders), plain, epochs, folder, early_stopping)
-    run.progress = Progress(epochs, run.num_steps, visible=progress and peers.is_chief())
+    kind = _ElasticRun if peers.is_elastic() else _Run
+    run = kind(stepper, Loaders(*loaders), plain, epochs, folder, early_stopping)
     try:
-        return run.train(resume=resume, loggers=loggers if peers.is_chief() else ())
+        return run.train(resume=resume, loggers=loggers, progress=progress)
     finally:
-        run.progress.close()
+        run.close()
         for logger in loggers:
             logger.close()
 
@@ -82,7 +86,7 @@ def fit(
 class _Run:
     """One call of `fit`. Its place is (epoch, steps taken in it); a checkpoint holds that and what comes with it."""
 
-    progress: Progress
+    progress: Progress | None = None
 
     def __init__(
         self,
@@ -109,27 +113,45 @@ class _Run:
         self.midway: dict[str, Any] | None = None
         _check_sharded(loaders.train)
 
-    def train(self, *, resume: bool, loggers: Sequence[Logger]) -> History:
+    def train(self, *, resume: bool, loggers: Sequence[Logger], progress: bool) -> History:
         """All epochs that are left."""
         peers.broadcast_start(self.model, self.stepper.optimizer)
-        meter.total_steps = meter.num_steps + self.epochs * self.num_steps
+        self._show(progress)
         if resume:
             self._resume()
-        self.progress.start(self.first_epoch, self.steps_done)
+        self._begin()
         for epoch in range(self.first_epoch, self.epochs):
             if self.stopped:
                 break
             record = self._epoch(epoch)
             self.history.append(record)
-            self.progress.finish_epoch(epoch, record)
-            for logger in loggers:
-                logger.log(record, epoch + 1)
+            self._tell(epoch, record, loggers)
             if self.early_stopping is not None:
                 self.stopped = self.early_stopping.should_stop(record, self.model)
             self._save(epoch + 1, 0, None, randomness.capture())
         if self.early_stopping is not None:
             self.early_stopping.finish(self.model)
         return self.history
+
+    def close(self) -> None:
+        """Show no progress any more."""
+        if self.progress is not None:
+            self.progress.close()
+
+    def _show(self, progress: bool) -> None:
+        self.progress = Progress(self.epochs, self.num_steps, visible=progress and peers.is_chief())
+
+    def _begin(self) -> None:
+        meter.total_steps = meter.num_steps + self.epochs * self.num_steps
+        assert self.progress is not None
+        self.progress.start(self.first_epoch, self.steps_done)
+
+    def _tell(self, epoch: int, record: dict[str, float], loggers: Sequence[Logger]) -> None:
+        if peers.is_chief():
+            assert self.progress is not None
+            self.progress.finish_epoch(epoch, record)
+            for logger in loggers:
+                logger.log(record, epoch + 1)
 
     def _epoch(self, epoch: int) -> dict[str, float]:
         began = time.perf_counter() - self.seconds_before
@@ -147,20 +169,32 @@ class _Run:
         }
 
     def _train_epoch(self, epoch: int, began: float) -> Tally:
-        tally = Tally(self.stepper.objective.names, self.stepper.device)
         _set_epoch(self.loaders.train, epoch)
+        tally = self._tally(epoch)
         chunks, rng_at_start = self._chunks(tally)
         self.stepper.model.train()
         meter.restart_step()  # what came before was an evaluation, or the start
         for step, chunk in enumerate(chunks, start=self.steps_done):
-            self._set_learning_rate(epoch + step / self.num_steps)
+            self._set_learning_rate(epoch + self._share_done(step))
             self.stepper.step(chunk, tally)
+            self._step_taken(step)
+            assert self.progress is not None
             self.progress.step()
             every = self.checkpoints.every_steps if self.checkpoints is not None else None
             if every and (epoch * self.num_steps + step + 1) % every == 0 and step + 1 < self.num_steps:
                 self._save(epoch, step + 1, tally, rng_at_start, time.perf_counter() - began)
         self.steps_done = 0
         return tally
+
+    def _tally(self, epoch: int) -> Tally:
+        return Tally(self.stepper.objective.names, self.stepper.device)
+
+    def _share_done(self, step: int) -> float:
+        """Return how much of the epoch is done when this step begins."""
+        return step / self.num_steps
+
+    def _step_taken(self, step: int) -> None:
+        """For an elastic run: the ranks may change now."""
 
     def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
         """The batches of each remaining step; after a resume in mid-epoch the loader is wound forward to its place."""
@@ -202,6 +236,7 @@ class _Run:
             "epoch": epoch,
             "step": step,
             "seconds": seconds,
+            "rows": self._rows_done(),
             "stopped": self.stopped,
             "ranks": ranks,
             "model": self.model.state_dict(),
@@ -212,6 +247,10 @@ class _Run:
         }
         self.checkpoints.save(state)
         meter.commit(f"checkpoint of epoch {epoch}" + (f", step {step}" if step else ""))
+
+    def _rows_done(self) -> int:
+        """Return how many rows of this epoch all ranks together have trained on, if that is known."""
+        return 0
 
     def _resume(self) -> None:
         """Go on from rank 0's last good checkpoint, if there is one."""
@@ -232,6 +271,7 @@ class _Run:
         self.first_epoch, self.stopped = state["epoch"], state["stopped"]
         self._restore_place(state)
         at = f"epoch {state['epoch'] + 1}, step {self.steps_done}"
+        assert self.progress is not None
         self.progress.say(f"resuming from {folder.folder} at {at}")
 
     def _restore_place(self, state: dict[str, Any]) -> None:
@@ -248,6 +288,139 @@ class _Run:
             randomness.restore(mine["rng"])
             return
         self.steps_done, self.seconds_before, self.midway = state["step"], state["seconds"], mine
+
+
+class _ElasticRun(_Run):
+    """`fit` in an elastic job. The place is (epoch, rows of it that are done), which any number of ranks can go on from.
+
+    A death costs the step in which it happens. What a rank that dies had counted of the epoch's loss and metrics dies
+    with it: the epoch's means are those of the others.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        train = self.loaders.train
+        sampler, batch_size = getattr(train, "sampler", None), getattr(train, "batch_size", None)
+        if not isinstance(sampler, ShardSampler) or not sampler.shuffle or batch_size is None:
+            raise ValueError(
+                "in an elastic job fit has to divide the rows that are left whenever the ranks change, and cannot with a "
+                f"training loader whose sampler is {type(sampler).__name__}; use hora.workflow.make_loaders"
+            )
+        self.sampler, self.batch_size = sampler, int(batch_size)
+        self.tally = Tally(self.stepper.objective.names, self.stepper.device)
+        self.tally_epoch = self.rows_before = -1
+        registry = get_handler_registry()
+        for kind, handler in ((Tally, _TallyHandler), (EarlyStopping, _ReferenceHandler)):
+            if (kind, handler) not in registry:
+                registry.append((kind, handler))
+        more = {"scaler": self.stepper.scaler, "early_stopping": self.early_stopping}
+        # The history is a text because plain values are copied in every step, which costs nothing for a text.
+        self.state: Any = elastic.TorchState(
+            model=self.model,
+            optimizer=self.stepper.optimizer,
+            tally=self.tally,
+            per_step=True,
+            began=False,
+            epoch=0,
+            rows=0,
+            history="[]",
+            stopped=False,
+            **{name: value for name, value in more.items() if value is not None},
+        )
+
+    def train(self, *, resume: bool, loggers: Sequence[Logger], progress: bool) -> History:
+        """All epochs that are left, on whatever ranks there are."""
+        elastic.run(self._train)(self.state, resume, loggers, progress)
+        if self.early_stopping is not None:
+            self.early_stopping.finish(self.model)
+        return self.history
+
+    def _train(self, state: Any, resume: bool, loggers: Sequence[Logger], progress: bool) -> None:
+        """Go on in a world: the first one, or another one."""
+        self.close()
+        share = -(-self.sampler.num_rows // peers.size())
+        self.num_steps = -(-share // (self.batch_size * self.stepper.recipe.accumulate))
+        self._show(progress)
+        if not state.began:
+            if resume:
+                self._resume()
+                state.epoch, state.stopped = self.first_epoch, self.stopped
+                state.history = json.dumps(self.history.records)
+            state.began = True
+            state.commit()
+        self.history = History(json.loads(state.history))
+        self.first_epoch = state.epoch
+        self._begin()
+        while state.epoch < self.epochs and not state.stopped:
+            record = self._epoch(state.epoch)
+            # Until all have met again (`_save`, `commit`) the ranks may differ; then they take over what one of them has.
+            self.history.append(record)
+            self._tell(state.epoch, record, loggers)
+            if self.early_stopping is not None:
+                state.stopped = self.stopped = self.early_stopping.should_stop(record, self.model)
+            state.history = json.dumps(self.history.records)
+            state.epoch, state.rows = state.epoch + 1, 0
+            self._save(state.epoch, 0, None, randomness.capture())
+            state.commit()
+
+    def _tally(self, epoch: int) -> Tally:
+        if self.tally_epoch != epoch:
+            self.tally.clear()
+        self.tally_epoch = epoch
+        return self.tally
+
+    def _chunks(self, tally: Tally) -> tuple[Iterator[list[Any]], dict[str, Any]]:
+        self.sampler.num_done = self.rows_before = self.state.rows
+        return _chunked(self.loaders.train, self.stepper.recipe.accumulate), randomness.capture()
+
+    def _share_done(self, step: int) -> float:
+        return float(self.state.rows / self.sampler.num_rows)
+
+    def _step_taken(self, step: int) -> None:
+        mine = (step + 1) * self.batch_size * self.stepper.recipe.accumulate
+        rows = self.rows_before + min(mine, len(self.sampler)) * peers.size()
+        self.state.rows = min(rows, self.sampler.num_rows)
+        self.state.commit()
+
+    def _rows_done(self) -> int:
+        return int(self.state.rows)
+
+    def _restore_place(self, state: dict[str, Any]) -> None:
+        """Any number of ranks goes on in mid-epoch, if the checkpoint is of an elastic job."""
+        rows, ranks = state.get("rows", 0), state["ranks"]
+        self.state.rows = rows if state["step"] else 0
+        if not self.state.rows:
+            return
+        mine = ranks[peers.rank() % len(ranks)]
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(mine["buffers"][name])
+        self.tally.load_state_dict({"sums": sum(rank["tally"]["sums"] for rank in ranks)})
+        if not peers.is_chief():
+            self.tally.clear()
+        self.tally_epoch = state["epoch"]
+
+
+class _TallyHandler(StateHandler):
+    """A rank's own sums: a failed step is taken out of them again, and nobody takes over another's."""
+
+    def save(self) -> None:
+        self._saved = {"sums": self.value.state_dict()["sums"].clone()}
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        """They stay as they are; a newcomer has none."""
+
+
+class _ReferenceHandler(SnapshotHandler):
+    """A value that changes between steps only, and whose state is replaced, never changed in place: nothing is copied."""
+
+    def save(self) -> None:
+        self._saved = self.value.state_dict()
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
 
 
 def _chunked(loader: Iterable[Any], length: int) -> Iterator[list[Any]]:

@@ -94,6 +94,10 @@ class Tally:
             raise ValueError(f"the {prefix} loader gave no batch on any rank; it needs at least one row")
         return {f"{prefix}_{name}": value for name, value in zip(self.names, averages, strict=True)}
 
+    def clear(self) -> None:
+        """Begin again, with no batch."""
+        self._sums.zero_()
+
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """For a checkpoint in the middle of an epoch."""
         return {"sums": self._sums.cpu()}

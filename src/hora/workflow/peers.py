@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
+from hora.torch.elastic.loop import is_elastic
 
 __all__ = [
     "average_buffers",
@@ -19,6 +20,7 @@ __all__ = [
     "distribute",
     "gather",
     "is_chief",
+    "is_elastic",
     "rank",
     "size",
     "sum_floats",
@@ -50,7 +52,7 @@ def distribute(optimizer: torch.optim.Optimizer, model: torch.nn.Module, accumul
                 f"recipe says accumulate={accumulate}; make them equal"
             )
         return optimizer
-    if size() == 1:
+    if size() == 1 and not is_elastic():
         return optimizer
     known = getattr(optimizer, "_hora_distributed", None)  # a second fit must not hook the parameters twice
     if known is None or known.backward_passes_per_step != accumulate:

@@ -34,26 +34,29 @@ class ShardSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self.num_done = (
+            0  # of the epoch's order, which the ranks of an elastic job divide anew when their number changes
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch, another order; the same epoch, the same order, also after a resume."""
-        self.epoch = epoch
+        self.epoch, self.num_done = epoch, 0
 
     def indices(self) -> torch.Tensor:
         """My rows, in the order of this epoch."""
         if not self.shuffle:
             return torch.arange(self.num_rows)[peers.rank() :: peers.size()]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(self.num_rows, generator=generator)
+        order = torch.randperm(self.num_rows, generator=generator)[self.num_done :]
         total = len(self) * peers.size()
-        return order.repeat(-(-total // self.num_rows))[:total][peers.rank() :: peers.size()]
+        return order.repeat(-(-total // max(len(order), 1)))[:total][peers.rank() :: peers.size()]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices().tolist())
 
     def __len__(self) -> int:
         if self.shuffle:
-            return -(-self.num_rows // peers.size())
+            return -(-max(self.num_rows - self.num_done, 0) // peers.size())
         return len(range(peers.rank(), self.num_rows, peers.size()))
 
 
@@ -84,7 +87,8 @@ class TensorLoader:
         self.sampler = ShardSampler(len(inputs), shuffle=shuffle, seed=seed)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for chosen in self.sampler.indices().to(self.inputs.device).split(self.batch_size):
+        indices = self.sampler.indices().to(self.inputs.device)
+        for chosen in indices.split(self.batch_size) if len(indices) else ():
             inputs = self.inputs[chosen]
             yield (inputs if self.transform is None else self.transform(inputs)), self.targets[chosen]
 

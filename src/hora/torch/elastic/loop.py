@@ -21,7 +21,7 @@ from hora.torch import basics
 from hora.torch.elastic.notification import notification_manager
 from hora.torch.elastic.state import State
 
-__all__ = ["run", "run_fn"]
+__all__ = ["is_elastic", "run", "run_fn"]
 
 log = logging.getLogger("hora")
 
@@ -33,6 +33,11 @@ _NUM_ATTEMPTS = 3  # without progress, in a world that nobody changes
 def run(func: Training) -> Training:
     """Make `func(state, ...)` elastic: it is called again, in the new world, whenever the world changes."""
     return run_fn(func, reset)
+
+
+def is_elastic() -> bool:
+    """Return whether ranks may come and go: the job was started with a smallest number of them."""
+    return engine.is_initialized() and engine.current_runtime().world.elastic
 
 
 def reset() -> None:

@@ -25,7 +25,7 @@ from hora.torch.elastic.handlers import (
 from hora.torch.elastic.last_step import LastStep, copied
 from hora.torch.elastic.sampler import ElasticSampler
 from hora.torch.elastic.state import ObjectState
-from hora.torch.functions import broadcast_object
+from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import allgather, allreduce_, barrier
 from hora.torch.optimizer.base import _DistributedOptimizer
 from hora.torch.process_sets import global_process_set
@@ -144,6 +144,11 @@ class TorchState(ObjectState):
     def _write_down(self) -> None:
         if self._durable is None:
             return
+        if self._last is not None and any(getattr(h.value, "has_slices_apart", False) for h in self._in_place):
+            raise ValueError(
+                "durable commits with per_step=True need the state of a sharded optimizer in the memory of one host, and "
+                "here it is divided among hosts or GPUs; use per_step=False, or sharded=False"
+            )
         self._num_unwritten += 1
         amid = self._last is not None and self._last.begun  # a step: the values are not as it will find them again
         if self._num_unwritten >= self._every and not amid and not self._durable.busy and self._rank() == 0:
@@ -159,8 +164,8 @@ class TorchState(ObjectState):
     def flush(self) -> None:
         """Have the last commit on disk, if commits are written there."""
         if self._durable is not None and self._rank() == 0:
-            self._durable.finish()
-            if self._num_unwritten:
+            self._durable.wait()
+            if self._num_unwritten or self._durable.failure is not None:
                 self._write(self._durable)
                 self._durable.finish()
 
@@ -212,12 +217,20 @@ class TorchState(ObjectState):
                 "Start the job again; with state.persist() it goes on from the last commit on disk"
             )
         if last is not None:
+            self._unite_slices()
             self._sync_steps(last, numbers)
         else:
             for handler in self._handlers.values():
                 handler.sync()
             super().sync()
         self._synced = TorchState._established = True
+
+    def _unite_slices(self) -> None:
+        """Have sharded optimizers whole on every rank that has taken part in them (collective)."""
+        for handler in self._in_place:
+            if hasattr(handler.value, "is_sharded"):
+                of_all = allgather_object(handler.value.slices(), "elastic.slices")
+                handler.value.unite({which: its for found in of_all for which, its in found.items()})
 
     def _sync_steps(self, last: LastStep, numbers: list[int]) -> None:
         newest = max(numbers)
@@ -274,6 +287,8 @@ class TorchState(ObjectState):
         if self._last is not None and self._last.begun:
             self.restore()  # hosts have changed in the middle of a step
         sharded = [h.value for h in self._handlers.values() if getattr(h.value, "is_sharded", False)]
+        if self._last is not None:
+            sharded = []  # `sync` unites them
         for optimizer in sharded:
             optimizer.leave_world()
         if sharded:
@@ -333,11 +348,6 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
     if not distributed:
         return "needs a hvd.DistributedOptimizer in the state, because that is what knows of steps"
     for optimizer in distributed:
-        if hasattr(optimizer, "is_sharded"):
-            return (
-                "does not work with a sharded optimizer, because a slice of the state dies with its rank; use "
-                "sharded=False, or per_step=False with a commit as often as you like"
-            )
         if getattr(optimizer, "keeps_outer_state", False):
             return (
                 "does not work with hvd.LocalSGD, DiLoCo and DESLOC, whose hosts have parameters of their own between two "

@@ -28,6 +28,7 @@ from hora.torch.optimizer.bucket_plan import plan_buckets
 from hora.torch.optimizer.buckets import host_memory
 from hora.torch.optimizer.order import agree_on_order
 from hora.torch.optimizer.reducer import ReduceOptions
+from hora.torch.sharded.copies import SliceCopies, Slices
 from hora.torch.sharded.shards import Shards
 from hora.torch.sharded.state import ShardState, kinds_of
 
@@ -69,6 +70,9 @@ def check_shardable(
         raise ValueError("sharded=True arranges gradients by itself; leave groups and num_groups out")
 
 
+_Whole = tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[torch.Tensor, dict[str, Any]]]
+
+
 class ShardedOptimizer(_DistributedOptimizer):
     """Mixed in before the user's optimizer class, like the class it extends."""
 
@@ -76,6 +80,8 @@ class ShardedOptimizer(_DistributedOptimizer):
     _shard_state: ShardState
     _inner: Any = None
     _inner_origin: Sequence[int] = ()  # the user's parameter group of each group of the inner optimizer
+    _copies: SliceCopies | None = None  # with a watcher of steps, as the next
+    _before: _Whole | None = None  # until the first step has ended
 
     @property
     def is_sharded(self) -> bool:
@@ -147,13 +153,17 @@ class ShardedOptimizer(_DistributedOptimizer):
         are_whole = self._step.reduced == "whole"
         self._step = StepState()
         is_first = self._shards is None
+        if is_first and self._watcher is not None:
+            self._before = [(p, p.data) for p in self._hooked], dict(self.state)
         if is_first and not self._shard():
             self._base_step()  # a rank has joined: this step as if unsharded, and another attempt in the next
+            self._step_ended()
             return loss
         assert self._shards is not None
         if are_whole:
             self._shards.take_whole()
         self._inner_step()
+        self._step_ended()
         if is_first:
             give_back_freed_memory()  # private parameters, state and whole gradients
         return loss
@@ -188,11 +198,21 @@ class ShardedOptimizer(_DistributedOptimizer):
             mine.update(self.param_groups[origin])  # what schedulers and users have changed
             mine["params"] = members
         began = time.perf_counter()
+        if self._copies is not None:
+            self._copies.before_step()
         inner.step()
         meter.optimizer_s += time.perf_counter() - began
         self._shard_state.adopt(inner)
+        if self._copies is not None:
+            self._copies.after_step()
         shards.publish()
         meter.step_done()
+
+    def _step_ended(self) -> None:
+        self._before = None
+        if self._copies is not None:
+            self._copies.step_ended()
+        self._tell_step_ended()
 
     # --- from whole to sharded and back ---------------------------------------------------------------------------
 
@@ -222,13 +242,16 @@ class ShardedOptimizer(_DistributedOptimizer):
         memory, hosts = None, None
         if all(p.device.type == "cpu" for p in hooked):
             num_bytes = Shards.num_bytes(specs, size) + state.num_bytes()
+            if self._watcher is not None:
+                num_bytes += SliceCopies.num_bytes(specs, state, size)
             memory = self._runtime.shared_memory(self._options.process_set_id, num_bytes)
             hosts = host_memory(self._runtime, self._options, Shards.num_bytes_in_hosts(specs), in_order=True)
         shards = Shards(self._runtime, self._options, specs, kinds.of.__getitem__, memory, hosts)
         inner = bare_copy(self, self._base_class)
-        inner.state = defaultdict(dict)
+        inner.state, inner._before = defaultdict(dict), None
         inner.param_groups = shards.inner_groups([self.param_groups[group] for group in kinds.groups])
         state.divide(shards, inner, memory)
+        self._copies = None if self._watcher is None else SliceCopies(shards, state, memory)
         self._shards, self._shard_state, self._inner, self._reducer = shards, state, inner, shards
         self._inner_origin = kinds.groups
         return True
@@ -264,7 +287,36 @@ class ShardedOptimizer(_DistributedOptimizer):
         for parameter, view in shards.values():
             parameter.data = view.clone(memory_format=torch.preserve_format)
         shards.release()
-        self._shards = self._inner = None
+        self._shards = self._inner = self._copies = None
+
+    # --- steps that can be taken back -----------------------------------------------------------------------------
+
+    @property
+    def has_slices_apart(self) -> bool:
+        """Return whether no rank can read the whole state by itself."""
+        return self._copies is not None and not self._copies.is_shared
+
+    def slices(self) -> Slices:
+        """What this rank has of a world that is gone, for the others to make a whole of (`unite`)."""
+        return {} if self._copies is None or self._before is not None else self._copies.slices()
+
+    def unite(self, slices: Slices) -> None:
+        """Have private whole parameters and state again, as the last step has left them that has ended here. `slices`: those of
+        all ranks of the new world."""
+        if self._before is not None:  # nothing was divided then
+            values, state = self._before
+        elif self._copies is not None:
+            united, state = self._copies.united(slices)
+            values = list(united.items())
+        else:
+            return
+        if self._shards is not None:
+            self._shards.release()
+        self._shards = self._inner = self._copies = self._before = None
+        for parameter, value in values:
+            parameter.data = value
+            self.state.pop(parameter, None)
+        self.state.update({parameter: its for parameter, its in state.items() if its})
 
     # --- state ----------------------------------------------------------------------------------------------------
 

@@ -61,10 +61,10 @@ class Shards:
         self.shared = memory is not None
         self._set_id = options.process_set_id
         self._options = options
-        self._member, self._size = options.member, options.num_members
+        self.member, self.num_members = options.member, options.num_members
         self.buckets: list[ShardBucket] = []
         self._lane = None if memory is None else runtime.lane(memory, self._set_id)
-        places = None if memory is None else GradientPlaces(specs, self._size, memory)
+        places = None if memory is None else GradientPlaces(specs, self.num_members, memory)
         self._gathers: list[HostReduction] = []  # of the parameters, where hosts have memory and lanes of their own
         if hosts is not None:
             self._make_host_buckets(specs, *hosts)
@@ -108,7 +108,7 @@ class Shards:
         """Parameters once in shared memory, every member's gradients in a place there."""
         values = memory.take(spec.num_elements, spec.parameters[0].dtype)
         of_all = places.of(index)
-        mine = of_all[self._member]
+        mine = of_all[self.member]
         begin, end = self._slice_of(spec)
         # No other member reads the own slice of the own gradients: the reduced slice can lie there, if it can stay
         # there.
@@ -153,10 +153,16 @@ class Shards:
             self._gathers.append(gather)
         runtime.barrier(self._set_id)  # a reduction may start only when all members have made it
 
+    @property
+    def num_apart(self) -> int:
+        """Return the distance to the member that keeps a copy of this one's slices: on another host, if there are several."""
+        most = max(len(host) for host in self.runtime.hosts)
+        return most if most < self.num_members else 1
+
     def _slice_of(self, spec: BucketSpec) -> tuple[int, int]:
         """The elements of a bucket that this rank owns: begin and end."""
-        share = spec.num_elements // self._size
-        return self._member * share, (self._member + 1) * share
+        share = spec.num_elements // self.num_members
+        return self.member * share, (self.member + 1) * share
 
     @staticmethod
     def num_bytes(specs: Sequence[BucketSpec], num_members: int) -> int:
@@ -201,7 +207,7 @@ class Shards:
         for bucket in self.buckets:
             for offset, parameter in zip(bucket.spec.offsets, bucket.spec.parameters, strict=True):
                 view = view_like(bucket.values, offset, parameter)
-                if not self.shared or self._member == 0:
+                if not self.shared or self.member == 0:
                     view.copy_(parameter.detach())
         if self.shared:
             self.runtime.barrier(self._set_id)

@@ -49,15 +49,15 @@ class ShardState:
 
     def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: ParameterKinds) -> None:
         self._optimizer = optimizer
-        self._specs = specs
+        self.specs = specs
         self._kinds = kinds
-        # Tensors per bucket: what the groups of its parameters keep for every element.
-        self._keys: list[dict[str, torch.dtype]] = []
+        # Of each bucket: what the groups of its parameters keep for every element.
+        self.entries: list[dict[str, torch.dtype]] = []
         for spec in specs:
             keys: dict[str, torch.dtype] = {}
             for group in sorted({kinds.groups[kinds.of[p]] for p in spec.parameters}):
                 keys.update(_elementwise_state(optimizer, group, spec.parameters[0]))
-            self._keys.append(keys)
+            self.entries.append(keys)
         self._flats: list[dict[str, torch.Tensor]] = [{} for _ in specs]
         self._adopted = False
 
@@ -65,7 +65,7 @@ class ShardState:
         """Return its size in shared memory."""
         return sum(
             SharedMemory.space(spec.num_elements, dtype)
-            for spec, keys in zip(self._specs, self._keys, strict=True)
+            for spec, keys in zip(self.specs, self.entries, strict=True)
             for dtype in keys.values()
         )
 
@@ -73,7 +73,7 @@ class ShardState:
         """Give the shards the state that the whole parameters have so far."""
         self._shards, self._inner = shards, inner
         if memory is not None:
-            for spec, keys, flats in zip(self._specs, self._keys, self._flats, strict=True):
+            for spec, keys, flats in zip(self.specs, self.entries, self._flats, strict=True):
                 for key, dtype in sorted(keys.items()):
                     flats[key] = memory.take(spec.num_elements, dtype)
         self.load(own_slices_only=True)
@@ -129,7 +129,7 @@ class ShardState:
         pairs = {(self._kinds.of[p], wanted.of[p]) for p in wanted.of}
         keys = all(
             set(_elementwise_keys(dict(self._optimizer.state), spec.parameters)) <= set(keys)
-            for spec, keys in zip(self._specs, self._keys, strict=True)
+            for spec, keys in zip(self.specs, self.entries, strict=True)
         )
         return keys and len(pairs) == len({mine for mine, _ in pairs})
 
@@ -186,20 +186,45 @@ class ShardState:
                 return state
         return None
 
+    def flats(self, index: int) -> dict[str, torch.Tensor]:
+        """A bucket's state in shared memory, by its entries."""
+        return self._flats[index]
+
+    def slice_of(self, index: int, key: str) -> torch.Tensor:
+        """This rank's slice of an entry of a bucket's state: a view of shared memory, or a copy."""
+        bucket = self._shards.buckets[index]
+        if self._shards.shared:
+            return self._flats[index][key][bucket.begin : bucket.end]
+        dtype = self.entries[index][key]
+        mine = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
+        for shard in self._shards.owned:
+            value = self._inner.state.get(shard.parameter, {}).get(key)
+            if shard.bucket == index and isinstance(value, torch.Tensor):
+                mine[shard.begin - bucket.begin : shard.end - bucket.begin] = value
+        return mine
+
+    def kind_of(self, parameter: torch.Tensor) -> int:
+        return self._kinds.of[parameter]
+
+    def kinds(self) -> list[dict[str, Any]]:
+        """The state of each kind's parameters: what is the same for all elements, and ... for what is divided."""
+        found: list[dict[str, Any]] = []
+        for group in self._inner.param_groups:
+            states = ((p, self._inner.state.get(p)) for p in group["params"])
+            parameter, state = next(((p, state) for p, state in states if state), (None, {}))
+            divided = set(_elementwise_keys({parameter: state}, [parameter])) if parameter is not None else set()
+            found.append({key: ... if key in divided else _copied(value) for key, value in state.items()})
+        return found
+
     def _gathered(self) -> list[dict[str, torch.Tensor]]:
         runtime = self._shards.runtime
         set_id = self._optimizer.process_set.process_set_id
         result: list[dict[str, torch.Tensor]] = []
         for index, bucket in enumerate(self._shards.buckets):
             whole = {}
-            for key, dtype in sorted(self._keys[index].items()):
-                mine = torch.zeros(bucket.end - bucket.begin, dtype=dtype, device=bucket.values.device)
-                for shard in self._shards.owned:
-                    value = self._inner.state.get(shard.parameter, {}).get(key)
-                    if shard.bucket == index and isinstance(value, torch.Tensor):
-                        mine[shard.begin - bucket.begin : shard.end - bucket.begin] = value
+            for key in sorted(self.entries[index]):
                 name = f"state.{key}.{bucket.spec.name}"
-                handle = runtime.submit(Kind.ALLGATHER, [mine], name=name, process_set_id=set_id)
+                handle = runtime.submit(Kind.ALLGATHER, [self.slice_of(index, key)], name=name, process_set_id=set_id)
                 (whole[key],) = runtime.synchronize(handle)
             result.append(whole)
         return result
@@ -214,6 +239,10 @@ class ShardState:
                     key: value.clone(memory_format=torch.preserve_format) if isinstance(value, torch.Tensor) else value
                     for key, value in state.items()
                 }
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
