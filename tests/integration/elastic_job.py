@@ -158,7 +158,8 @@ def _again(job: ElasticJob, hosts: list[str], worlds: dict[int, list[list[int]]]
     names = list(dict.fromkeys(hosts))
     assert hosts == sorted(hosts, key=names.index), "the ranks of a host are numbered together"
     arguments = dict(job.place, num_proc=len(hosts), hosts=",".join(f"{name}:{hosts.count(name)}" for name in names))
-    order = json.dumps({"again": [str(job.folder), list(worlds.items())], "arguments": arguments})
+    sharded = job.plan.get("sharded", False)
+    order = json.dumps({"again": [str(job.folder), list(worlds.items()), sharded], "arguments": arguments})
     command = [*job.prefix, sys.executable, __file__, order]
     done = subprocess.run(command, capture_output=True, text=True, env=job.environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -166,14 +167,16 @@ def _again(job: ElasticJob, hosts: list[str], worlds: dict[int, list[list[int]]]
     return dict(json.loads(line.removeprefix(_RESULT))[0])
 
 
-def call_again(folder: str, worlds: list[tuple[int, list[list[int]]]]) -> list[tuple[int, list[list[float]]]]:
+def call_again(
+    folder: str, worlds: list[tuple[int, list[list[int]]]], sharded: bool
+) -> list[tuple[int, list[list[float]]]]:
     """On the workers, as `call`."""
     import torch  # noqa: F401
     from elastic_training import train_again
 
     import horovod.torch  # noqa: F401
 
-    return list(train_again(folder, dict(worlds)).items())
+    return list(train_again(folder, dict(worlds), sharded).items())
 
 
 def call(plan: dict[str, Any]) -> dict[str, Any]:

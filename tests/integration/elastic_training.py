@@ -23,12 +23,7 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
     """Train as planned; returns what this rank has at the end."""
     hvd.init()
     net = network(seed=hvd.rank())  # sync makes them equal
-    inner = torch.optim.Adam(net.parameters(), lr=0.01)
-    if plan.get("diloco"):
-        optimizer = hvd.DiLoCo(inner, net.named_parameters(), every=4, fragments=2, overlap=1)
-    else:
-        sharded = {"sharded": True} if plan.get("sharded") else {}
-        optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), **sharded)
+    optimizer = make_optimizer(net, plan.get("sharded", False), plan.get("diloco", False))
     sampler = hvd.elastic.ElasticSampler(list(range(plan["samples"])), shuffle=True, seed=5)
     per_step = {"per_step": True, "losses": [], "worlds": []} if plan.get("per_step") else {}
     state = hvd.elastic.TorchState(
@@ -112,6 +107,13 @@ def network(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
+def make_optimizer(net: torch.nn.Module, sharded: bool, diloco: bool = False) -> Any:
+    inner = torch.optim.Adam(net.parameters(), lr=0.01)
+    if diloco:
+        return hvd.DiLoCo(inner, net.named_parameters(), every=4, fragments=2, overlap=1)
+    return hvd.DistributedOptimizer(inner, net.named_parameters(), **({"sharded": True} if sharded else {}))
+
+
 def loss(net: torch.nn.Module, samples: list[int]) -> torch.Tensor:
     inputs = torch.tensor(samples, dtype=torch.float32).unsqueeze(1) / 10.0
     return net(inputs.expand(-1, 3)).square().mean()
@@ -156,14 +158,14 @@ def keep(file: Path, net: torch.nn.Module, optimizer: Any, hosts: list[str]) -> 
     partial.replace(file)
 
 
-def train_again(folder: str, worlds: dict[int, list[list[int]]]) -> dict[int, list[list[float]]]:
+def train_again(folder: str, worlds: dict[int, list[list[int]]], sharded: bool) -> dict[int, list[list[float]]]:
     """The steps of some worlds, each from the state that it began with, without failures: gives the losses, and writes down
     how each of them ended. To be called on as many ranks of as many hosts as these worlds had."""
     hvd.init()
     losses = {}
     for world, steps in worlds.items():
         net = network(seed=0)
-        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters(), lr=0.01), net.named_parameters())
+        optimizer = make_optimizer(net, sharded)
         began = torch.load(Path(folder) / f"world.{world}.pt")
         net.load_state_dict(began["net"])
         optimizer.load_state_dict(began["optimizer"])

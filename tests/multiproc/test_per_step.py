@@ -245,6 +245,27 @@ def test_a_rank_that_dies_while_it_steps_its_slice_has_done_nothing():
     optimizer.unite({})
     found = {"net": dict(training.net.state_dict()), "optimizer": optimizer.state_dict()}
     assert_same(found, {"net": dict(expected["net"]), "optimizer": expected["optimizer"]})
+    training.state.step = 0
+    training.run()
+    assert optimizer.is_sharded, "and goes on"
+
+
+@session
+def test_an_optimizer_that_is_divided_before_it_is_watched():
+    net = torch.nn.Linear(3, 70)
+    inner = torch.optim.Adam(net.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), sharded=True)
+    for watched in (False, True):
+        if watched:
+            state = hvd.elastic.TorchState(model=net, optimizer=optimizer, per_step=True)
+            state.sync()
+        for _ in range(2):
+            optimizer.zero_grad()
+            net(torch.full((2, 3), 1.0 + hvd.rank())).square().mean().backward()
+            optimizer.step()
+        assert optimizer.is_sharded
+        assert (optimizer._copies is not None) == watched
+    assert state._last.number == 2
 
 
 @pytest.mark.ranks(2)

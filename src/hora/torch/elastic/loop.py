@@ -37,7 +37,7 @@ def run(func: Training) -> Training:
 
 def is_elastic() -> bool:
     """Return whether ranks may come and go: the job was started with a smallest number of them."""
-    return engine.is_initialized() and engine.current_runtime().world.elastic
+    return engine.is_initialized() and engine.has_elastic_launcher()
 
 
 def reset() -> None:

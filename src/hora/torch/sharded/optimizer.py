@@ -23,7 +23,7 @@ from hora.engine.malloc import give_back_freed_memory
 from hora.engine.request import ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
-from hora.torch.optimizer.base import SliceNorm, StepState, _DistributedOptimizer, bare_copy
+from hora.torch.optimizer.base import SliceNorm, StepState, StepWatcher, _DistributedOptimizer, bare_copy
 from hora.torch.optimizer.bucket_plan import plan_buckets
 from hora.torch.optimizer.buckets import host_memory
 from hora.torch.optimizer.order import agree_on_order
@@ -291,6 +291,11 @@ class ShardedOptimizer(_DistributedOptimizer):
 
     # --- steps that can be taken back -----------------------------------------------------------------------------
 
+    def watch_steps(self, watcher: StepWatcher) -> None:
+        super().watch_steps(watcher)
+        if self._shards is not None and self._copies is None:
+            self._start_over()  # divided without copies: once more, with them
+
     @property
     def has_slices_apart(self) -> bool:
         """Return whether no rank can read the whole state by itself."""
@@ -317,6 +322,7 @@ class ShardedOptimizer(_DistributedOptimizer):
             parameter.data = value
             self.state.pop(parameter, None)
         self.state.update({parameter: its for parameter, its in state.items() if its})
+        self._start_over()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
