@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import tempfile
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from hora.workflow import (
     evaluate,
     fit,
     make_loaders,
+    peers,
     seed_everything,
 )
 
@@ -212,6 +215,26 @@ def test_validation_with_fewer_rows_than_ranks():
         loaders = make_loaders(_data(8), _data(1), batch_size=4)
         record = evaluate(torch.nn.Linear(4, 2), loaders.valid, CROSS_ENTROPY)
         assert hvd.allgather_object(record) == [record] * hvd.size()
+
+
+def test_an_elastic_job_in_which_nothing_happens_is_the_same_training():
+    def train(epochs=3, **more):
+        return _train(epochs, early_stopping=EarlyStopping(patience=9), recipe=Recipe(accumulate=2), **more)
+
+    with _world(), tempfile.TemporaryDirectory() as folder:
+        model, history = train()
+        unshared = DataLoader(_data(), batch_size=8, shuffle=True)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mock.patch.object(peers, "is_elastic", return_value=True):
+            again, same = train(checkpoints=folder)
+            _, longer = train(epochs=4, checkpoints=folder)
+            with pytest.raises(ValueError, match=r"loader whose sampler is RandomSampler; use .*make_loaders"):
+                fit(model, (unshared, None), sgd, CROSS_ENTROPY, epochs=1, progress=False)
+        assert all(torch.equal(mine, its) for mine, its in zip(_tensors(again), _tensors(model), strict=True))
+        for name in ("train_loss", "valid_accuracy", "epoch"):
+            assert same.column(name) == history.column(name)
+        assert longer.column("epoch") == [1.0, 2.0, 3.0, 4.0], "it goes on from rank 0's checkpoint"
+        assert longer.column("train_loss")[:3] == history.column("train_loss")
 
 
 def test_a_loader_that_shares_nothing_is_pointed_out():

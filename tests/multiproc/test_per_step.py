@@ -215,6 +215,12 @@ def test_a_slice_outlives_its_rank_and_is_lost_with_the_one_that_keeps_its_copy(
     training = Training({}, sharded=True)
     training.run()
     expected = training.report()
+    with tempfile.TemporaryDirectory() as folder:
+        training.state.persist(folder)
+        with raises(
+            ValueError, "durable commits with per_step=True need the state of a sharded optimizer in the memory of"
+        ):
+            training.state.commit()
     of_all = hvd.allgather_object(training.optimizer.slices())
     left = {which: its for found in of_all[:2] for which, its in found.items()}  # rank 2 is dead
     training.optimizer.unite(left)

@@ -404,7 +404,7 @@ class _TallyHandler(StateHandler):
     """A rank's own sums: a failed step is taken out of them again, and nobody takes over another's."""
 
     def save(self) -> None:
-        self._saved = {"sums": self.value.state_dict()["sums"].clone()}
+        self._saved = {"sums": self.value.sums.clone()}  # on the device: a copy to the host would wait for it
 
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)

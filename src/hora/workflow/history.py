@@ -75,16 +75,16 @@ class Tally:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = list(names)
-        self._sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=device)
 
     def add(self, values: Sequence[torch.Tensor | float], weight: int) -> None:
         """Count a batch of this weight with these means."""
-        row = torch.stack([*(self._number(value) for value in values), self._sums.new_ones(())])
-        self._sums += row * weight
+        row = torch.stack([*(self._number(value) for value in values), self.sums.new_ones(())])
+        self.sums += row * weight
 
     def averages(self) -> list[float] | None:
         """The means over all ranks, in the order of the names; None if no rank has counted a batch. Collective."""
-        *sums, weight = peers.sum_floats(self._sums).tolist()
+        *sums, weight = peers.sum_floats(self.sums).tolist()
         return [value / weight for value in sums] if weight else None
 
     def means(self, prefix: str) -> dict[str, float]:
@@ -96,15 +96,15 @@ class Tally:
 
     def clear(self) -> None:
         """Begin again, with no batch."""
-        self._sums.zero_()
+        self.sums.zero_()
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
         """For a checkpoint in the middle of an epoch."""
-        return {"sums": self._sums.cpu()}
+        return {"sums": self.sums.cpu()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """From such a checkpoint."""
-        self._sums.copy_(state["sums"])
+        self.sums.copy_(state["sums"])
 
     def _number(self, value: torch.Tensor | float) -> torch.Tensor:
-        return torch.as_tensor(value, dtype=self._sums.dtype, device=self._sums.device).detach().reshape(())
+        return torch.as_tensor(value, dtype=self.sums.dtype, device=self.sums.device).detach().reshape(())
