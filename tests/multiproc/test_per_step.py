@@ -393,6 +393,7 @@ def _sync_with_a_failure(net, state, message, replaced):
         try:
             state.sync()
             hvd.barrier()
+            runtime.submit = real
             return failed
         except hvd.HorovodInternalError as error:
             failed = failed or "injected" in str(error)
