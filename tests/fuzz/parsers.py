@@ -71,7 +71,7 @@ class _Peer:
 
     host = where = name = "here"
     number = speaker = -1
-    open = True
+    open = broken = True
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         json.dumps(header, allow_nan=False)
@@ -155,6 +155,30 @@ def agents() -> Target:
     join = {"op": "join", "node": 0, "name": "n", "slots": 1, "version": version(), "protocol": PROTOCOL}
     later = [b'{"op": "out"}\tx', b'{"op": "err"}\ty', b'{"op": "leaving"}', b'{"op": "ended", "status": 0}']
     return fuzz, [json.dumps(join).encode(), *(json.dumps(join).encode() + b"\n" + one for one in later)]
+
+
+def sessions() -> Target:
+    """What the client of a session says: its messages' numbers, what it has received, and that it is back."""
+    from hora.net.session import SessionPeer, Sessions
+
+    class Handler:
+        def message(self, peer: SessionPeer, header: dict[str, Any], payload: bytes) -> None:
+            assert "_q" not in header
+            peer.send({"op": "answer"}, payload)
+
+        def closed(self, peer: SessionPeer) -> None:
+            assert not peer.open
+
+    def fuzz(data: bytes) -> None:
+        server = Sessions(Handler(), limit_s=0.0)
+        for part in data.split(b"\n\n")[:3]:  # one connection after the other
+            peer = _Peer()
+            _conversation(part, lambda header, payload, peer=peer: server.message(peer, header, payload))  # type: ignore
+            server.closed(peer)  # type: ignore[arg-type]
+
+    first, back = b'{"session": "s", "received": 0}', b'{"session": "s", "received": 1}'
+    said = [b'{"op": "x", "_q": 1}\tpayload', b'{"_r": 1}', b'{"op": "y", "_q": 2}', b'{"_bye": true}']
+    return fuzz, [b"\n".join([first, *said]), b"\n".join([first, said[0], b"", back, said[2]]), back]
 
 
 def supervisors() -> Target:
@@ -357,6 +381,7 @@ TARGETS = {
         hello,
         rendezvous,
         agents,
+        sessions,
         supervisors,
         recordings,
         timelines,
