@@ -262,7 +262,9 @@ def _pid_of_rank(rank: int) -> int:
 
 
 def test_a_recorded_run_is_shown_in_the_same_page(tab, tmp_path):
-    """Everything the page has, from a run in which everything happened: a rank was lost, one is slow, a gradient was NaN."""
+    """Everything the page has, from a run in which everything happened: a rank was lost, one is slow, a gradient was
+    NaN.
+    """
     simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)], lost_at=(100.0, 7), total_steps=9000)
     nan = json.dumps({"kind": "nan", "text": "the gradient of 3.bias on rank 2 has 1 NaN"}).encode()
     plan = json.dumps({"kind": "plan", "text": "plan: a step takes 900 ms sent as it is"}).encode()
@@ -381,7 +383,8 @@ NOT_A_NUMBER = """
 import torch, horovod.torch as hvd
 hvd.init()
 model = torch.nn.Linear(4, 2)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 loss = model(torch.ones(1, 4)).sum()
 (loss * float("nan") if hvd.rank() == 1 else loss).backward()
 optimizer.step()
@@ -389,7 +392,10 @@ optimizer.step()
 
 
 def test_a_job_that_fails_leaves_a_record_and_no_token_where_others_can_read(tmp_path):
-    """stderr is a pipe here: nobody knows who reads it. The NaN that ends the job is on the page, with its parameter."""
+    """stderr is a pipe here: nobody knows who reads it.
+
+    The NaN that ends the job is on the page, with its parameter.
+    """
     record = str(tmp_path / "run.hora")
     command = [sys.executable, "-m", "hora", "run", "-np", "2", "--record", record, sys.executable, "-c", NOT_A_NUMBER]
     env = {**os.environ, "HORA_DASHBOARD": "1", "HORA_NAN_CHECK": "1", "OMP_NUM_THREADS": "1"}

@@ -106,7 +106,9 @@ def leaves_a_step_out_everywhere(hvd, keras):
 
 
 def loss_scales_alike(hvd, keras):
-    """The same for the two ways to wrap and the two kinds of optimizers of Keras 2, whose iterations count every call."""
+    """The same for the two ways to wrap and the two kinds of optimizers of Keras 2, whose iterations count every
+    call.
+    """
     scaled = keras.mixed_precision.LossScaleOptimizer
     x, y = data(hvd.rank())
     bad = np.full_like(y, np.inf if hvd.rank() == 1 else 0.0)

@@ -1,4 +1,6 @@
-"""Collectives of horovod.tensorflow against numpy: eager and in a function, every dtype, gradients against the formula."""
+"""Collectives of horovod.tensorflow against numpy: eager and in a function, every dtype, gradients against the
+formula.
+"""
 
 from __future__ import annotations
 

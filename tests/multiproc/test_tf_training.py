@@ -1,4 +1,6 @@
-"""Tapes, optimizers, callbacks and states of horovod.tensorflow and horovod.tensorflow.keras (Keras 3 on TensorFlow)."""
+"""Tapes, optimizers, callbacks and states of horovod.tensorflow and horovod.tensorflow.keras (Keras 3 on
+TensorFlow).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sessions, predictable data and comparisons for the tests of horovod.tensorflow, as `hvd_session` has them for torch."""
+"""Sessions, predictable data and comparisons for the tests of horovod.tensorflow, as `hvd_session` has them for
+torch.
+"""
 
 from __future__ import annotations
 

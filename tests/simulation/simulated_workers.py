@@ -1,7 +1,8 @@
-"""What runs in the processes of a simulated job: an elastic training, which speaks to the rendezvous as `ControlClient` does.
+"""What runs in the processes of a simulated job: an elastic training, which speaks to the rendezvous as `ControlClient`
+does.
 
-A step is an all-gather of all ranks' values, in which they also agree whether to stop for a new world, as a commit does. A
-world that breaks sends a worker back for the next one. `Referee` sees everything and knows what may not be.
+A step is an all-gather of all ranks' values, in which they also agree whether to stop for a new world, as a commit
+does. A world that breaks sends a worker back for the next one. `Referee` sees everything and knows what may not be.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class Referee:
     def obeyed(self, worker: int, operation: str, asked_at: float) -> None:
         """The launcher does what a worker asked it for: nothing of what it asks after it was given up.
 
-        What it asked for before takes effect when it was asked for, though the answer may come later: a value that a rank has
-        brought to a meeting counts there as if the rank had died right after, which nobody can tell apart. No generation has a
-        place for it after that (`publish`), and what it writes then is refused.
+        What it asked for before takes effect when it was asked for, though the answer may come later: a value that a
+        rank has brought to a meeting counts there as if the rank had died right after, which nobody can tell apart. No
+        generation has a place for it after that (`publish`), and what it writes then is refused.
         """
         if operation in ("gather", "keys", "next_world", "set", "get", "add", "delete"):
             since = self.given_up.get(worker)

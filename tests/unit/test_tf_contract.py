@@ -1,4 +1,6 @@
-"""Signatures of horovod.tensorflow, horovod.tensorflow.keras and horovod.spark.keras: names and defaults of Horovod 0.28."""
+"""Signatures of horovod.tensorflow, horovod.tensorflow.keras and horovod.spark.keras: names and defaults of Horovod
+0.28.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ NONE = hvd.Compression.none
 PS = "process_set=global_process_set"
 
 TENSORFLOW = {
-    "allreduce": "tensor, average=None, device_dense='', device_sparse='', compression=none, op=None, prescale_factor=1.0, "
+    "allreduce": "tensor, average=None, device_dense='', device_sparse='', compression=none, op=None, "
+    "prescale_factor=1.0, "
     f"postscale_factor=1.0, name=None, {PS}, ignore_name_scope=False",
     "grouped_allreduce": "tensors, average=None, device_dense='', device_sparse='', compression=none, op=None, "
     f"prescale_factor=1.0, postscale_factor=1.0, {PS}, ignore_name_scope=False, name=None",
@@ -40,9 +43,11 @@ TENSORFLOW = {
     "broadcast_object_fn": f"root_rank=0, session=None, name=None, {PS}",
     "allgather_object": f"obj, session=None, name=None, {PS}",
     "SyncBatchNormalization": "fused=False, **kwargs",
-    "DistributedGradientTape": "gradtape, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, op=0, "
+    "DistributedGradientTape": "gradtape, device_dense='', device_sparse='', compression=none, sparse_as_dense=False, "
+    "op=0, "
     f"gradient_predivide_factor=1.0, num_groups=0, groups=None, {PS}, scale_local_gradients=True",
-    "DistributedOptimizer": "optimizer, name=None, use_locking=False, device_dense='', device_sparse='', compression=none, "
+    "DistributedOptimizer": "optimizer, name=None, use_locking=False, device_dense='', device_sparse='', "
+    "compression=none, "
     "sparse_as_dense=False, backward_passes_per_step=1, op=0, gradient_predivide_factor=1.0, "
     f"average_aggregated_gradients=False, num_groups=0, groups=None, {PS}, scale_local_gradients=True",
 }
@@ -62,7 +67,8 @@ KERAS = {
     "callbacks.MetricAverageCallback": "device=''",
     "callbacks.LearningRateScheduleCallback": "initial_lr, multiplier, start_epoch=0, end_epoch=None, staircase=True, "
     "momentum_correction=True, steps_per_epoch=None",
-    "callbacks.LearningRateWarmupCallback": "initial_lr, warmup_epochs=5, momentum_correction=True, steps_per_epoch=None, "
+    "callbacks.LearningRateWarmupCallback": "initial_lr, warmup_epochs=5, momentum_correction=True, "
+    "steps_per_epoch=None, "
     "verbose=0",
     "callbacks.BestModelCheckpoint": "monitor='val_loss', verbose=0, mode='auto', save_freq='epoch'",
     "elastic.run": "func",
@@ -72,17 +78,23 @@ KERAS = {
     "elastic.UpdateEpochStateCallback": "state",
 }
 
-ESTIMATOR = """num_proc=None data_module=None model=None backend=None store=None custom_objects=None optimizer=None loss=None
+ESTIMATOR = """num_proc=None data_module=None model=None backend=None store=None custom_objects=None optimizer=None
+loss=None
 loss_weights=None sample_weight_col=None gradient_compression=None metrics=None feature_cols=None label_cols=None
-continuous_cols=None categorical_cols=None validation=None callbacks=None batch_size=None val_batch_size=None epochs=None
+continuous_cols=None categorical_cols=None validation=None callbacks=None batch_size=None val_batch_size=None
+epochs=None
 verbose=None random_seed=None shuffle_buffer_size=None shuffle=True partitions_per_process=None run_id=None
 train_steps_per_epoch=None validation_steps_per_epoch=None transformation_fn=None train_reader_num_workers=None
-val_reader_num_workers=None reader_pool_type='thread' label_shapes=None checkpoint_callback=None inmemory_cache_all=False
+val_reader_num_workers=None reader_pool_type='thread' label_shapes=None checkpoint_callback=None
+inmemory_cache_all=False
 backend_env=None use_gpu=True mp_start_method=None tensorflow_dataset_prefetch_buffer_size=0"""
 
-SHARED = """init is_initialized shutdown start_timeline stop_timeline rank size local_rank local_size cross_rank cross_size
-is_homogeneous mpi_threads_supported mpi_built mpi_enabled gloo_built gloo_enabled nccl_built ddl_built ccl_built cuda_built
-rocm_built Average Sum Adasum Min Max Product ProcessSet global_process_set add_process_set remove_process_set Compression"""
+SHARED = """init is_initialized shutdown start_timeline stop_timeline rank size local_rank local_size cross_rank
+cross_size
+is_homogeneous mpi_threads_supported mpi_built mpi_enabled gloo_built gloo_enabled nccl_built ddl_built ccl_built
+cuda_built
+rocm_built Average Sum Adasum Min Max Product ProcessSet global_process_set add_process_set remove_process_set
+Compression"""
 
 MODULES = {
     "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",

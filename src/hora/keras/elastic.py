@@ -92,8 +92,8 @@ class TensorFlowKerasState(TensorFlowState):
         versions = keras_version(model), keras_version(optimizer)
         if None not in versions and versions[0] != versions[1]:
             raise ValueError(
-                f"rank {rank()}: the model is of Keras {versions[0]} and the optimizer of Keras {versions[1]}; make both with "
-                "the same Keras"
+                f"rank {rank()}: the model is of Keras {versions[0]} and the optimizer of Keras {versions[1]}; make "
+                "both with the same Keras"
             )
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)

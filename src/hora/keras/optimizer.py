@@ -58,13 +58,17 @@ class _Distributed:
 class _Keras3(_Distributed):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Reduce the gradients over the ranks, then apply them."""
-        known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
+        known = trainable_variables
+        if known is None:
+            known = self._trainable_variables  # type: ignore[attr-defined]
         self._hora(self, list(grads), list(known), super().apply)  # type: ignore[misc]
 
 
 class _Keras2(_Distributed):
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-        """Reduce the gradients over the ranks, for a LossScaleOptimizer around this one: it then decides alike on all."""
+        """Reduce the gradients over the ranks, for a LossScaleOptimizer around this one: it then decides alike on
+        all.
+        """
         pairs, aggregation = list(grads_and_vars), cast(Any, self._hora)
         variables = [variable for _, variable in pairs]
         return list(zip(aggregation.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))
@@ -111,7 +115,8 @@ def DistributedOptimizer(
     """Return the same optimizer (hyper-parameters and state kept) that reduces gradients over the ranks."""
     if isinstance(optimizer, _Distributed):
         raise ValueError(
-            f"rank {hvd.rank()}: {type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain optimizer once"
+            f"rank {hvd.rank()}: {type(optimizer).__name__} is a DistributedOptimizer already; wrap the plain "
+            "optimizer once"
         )
     mixin, backend = _kind(optimizer)
     if num_groups:
@@ -189,8 +194,8 @@ def _kind(optimizer: Any) -> tuple[type[_Distributed], str]:
             "tf.compat.v1; use the one of tf.keras.optimizers"
         )
     raise ValueError(
-        f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__}; an optimizer of torch "
-        "goes to horovod.torch"
+        f"DistributedOptimizer wraps optimizers of Keras, but it got {type(optimizer).__qualname__}; an optimizer of "
+        "torch goes to horovod.torch"
     )
 
 

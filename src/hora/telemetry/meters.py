@@ -1,9 +1,9 @@
 """The meter: what this process notices about itself while it trains.
 
 Written by the training thread (the engine, the optimizer, the fit loop and `report` tell it how long things took) and
-read, about once a second, by `reporter`. The training thread never locks and never allocates more than one tuple a step.
-No clock is compared with another rank's: a rank that is late waits little, the others wait for it, so the waits alone
-tell who is late and by how much (`hora.watch.lateness`).
+read, about once a second, by `reporter`. The training thread never locks and never allocates more than one tuple a
+step. No clock is compared with another rank's: a rank that is late waits little, the others wait for it, so the waits
+alone tell who is late and by how much (`hora.watch.lateness`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ class Meter:
         self._events.append((kind, text))
 
     def commit(self, text: str, flush: Callable[[], None] | None = None) -> None:
-        """Rank 0 has saved the state of the training. `flush` puts it on disk, for a launcher that is about to end the job."""
+        """Rank 0 has saved the state of the training.
+
+        `flush` puts it on disk, for a launcher that is about to end the job.
+        """
         self.event("commit", text)
         if self.on_commit is not None:
             if flush is not None:
@@ -195,9 +198,11 @@ meter = Meter()
 
 
 def report(*, total_steps: int | None = None, **metrics: SupportsFloat) -> None:
-    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`. Cheap, from any rank, at any time.
+    """Show these values on the job's live page: `hora.report(loss=loss, accuracy=0.9)`. Cheap, from any rank, at any
+    time.
 
-    `total_steps`: how many steps of the optimizer this training will have, once; the page then knows the time that is left.
+    `total_steps`: how many steps of the optimizer this training will have, once; the page then knows the time that is
+    left.
     """
     if total_steps is not None:
         meter.total_steps = int(total_steps)

@@ -32,8 +32,10 @@ def _as_it_is(what: Any, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
 
 
 class Reporter:
-    """`send(kind, data)` raises ConnectionError or TimeoutError when the launcher is gone. `describe` gives a name to what
-    the training thread is blocked in. `machine`: report on it too."""
+    """`send(kind, data)` raises ConnectionError or TimeoutError when the launcher is gone.
+
+    `describe` gives a name to what the training thread is blocked in. `machine`: report on it too.
+    """
 
     def __init__(self, meter: Meter, send: Send, *, machine: bool, describe: Describe = _as_it_is) -> None:
         self._meter, self._send = meter, send

@@ -105,8 +105,8 @@ def check_no_xla() -> None:
     """ValueError while a function is being compiled by XLA, which can call nothing outside of it."""
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
-            f"rank {rank()}: a Horovod operation cannot be part of a function that XLA compiles: pass jit_compile=False to "
-            "tf.function or model.compile, or move the operation out of the compiled function"
+            f"rank {rank()}: a Horovod operation cannot be part of a function that XLA compiles: pass "
+            "jit_compile=False to tf.function or model.compile, or move the operation out of the compiled function"
         )
 
 
@@ -116,7 +116,9 @@ def recording() -> bool:
 
 
 def reserve_threads() -> None:
-    """Let several operations of functions wait at once, unless the user has said how many may or TensorFlow runs already."""
+    """Let several operations of functions wait at once, unless the user has said how many may or TensorFlow runs
+    already.
+    """
     if tf.config.threading.get_inter_op_parallelism_threads() == 0:
         try:
             tf.config.threading.set_inter_op_parallelism_threads(max(os.cpu_count() or 1, _MIN_THREADS))

@@ -1,8 +1,8 @@
 """Reduction of gradients over the ranks: the part that the tape and the optimizers share.
 
-In eager mode all dense gradients are one grouped operation. Inside a `tf.function` they are cut into buckets, last layers
-first, each with an operation that submits it as soon as backward has made its gradients and one that waits for it, so
-that the engine reduces while backward goes on.
+In eager mode all dense gradients are one grouped operation. Inside a `tf.function` they are cut into buckets, last
+layers first, each with an operation that submits it as soon as backward has made its gradients and one that waits for
+it, so that the engine reduces while backward goes on.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def check_options(op: int, gradient_predivide_factor: float, backward_passes_per
     """ValueError for settings that exclude one another."""
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(
-            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, only with "
-            "Average"
+            f"gradient_predivide_factor ({gradient_predivide_factor}) is not supported with op {ReduceOp(op).name}, "
+            "only with Average"
         )
     if backward_passes_per_step <= 0:
         raise ValueError(f"backward_passes_per_step must be > 0, but it is {backward_passes_per_step}")

@@ -23,7 +23,9 @@ _SHARES = {"data": 0.06, "forward": 0.30, "backward": 0.52, "optimizer": 0.12}
 
 @dataclass(frozen=True)
 class Slowness:
-    """From `begin` to `end` (seconds of the run) one part of a rank's step takes more: `factor` is of its whole work."""
+    """From `begin` to `end` (seconds of the run) one part of a rank's step takes more: `factor` is of its whole
+    work.
+    """
 
     rank: int
     factor: float
@@ -34,7 +36,10 @@ class Slowness:
 
 @dataclass(kw_only=True)
 class Simulation:
-    """`lost_at`: (seconds, rank) at which an elastic job loses a rank. `hangs_at`: (seconds, rank) from which a rank hangs."""
+    """`lost_at`: (seconds, rank) at which an elastic job loses a rank.
+
+    `hangs_at`: (seconds, rank) from which a rank hangs.
+    """
 
     num_ranks: int = 8
     hosts: Sequence[str] = ("alpha", "beta")

@@ -1,7 +1,7 @@
 """View of a run for the page, as plain values for JSON: everything once, then what has changed.
 
-`head` is what is true now (small, sent again when it changes), `columns` are bins of the grid, `lines` and `events` only
-ever grow. Nothing here is HTML and nothing may become it: the page puts every text into the document as text.
+`head` is what is true now (small, sent again when it changes), `columns` are bins of the grid, `lines` and `events`
+only ever grow. Nothing here is HTML and nothing may become it: the page puts every text into the document as text.
 """
 
 from __future__ import annotations
