@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = "python3,python3-venv,ca-certificates,procps"
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,8 @@ class Buildah:
 
     folder: Path
 
-    def __call__(self, command: str, *arguments: str, timeout_s: float = 900) -> str:
-        storage = [
-            "--root",
-            str(self.folder / "root"),
-            "--runroot",
-            str(self.folder / "run"),
-            "--storage-driver",
-            "vfs",
-        ]
+    def __call__(self, command: str, *arguments: str, timeout_s: float = 1500) -> str:
+        storage = ["--root", str(self.folder / "root"), "--runroot", str(self.folder / "run")]
         argv = ["buildah", *storage, command, *arguments]
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
         assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
