@@ -106,7 +106,7 @@ def rendezvous() -> Target:
     from hora.launch.control.rendezvous import OnlyLines, Rendezvous
 
     class Quiet(OnlyLines):
-        def said(self, worker: int, text: str) -> None:
+        def on_log_line(self, worker: int, text: str) -> None:
             assert isinstance(text, str)
 
     def fuzz(data: bytes) -> None:

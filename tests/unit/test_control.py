@@ -186,7 +186,7 @@ def test_results_errors_and_lines_reach_the_controller(place: Place):
     client.send_result(b"42")
     assert place.events.next() == ("returned", 3, b"42")
     client.say("hello")
-    assert place.events.next() == ("said", 3, "hello")
+    assert place.events.next() == ("on_log_line", 3, "hello")
     client.send_error(type_name="E", message="m" * 10**6, traceback="t" * 10**6, consequence=True, pickled=b"p")
     name, worker, report = place.events.next()
     assert (name, worker, report.type_name, report.consequence, report.pickled) == (

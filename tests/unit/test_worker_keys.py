@@ -123,7 +123,7 @@ def test_a_worker_registers_reports_and_leaves_for_itself_alone(job: Job):
             pass
     told = job.heard()
     assert {what[1] for what in told} == {1}
-    assert [what[0] for what in told] == ["returned", "told", "raised", "waiting"]
+    assert [what[0] for what in told] == ["returned", "on_telemetry", "raised", "waiting"]
 
 
 def test_a_worker_meets_as_the_rank_that_it_is(job: Job):

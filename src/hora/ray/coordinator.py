@@ -43,9 +43,9 @@ class _MeetingEvents(OnlyLines):
     def exited(self, ended: WorkerExit) -> None: ...
     def output(self, worker: int, stream: str, data: bytes) -> None: ...
 
-    def told(self, worker: int, kind: str, data: bytes) -> None:
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         if self.stall_stacks is not None:
-            self.stall_stacks.told(worker, kind, data)
+            self.stall_stacks.on_telemetry(worker, kind, data)
 
 
 class Coordinator:

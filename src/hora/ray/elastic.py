@@ -169,7 +169,7 @@ class ElasticAdapter(Adapter):
             script=self._hosts,
             cooldown_range=self.cooldown_range,
             forgiven=_FORGIVEN,
-            told=self.driver.places,
+            on_places=self.driver.places,
         )
         try:
             result = run_job(self._job(), launcher, spec)

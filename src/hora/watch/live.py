@@ -103,7 +103,7 @@ class Dashboard:
     def joined(self, worker: int) -> None:
         self._server.feed(Entry(time.time(), "joined", worker, b""))
 
-    def told(self, worker: int, kind: str, data: bytes) -> None:
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """A worker's telemetry, or its answer to a question."""
         if kind == "committed" and self._stop_at_commit:
             self._job.stop("after a commit, as somebody asked on its page")

@@ -201,7 +201,7 @@ class _Controller:
             worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
             self.run.publish(self._generation, worlds)
             self._adopt(succession)
-            self.run.tell(f"this process leads the job now (term {succession.term}), generation {self._generation}")
+            self.run.log(f"this process leads the job now (term {succession.term}), generation {self._generation}")
         succession.meet_at(self.run.rendezvous.port)
 
     def _adopt(self, succession: Succession) -> None:
@@ -296,7 +296,7 @@ class _Controller:
             worker = self._roster.add(host, number, WorkerState.STARTING, now)
             newcomers.append((slot, self._world(worker, slot, -1)))
         self._save(now)
-        self.run.tell(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
+        self.run.log(f"starting {len(newcomers)} more on {', '.join(dict.fromkeys(host for host, _ in places))}")
         self.run.start(newcomers)
 
     def _world(self, number: int, slot: Slot, generation: int) -> World:
@@ -311,7 +311,7 @@ class _Controller:
         ranks = {number: slot.rank for number, slot in self._places.items()}
         self.run.out.set_ranks(ranks)
         if self._generation:
-            self.run.tell(f"generation {self._generation}: {len(ranks)} workers")
+            self.run.log(f"generation {self._generation}: {len(ranks)} workers")
         self._roster.begin(self._generation, ranks, now)
         worlds = {number: self._world(number, slot, self._generation) for number, slot in self._places.items()}
         self._save(now)
@@ -353,7 +353,7 @@ class _Controller:
                 self._tell_the_others(number, f"is ended: {why}", failed=True)
             self.run.rendezvous.give_up(number)
         self._save(now)
-        self.run.tell(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
+        self.run.log(f"ending {', '.join(self._name(number) for number in numbers)}: {why}")
         self.run.terminate(numbers, grace_s=min(_STUCK_GRACE_S, self._job.grace_s))
 
     def _bar_the_place_of(self, number: int) -> None:
@@ -363,7 +363,7 @@ class _Controller:
         failure = next(failure for failure in self._failures if failure.worker == number)
         self._hosts.bar(self._roster[number], failure.at)
         said = f" ({failure.reason})" if failure.reason else ""
-        self.run.tell(f"process {self._name(number)} failed with exit code {failure.code}{said}")
+        self.run.log(f"process {self._name(number)} failed with exit code {failure.code}{said}")
 
     # ---- endings ------------------------------------------------------------------------------------------
 
@@ -432,7 +432,7 @@ class _Controller:
     def _on_hosts_changed(self, hosts: Sequence[HostInfo]) -> None:
         assert self._hosts is not None
         for text in self._hosts.change(hosts):
-            self.run.tell(text)
+            self.run.log(text)
 
     def on_start(self, worker: int) -> None:
         self._roster.started(worker)

@@ -27,7 +27,7 @@ class ElasticSpec:
 
     `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job that is asked to end waits for
     its ranks' next commit. `forgiven`: so many failures bar no place of a host, because a process that fails says little
-    about a machine that a cluster manager looks after. `told`: hears of the places, by the workers' numbers, of every
+    about a machine that a cluster manager looks after. `on_places`: called with the places, by the workers' numbers, of every
     generation.
     """
 
@@ -38,7 +38,7 @@ class ElasticSpec:
     cooldown_range: tuple[int, int] | None = None
     leave_s: float = 25.0
     forgiven: int = 0
-    told: Callable[[Mapping[int, Slot]], None] | None = None
+    on_places: Callable[[Mapping[int, Slot]], None] | None = None
 
     def limits_for(self, env: Mapping[str, str]) -> Limits:
         """The limits, with the silence that the user allows a rank: the workers read the same variables.
@@ -112,8 +112,8 @@ class Hosts:
 
     def tell(self, places: Mapping[int, Slot]) -> None:
         """A generation begins."""
-        if self._spec.told is not None:
-            self._spec.told(dict(places))
+        if self._spec.on_places is not None:
+            self._spec.on_places(dict(places))
 
     def bar(self, worker: Worker, now: float) -> None:
         """Bar the place where this worker failed, unless its host is forgiven once more."""

@@ -83,7 +83,7 @@ class JobRun:
             launcher.bind_address, secret=self._secret, job=self.id, events=self._events, term=term
         )
         # A console may block; the thread in which stacks come may not.
-        self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.tell(text)))
+        self._stall_stacks = StallStacks(self.rendezvous.ask, lambda text: self.call(lambda: self.log(text)))
         self.meeting = MeetingPoint(
             kind="hora", address=launcher.advertised_address, port=self.rendezvous.port, job=self.id
         )
@@ -149,7 +149,7 @@ class JobRun:
             for slot, world in worlds
         ]
         if job.verbose:
-            self.tell(f"starting {len(workers)} processes: {' '.join(self._argv)}")
+            self.log(f"starting {len(workers)} processes: {' '.join(self._argv)}")
         self._launcher.start(workers, self._events)
 
     def adopt(self, succession: Succession, workers: Mapping[str, Collection[int]]) -> set[int]:
@@ -181,7 +181,7 @@ class JobRun:
         left = set(workers) - self.exits.keys()
         self._launcher.terminate(sorted(left), grace_s=self._job.grace_s)
         if why:  # afterwards: a console that is not read must not keep the workers alive
-            self.tell(why)
+            self.log(why)
         limit = time.monotonic() + self._job.grace_s + _KILL_SLACK_S
         while left - self.exits.keys() and time.monotonic() < limit:
             self.wait(limit)
@@ -189,9 +189,9 @@ class JobRun:
     def leaving(self, why: str) -> None:
         """The job is asked to end: what its workers do from now on tells of no failure."""
         self.ending, self._stop_reason = True, why
-        self.tell(why)
+        self.log(why)
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line of the launcher's own."""
         self.out.say(f"hora: {text}", stream="stderr")
         self._events.launcher_said(text)
@@ -223,7 +223,7 @@ class JobRun:
         """Results and exceptions are unpickled here: only those of workers that run the caller's own function are taken."""
         return self._job.function is not None and worker >= 0
 
-    def said(self, worker: int, text: str) -> None:
+    def on_log_line(self, worker: int, text: str) -> None:
         self.out.say(text)
 
     def waiting(self, worker: int, generation: int) -> None:
@@ -236,9 +236,9 @@ class JobRun:
         self.exits[ended.worker] = ended
         self._news.on_exit(ended)
 
-    def told(self, worker: int, kind: str, data: bytes) -> None:
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """Telemetry is the observer's business. Of a stall the user hears in any case where the late ranks are."""
-        self._stall_stacks.told(worker, kind, data)
+        self._stall_stacks.on_telemetry(worker, kind, data)
 
     # ---- what an observer may do, from other threads --------------------------------------------------------
 
@@ -254,7 +254,7 @@ class JobRun:
 
     def _remove(self, worker: int, why: str) -> None:
         self._events.reasons[worker] = why
-        self.tell(f"ending worker {worker}: {why}")
+        self.log(f"ending worker {worker}: {why}")
         self.terminate([worker], grace_s=self._job.grace_s)
 
     def _or_raise_there(self, write: Callable[[], None]) -> None:

@@ -30,6 +30,6 @@ def leave(run: JobRun, workers: Sequence[int], notify: Callable[[int], None], *,
     while time.monotonic() < limit and any(worker not in run.exits for worker in alive):
         run.wait(limit)
     if {run.exits[worker].code if worker in run.exits else -1 for worker in alive} <= {0, LEFT}:
-        run.tell(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
+        run.log(f"all ranks have committed and left: start the job again to go on (exit status {LEFT})")
         raise SystemExit(LEFT)
     raise SystemExit(_ENDED)

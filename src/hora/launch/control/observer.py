@@ -35,7 +35,7 @@ class Observer(Protocol):
     def joined(self, worker: int) -> None:
         """A worker has connected."""
 
-    def told(self, worker: int, kind: str, data: bytes) -> None:
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """A worker's telemetry: `report`, `stack`, `profile`."""
 
     def raised(self, worker: int, headline: str) -> None:
@@ -56,7 +56,7 @@ class Nobody:
 
     def world(self, generation: int, places: list[tuple[int, int, str]]) -> None: ...
     def joined(self, worker: int) -> None: ...
-    def told(self, worker: int, kind: str, data: bytes) -> None: ...
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None: ...
     def raised(self, worker: int, headline: str) -> None: ...
     def exited(self, worker: int, code: int, reason: str) -> None: ...
     def output(self, worker: int, stream: str, data: bytes) -> None: ...
@@ -106,9 +106,9 @@ class Observed:
             self._tell("raised", worker, report.headline)
         self._job.raised(worker, report)
 
-    def said(self, worker: int, text: str) -> None:
+    def on_log_line(self, worker: int, text: str) -> None:
         self._tell("output", worker, "stdout", text.encode(errors="replace") + b"\n")
-        self._job.said(worker, text)
+        self._job.on_log_line(worker, text)
 
     def waiting(self, worker: int, generation: int) -> None:
         self._job.waiting(worker, generation)
@@ -116,9 +116,9 @@ class Observed:
     def lost(self, worker: int) -> None:
         self._job.lost(worker)
 
-    def told(self, worker: int, kind: str, data: bytes) -> None:
-        self._tell("told", worker, kind, data)
-        self._job.told(worker, kind, data)
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
+        self._tell("on_telemetry", worker, kind, data)
+        self._job.on_telemetry(worker, kind, data)
 
     def world(self, generation: int, worlds: Mapping[int, World]) -> None:
         """The job has formed a world."""

@@ -60,7 +60,7 @@ class RendezvousEvents(Protocol):
     def raised(self, worker: int, report: ErrorReport) -> None:
         """The function raised on this worker."""
 
-    def said(self, worker: int, text: str) -> None:
+    def on_log_line(self, worker: int, text: str) -> None:
         """A line that a worker wants to be shown where the job was started."""
 
     def waiting(self, worker: int, generation: int) -> None:
@@ -69,7 +69,7 @@ class RendezvousEvents(Protocol):
     def lost(self, worker: int) -> None:
         """The worker's connection ended without a good-bye."""
 
-    def told(self, worker: int, kind: str, data: bytes) -> None:
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """A worker's telemetry (`hora.telemetry`), or its answer to a question."""
 
 
@@ -81,9 +81,9 @@ class OnlyLines:
     def raised(self, worker: int, report: ErrorReport) -> None: ...
     def waiting(self, worker: int, generation: int) -> None: ...
     def lost(self, worker: int) -> None: ...
-    def told(self, worker: int, kind: str, data: bytes) -> None: ...
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None: ...
 
-    def said(self, worker: int, text: str) -> None:
+    def on_log_line(self, worker: int, text: str) -> None:
         print(text, flush=True)
 
 
@@ -240,7 +240,7 @@ class Rendezvous(Table):
         self._answer(peer, header["id"])
 
     def _said(self, peer: Peer, header: Header, payload: bytes) -> None:
-        self._events.said(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
+        self._events.on_log_line(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
 
     def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
         worker = peer.speaker if peer.speaker >= 0 else int(header["worker"])
@@ -248,7 +248,7 @@ class Rendezvous(Table):
             return
         self._reporting[worker] = peer
         if len(payload) <= _TELEMETRY_BYTES:
-            self._events.told(worker, str(header["kind"]), payload)
+            self._events.on_telemetry(worker, str(header["kind"]), payload)
 
     def _ask(self, question: Header, worker: int | None) -> None:
         for number, peer in self._reporting.items():

@@ -29,7 +29,7 @@ class StallStacks:
         self._asked_at: dict[int, float] = {}
         self._to_show: set[int] = set()
 
-    def told(self, worker: int, kind: str, data: bytes) -> None:
+    def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """Take a worker's message; only stalls, and the answers to our own questions, matter here."""
         if kind == "stall":
             ranks = json.loads(data)
