@@ -3,12 +3,12 @@
     python -m benchmarks.accuracy --results out/accuracy.jsonl      everything, an hour on two cores
     python -m benchmarks.accuracy --tasks digits --seeds 0          a minute
 
-Tasks: "digits" (an MLP on scikit-learn's digits), "images" (the images lab's ResNet18, narrow, on the same pictures) and
-"characters" (examples/characters.py with 0.8 million parameters), all with Adam. Each setting trains from the same start on
-the same batches for equally many steps, in two offices with a rank each. Loss and accuracy are on held-out data, after
-`exchange()`; the bytes are those that rank 0's office has sent, the seconds those of the whole training over this link. The
-spread is the standard deviation over the seeds. Every run is appended to the file of `--results` as a line of JSON; what is
-in it already is not run again.
+Tasks: "digits" (an MLP on scikit-learn's digits), "images" (the images lab's ResNet18, narrow, on the same pictures)
+and "characters" (examples/characters.py with 0.8 million parameters), all with Adam. Each setting trains from the same
+start on the same batches for equally many steps, in two offices with a rank each. Loss and accuracy are on held-out
+data, after `exchange()`; the bytes are those that rank 0's office has sent, the seconds those of the whole training
+over this link. The spread is the standard deviation over the seeds. Every run is appended to the file of `--results` as
+a line of JSON; what is in it already is not run again.
 """
 
 from __future__ import annotations

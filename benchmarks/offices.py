@@ -4,13 +4,13 @@
     python -m benchmarks.offices --rate 100mbit --delay 10ms --loss 0.1% --ranks 2 -- python train.py
     python -m benchmarks.offices --rate 1gbit --offices 4 -- python -m benchmarks.hosts_training …
 
-Every rank runs the command with its place in the environment, so that `hvd.init()` finds the others; its office is its host,
-and nothing but the link leads out of it. `--delay` is one way: a round trip takes twice as long. All ranks share this machine's
-cores; without options the link is as fast as the machine.
+Every rank runs the command with its place in the environment, so that `hvd.init()` finds the others; its office is its
+host, and nothing but the link leads out of it. `--delay` is one way: a round trip takes twice as long. All ranks share
+this machine's cores; without options the link is as fast as the machine.
 
 The rate is the kernel's (tc tbf). The delay and the loss are made by a process between the offices
-(tests/integration/bad_cable.py), because many kernels have no netem; that needs about a core for 300 Mbit/s with losses, and
-for a few Gbit/s without them, in packets of 9000 bytes.
+(tests/integration/bad_cable.py), because many kernels have no netem; that needs about a core for 300 Mbit/s with
+losses, and for a few Gbit/s without them, in packets of 9000 bytes.
 """
 
 from __future__ import annotations

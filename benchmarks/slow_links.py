@@ -1,12 +1,13 @@
-"""Training over slow links, against DDP over gloo, plain and with torch's own PowerSGD hook: as root, two offices x 2 ranks.
+"""Training over slow links, against DDP over gloo, plain and with torch's own PowerSGD hook: as root, two offices x 2
+ranks.
 
     python -m benchmarks.slow_links --rounds 2 --out FOLDER             all rows, about 8 minutes on a quiet machine
     python -m benchmarks.slow_links --rows "1 Gbit/s" --rounds 1        whether it works
-    python -m benchmarks.slow_links --plan --rounds 1 --out FOLDER      predictions of `hora.plan` beside what is measured
+    python -m benchmarks.slow_links --plan --rounds 1 --out FOLDER    predictions of `hora.plan` beside measurements
 
-The offices are network namespaces (`benchmarks.offices`). All contenders of a row live in the same processes and take turns; a
-time is that of the slowest rank, the median over the rounds. DiLoCo is timed over one period of exchanges, beside the same
-optimizer that never exchanges ("apart"): the same steps without any network between the offices.
+The offices are network namespaces (`benchmarks.offices`). All contenders of a row live in the same processes and take
+turns; a time is that of the slowest rank, the median over the rounds. DiLoCo is timed over one period of exchanges,
+beside the same optimizer that never exchanges ("apart"): the same steps without any network between the offices.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def make_step(contender: str, workload: Workload) -> Callable[[], object]:
     torch.manual_seed(0)
     model: nn.Module = workload.build()
     if contender.startswith("DDP"):
-        # torch's hook starts its second and third allreduce in callbacks, whose order over gloo differs between ranks as
-        # soon as there are two buckets, and the job ends: it gets one.
+        # torch's hook starts its second and third allreduce in callbacks, whose order over gloo differs between ranks
+        # as soon as there are two buckets, and the job ends: it gets one.
         whole = {"bucket_cap_mb": 1000} if contender == "DDP + PowerSGD" else {}
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **whole)
     if contender == "DDP + PowerSGD":

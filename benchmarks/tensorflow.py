@@ -1,8 +1,9 @@
-"""Training steps of TensorFlow on two ranks of this machine: `python -m benchmarks.tensorflow [--rounds 3] [--model mlp]`
+"""Training steps of TensorFlow on two ranks of this machine: `python -m benchmarks.tensorflow [--rounds 3] [--model
+mlp]`
 
 Contenders, in turns, each with one thread a rank: the model alone (two processes that say nothing to one another),
-`horovod.tensorflow`, and `tf.distribute.MultiWorkerMirroredStrategy` with its own collectives over gRPC. Then the MLP in
-Keras 3 on its torch backend beside the same in plain torch, each with the `DistributedOptimizer` of its front.
+`horovod.tensorflow`, and `tf.distribute.MultiWorkerMirroredStrategy` with its own collectives over gRPC. Then the MLP
+in Keras 3 on its torch backend beside the same in plain torch, each with the `DistributedOptimizer` of its front.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Handwritten digits with a training loop of one's own: `horovodrun -np 2 python examples/tensorflow_digits.py --steps 200`
+"""Handwritten digits with a training loop of one's own: `horovodrun -np 2 python examples/tensorflow_digits.py --steps
+200`
 
-`DistributedGradientTape` in a `tf.function`, variables broadcast after the first step, a checkpoint and a report of rank 0.
+`DistributedGradientTape` in a `tf.function`, variables broadcast after the first step, a checkpoint and a report of
+rank 0.
 """
 
 import argparse

@@ -17,7 +17,8 @@ from hora import slurm
 
 __all__ = ["PLAN_JOB", "PLAN_KEY", "MeetingPoint", "World", "keep_secret", "place_variables"]
 
-# The meeting place of a program that starts its ranks itself: its name, and the key under which its current plan's number is.
+# The meeting place of a program that starts its ranks itself: its name, and the key under which its current plan's
+# number is.
 PLAN_JOB, PLAN_KEY = "a plan of the program's own", "hora/plan"
 
 # (launcher, rank, size, local rank, local size) names, in order of precedence after Hora's own.
@@ -120,8 +121,8 @@ class World:
     def to_env(self, *, mpi_names: bool = False) -> dict[str, str]:
         """The variables from which `from_env` rebuilds this world in a worker (the secret itself is not among them).
 
-        `mpi_names`: also those under which scripts and wrappers look for their place below Open MPI's mpirun. None by which
-        an MPI library would take itself for started by it.
+        `mpi_names`: also those under which scripts and wrappers look for their place below Open MPI's mpirun. None by
+        which an MPI library would take itself for started by it.
         """
         env = {
             "HOROVOD_RANK": str(self.rank),
@@ -227,9 +228,10 @@ def _from_horovod(env: Mapping[str, str]) -> World:
 def _planned_meeting(env: Mapping[str, str]) -> MeetingPoint:
     if not env.get("HORA_SECRET_FILE"):
         raise ValueError(
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT name a meeting place, but there is no secret with which to be let in: give "
-            "the workers HORA_SECRET (the `secret` of the RendezvousServer), or set HORA_SECRET_FILE to the same file for the "
-            "process that starts the RendezvousServer and for the workers; or start the job with horovodrun"
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT name a meeting place, but there is no secret with which to be "
+            "let in: give the workers HORA_SECRET (the `secret` of the RendezvousServer), or set HORA_SECRET_FILE to "
+            "the same file for the process that starts the RendezvousServer and for the workers; or start the job "
+            "with horovodrun"
         )
     return MeetingPoint(
         kind="hora",

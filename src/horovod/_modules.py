@@ -1,7 +1,9 @@
-"""Old modules that are no files here: one table of what each offers and where that lives now, and a finder that serves it.
+"""Old modules that are no files here: one table of what each offers and where that lives now, and a finder that serves
+it.
 
-A module is made when it is first imported. It offers the names of its row, `old=new` where they differ, `*` for all public
-ones; a row that is one module's name is that very module under two names, so that what is set in one is seen in the other.
+A module is made when it is first imported. It offers the names of its row, `old=new` where they differ, `*` for all
+public ones; a row that is one module's name is that very module under two names, so that what is set in one is seen in
+the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A rank that speaks to its launcher and does nothing else. `python store_rank.py FOLDER`; a file `stop` there ends it."""
+"""A rank that speaks to its launcher and does nothing else.
+
+`python store_rank.py FOLDER`; a file `stop` there ends it.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,9 @@ def test_the_cable_is_cut_and_training_goes_on_and_mended_and_the_other_host_com
 
 @pytest.mark.slow
 def test_ranks_go_on_while_the_way_to_their_launcher_is_cut(machines: Machines, tmp_path: Path):
-    """20 s, with ssh's own patience, which is 15 s as a rule: no rank is lost, and what they printed is there afterwards."""
+    """20 s, with ssh's own patience, which is 15 s as a rule: no rank is lost, and what they printed is there
+    afterwards.
+    """
     job = ElasticJob(
         tmp_path,
         {"samples": 4000, "epochs": 1, "pause_s": 0.1, "per_step": True},

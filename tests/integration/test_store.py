@@ -1,4 +1,7 @@
-"""Jobs whose state is in etcd: their leaders die, are stopped and come back, and the ranks train on. A real etcd-server."""
+"""Jobs whose state is in etcd: their leaders die, are stopped and come back, and the ranks train on.
+
+A real etcd-server.
+"""
 
 from __future__ import annotations
 

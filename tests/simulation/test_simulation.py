@@ -3,9 +3,9 @@
     make simulate                                     ten thousand seeds
     python -m pytest tests/simulation --seed 4711     one again, exactly
 
-What must hold whatever happens: one generation after the other, and each rank of it one worker's; an operation has the same
-result for all who see it; nothing is done for a worker that was given up; the job ends, in a result or in words, and
-nothing of it is left.
+What must hold whatever happens: one generation after the other, and each rank of it one worker's; an operation has the
+same result for all who see it; nothing is done for a worker that was given up; the job ends, in a result or in words,
+and nothing of it is left.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Run:
                 self.outcome = "done"
                 assert len(result.results) == len(self.referee.published[self._last_generation()])
             except StuckError:
-                # Whoever stops all that is left of a job may let it go on one day: it waits, unless it was given a limit.
+                # Whoever stops all that is left of a job may let it go on one day: it waits, unless it was given a
+                # limit.
                 members = [
                     self.launcher.processes[number] for number in self.referee.published[self._last_generation()]
                 ]

@@ -1,4 +1,7 @@
-"""Leaders that follow one another: who leads, what the next one is told, and that nobody obeys one of the past. No process."""
+"""Leaders that follow one another: who leads, what the next one is told, and that nobody obeys one of the past.
+
+No process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sessions whose connections are cut: every message arrives once, in order, and a client that does not come back is gone."""
+"""Sessions whose connections are cut: every message arrives once, in order, and a client that does not come back is
+gone.
+"""
 
 from __future__ import annotations
 

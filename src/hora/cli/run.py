@@ -42,7 +42,10 @@ class HorovodArgs:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads a command line of `horovodrun` (this process's own by default). ValueError for values that cannot be meant."""
+    """Reads a command line of `horovodrun` (this process's own by default).
+
+    ValueError for values that cannot be meant.
+    """
     return _parse(sys.argv[1:] if argv is None else argv, prog="horovodrun")[0]
 
 
@@ -94,9 +97,12 @@ def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
 
 
 def on_workers(job: Job) -> Job:
-    """Ranks at the addresses of a session's workers (`launch_workers`) use the GPUs of these workers, and end with them."""
+    """Ranks at the addresses of a session's workers (`launch_workers`) use the GPUs of these workers, and end with
+    them.
+    """
     hosts = {slot.hostname for slot in job.slots}
-    # Workers of this machine have loopback addresses of their own; those of a cluster are known by what the environment says.
+    # Workers of this machine have loopback addresses of their own; those of a cluster are known by what the environment
+    # says.
     of_a_session = environment.variables().get("CDSW_API_URL", "").startswith("unix:hora-")
     if not of_a_session and not any(host.startswith("127.") for host in hosts):
         return job

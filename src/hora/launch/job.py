@@ -52,12 +52,12 @@ class Job:
     """Description of a job: a program and its slots. Exactly one of `command` (an argv) and `function` is given.
 
     `function` is the cloudpickle of `(callable, args, kwargs)`; it reaches the workers over the authenticated
-    connection. `env` is what workers get besides their place in the world: local workers get exactly this,
-    remote ones get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its
-    place under the names that Open MPI's mpirun gives it, for scripts that look there. `secret`: the job's, where its nodes
-    know it already; otherwise it gets a new one. `id`: its name, if it has one already. `succession`: other processes may take
-    the job over from this one. `host_env`: further variables for the ranks on a host, by its name. `lease`:
-    of hosts that are the job's for as long as somebody else wants.
+    connection. `env` is what workers get besides their place in the world: local workers get exactly this, remote ones
+    get it on top of their login environment. Secrets never belong in it. `mpi_names`: every rank also gets its place
+    under the names that Open MPI's mpirun gives it, for scripts that look there. `secret`: the job's, where its nodes
+    know it already; otherwise it gets a new one. `id`: its name, if it has one already. `succession`: other processes
+    may take the job over from this one. `host_env`: further variables for the ranks on a host, by its name. `lease`: of
+    hosts that are the job's for as long as somebody else wants.
     """
 
     slots: tuple[Slot, ...]
@@ -99,9 +99,9 @@ class WorkerSpec:
 
     `worker` identifies the process for the whole job (its rank, in a job that never changes size). `private_files`:
     variables and what the process shall find in the file that each of them names: the worker's own key in
-    `HORA_SECRET_FILE`. The launcher makes these files (memfds in /proc, never on a disk) and adds the variables to `env`;
-    argv and environment never hold what is in them. `preload`: several workers of one host may be forked from a process
-    that has loaded these modules, instead of being executed; None: they may not.
+    `HORA_SECRET_FILE`. The launcher makes these files (memfds in /proc, never on a disk) and adds the variables to
+    `env`; argv and environment never hold what is in them. `preload`: several workers of one host may be forked from a
+    process that has loaded these modules, instead of being executed; None: they may not.
     """
 
     worker: int
@@ -139,8 +139,8 @@ class LeadershipLostError(Exception):
 class Succession(Protocol):
     """The means by which a job outlives the process that controls it.
 
-    `state`: what the leader before this one has saved; None for the first. `term`: this one's number, greater than those of
-    all before.
+    `state`: what the leader before this one has saved; None for the first. `term`: this one's number, greater than
+    those of all before.
     """
 
     @property
@@ -175,15 +175,19 @@ class HostLease(Protocol):
     """Hosts that may be taken away from a job while it runs."""
 
     def watch(self, end_host: Callable[[str, str], Callable[[], bool]]) -> None:
-        """Call `end_host(name, reason)`, from any thread, for each host that is taken away; what it returns tells whether the
-        job's processes there have ended."""
+        """Call `end_host(name, reason)`, from any thread, for each host that is taken away; what it returns tells
+        whether the job's processes there have ended.
+        """
 
     def close(self) -> None:
         """All processes of the job have ended."""
 
 
 class LaunchEvents(Protocol):
-    """Interface to which a launcher reports. The controller implements it; every method may be called from any thread."""
+    """Interface to which a launcher reports.
+
+    The controller implements it; every method may be called from any thread.
+    """
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
         """Some bytes of a worker's `stdout` or `stderr`. Blocks when the reader is slow."""

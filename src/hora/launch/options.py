@@ -2,8 +2,8 @@
 
 `Option` says how one option is set from outside, checked, and handed to the workers; `Options` are the values of all.
 Not here: the parser and the config file (`flags`), which are derived from these fields, and what is done with the
-values (`start`). Made by the command line, `run()` and `HorovodRunner`. An unset option is None: nothing is exported for
-it, so that a value inherited from the launcher's environment survives.
+values (`start`). Made by the command line, `run()` and `HorovodRunner`. An unset option is None: nothing is exported
+for it, so that a value inherited from the launcher's environment survives.
 """
 
 from __future__ import annotations

@@ -142,8 +142,9 @@ def make_job(
     function: bytes | None = None,
     executable: str | None = None,
 ) -> Job:
-    """The job that `options` ask for, with our environment and what was asked for: exactly `-np` ranks, or one for every
-    slot of an elastic job's first hosts."""
+    """The job that `options` ask for, with our environment and what was asked for: exactly `-np` ranks, or one for
+    every slot of an elastic job's first hosts.
+    """
     if elastic is None:
         hosts: Sequence[HostInfo] = find_hosts(options, environ, nodes)
         num_proc = options.num_proc or sum(host.slots for host in hosts)
@@ -190,7 +191,9 @@ def _directory() -> str:
 def make_launcher(
     hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
 ) -> HostLauncher:
-    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere, or its agent."""
+    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere, or its
+    agent.
+    """
     silence_s, verbose = float(options.effective("silence_timeout")), bool(options.verbose)
     if nodes is not None:
         return HostLauncher(agents=nodes, listen=nodes.address, silence_limit_s=silence_s, verbose=verbose)

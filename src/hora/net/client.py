@@ -40,7 +40,8 @@ _QUICK_S = 60.0
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
 _PAUSE_S = 0.1
-# What cannot be asked twice: the other ranks of an all-gather were told that it failed, and an amount may be added already.
+# What cannot be asked twice: the other ranks of an all-gather were told that it failed, and an amount may be added
+# already.
 _ONCE = ("gather", "add")
 
 Notice = dict[str, Any]

@@ -1,4 +1,7 @@
-"""One connection of a server, from the handshake to its last message. The server makes and reads it; any thread sends."""
+"""One connection of a server, from the handshake to its last message.
+
+The server makes and reads it; any thread sends.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,14 @@ __all__ = ["Peer"]
 
 
 class Peer:
-    """States: stranger (until `handshake` is done) -> authenticated (`opener` and `sealer` exist) -> closed (not `open`).
+    """States: stranger (until `handshake` is done) -> authenticated (`opener` and `sealer` exist) -> closed (not
+    `open`).
 
-    `speaker`: the number of the worker or rank whose key it has proven to hold (-1: a key that all share). `name`, and the
-    `number` of the worker, task or rank of which this is the connection, belong to the server's handler. `host`:
+    `speaker`: the number of the worker or rank whose key it has proven to hold (-1: a key that all share). `name`, and
+    the `number` of the worker, task or rank of which this is the connection, belong to the server's handler. `host`:
     the address from which it comes, or its process where that is local; `where`: the same in more detail, for messages.
-    `broken`: nobody answers there any more; the end of a process is told by its kernel. `flush` and `drop` are the server's;
-    it calls them in its thread.
+    `broken`: nobody answers there any more; the end of a process is told by its kernel. `flush` and `drop` are the
+    server's; it calls them in its thread.
     """
 
     def __init__(
@@ -52,8 +56,8 @@ class Peer:
     def send(self, header: Header, payload: bytes = b"") -> None:
         """Send a message as fast as the peer reads, without waiting for it. Dropped if the peer is gone."""
         self._outbox.append((header, payload))
-        # Whoever holds the lock looks into the outbox again afterwards. It may be this very thread: a signal's handler that
-        # says goodbye must not wait for the lines that it has interrupted.
+        # Whoever holds the lock looks into the outbox again afterwards. It may be this very thread: a signal's handler
+        # that says goodbye must not wait for the lines that it has interrupted.
         while self._outbox and self._lock.acquire(blocking=False):
             try:
                 self._sender = threading.get_ident()
@@ -69,8 +73,9 @@ class Peer:
 
     @property
     def interrupted(self) -> bool:
-        """Tell whether the calling thread is in the middle of `send`: this is a signal's handler, and what it waits for here
-        comes when it has returned."""
+        """Tell whether the calling thread is in the middle of `send`: this is a signal's handler, and what it waits for
+        here comes when it has returned.
+        """
         return self._sender == threading.get_ident()
 
     def send_descriptor(self, descriptor: int) -> None:

@@ -1,13 +1,16 @@
-"""Sessions: connections that outlive their sockets. A client that was cut off comes back, and no message is lost or repeated.
+"""Sessions: connections that outlive their sockets. A client that was cut off comes back, and no message is lost or
+repeated.
 
 Both ends number what they send and keep it until the other one has it. The client begins every connection with
-`{"session", "received"}`; the server answers the second and later ones of a session with what it has received itself, and
-each sends again what the other lacks. `{"_r"}` tells what has been received, `{"_bye"}` that the client will not come back.
+`{"session", "received"}`; the server answers the second and later ones of a session with what it has received itself,
+and each sends again what the other lacks. `{"_r"}` tells what has been received, `{"_bye"}` that the client will not
+come back.
 
     open --cut--> waiting --the client is back in time--> open
          --bye--> closed  --too late------------------->  closed
 
-`ClientSession` is used as a `Connection` is; `Sessions` stands between a `Server` and its handler, which sees `SessionPeer`s.
+`ClientSession` is used as a `Connection` is; `Sessions` stands between a `Server` and its handler, which sees
+`SessionPeer`s.
 """
 
 from __future__ import annotations
@@ -180,7 +183,9 @@ class ClientSession:
 
 
 class SessionPeer:
-    """The server's end of a session, as a handler sees it: what it has of a `Peer`, whatever becomes of the connection."""
+    """The server's end of a session, as a handler sees it: what it has of a `Peer`, whatever becomes of the
+    connection.
+    """
 
     def __init__(self, sessions: Sessions, name: str, peer: Peer) -> None:
         self.host, self.where, self.speaker = peer.host, peer.where, peer.speaker
@@ -257,8 +262,10 @@ class SessionHandler(Protocol):
 
 
 class Sessions:
-    """The handler of a server whose connections all belong to sessions. `limit_s`: how long a client that was cut off may
-    take to come back; 0: it may not."""
+    """The handler of a server whose connections all belong to sessions.
+
+    `limit_s`: how long a client that was cut off may take to come back; 0: it may not.
+    """
 
     def __init__(self, handler: SessionHandler, *, limit_s: float) -> None:
         self.limit_s = limit_s

@@ -68,7 +68,10 @@ class ElasticParams(BaseParams):
 
 
 class ElasticAdapter(Adapter):
-    """See `Adapter`. `override_discovery=False`: the hosts are those that `settings.discovery` finds, not all of Ray's."""
+    """See `Adapter`.
+
+    `override_discovery=False`: the hosts are those that `settings.discovery` finds, not all of Ray's.
+    """
 
     def __init__(
         self,

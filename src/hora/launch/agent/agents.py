@@ -1,9 +1,10 @@
-"""The nodes of a job whose agents come to us: who has joined, and each one's supervisor as if it were a process of ours.
+"""The nodes of a job whose agents come to us: who has joined, and each one's supervisor as if it were a process of
+ours.
 
-An agent (`node`) connects, proves that it holds the nodes' secret, and says which node it is; from then on its connection
-carries what a supervisor's pipes carry, so that a `HostConnection` needs to know nothing of it. The job's own secret does not
-travel: both ends derive it. The connection is a session: in an elastic job an agent that was cut off comes back to it. Opened
-by `nodes`, used by the `host.launcher`.
+An agent (`node`) connects, proves that it holds the nodes' secret, and says which node it is; from then on its
+connection carries what a supervisor's pipes carry, so that a `HostConnection` needs to know nothing of it. The job's
+own secret does not travel: both ends derive it. The connection is a session: in an elastic job an agent that was cut
+off comes back to it. Opened by `nodes`, used by the `host.launcher`.
 
 An agent's connection: join -> welcome | refused -> in, out, err, taken … -> bye. `taken` tells how much output has been
 passed on: an agent that is far ahead of a slow console leaves its workers' pipes unread.
@@ -50,9 +51,10 @@ def job_secret(secret: bytes, nonce: str) -> bytes:
 class Agents:
     """Takes agents at `where` (port 0: any) until closed. `num_nodes`: how many to expect, ourselves not counted.
 
-    `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long a
-    silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave first.
-    `return_s`: how long one that was cut off may take to come back. `nonce` and `term`: of a job whose leaders change.
+    `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long
+    a silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave
+    first. `return_s`: how long one that was cut off may take to come back. `nonce` and `term`: of a job whose leaders
+    change.
     """
 
     def __init__(
@@ -130,8 +132,8 @@ class Agents:
         wanted = range(self._first_index, self._first_index + self._num_nodes)
         missing = ", ".join(str(index) for index in wanted if index not in self._nodes)
         return (
-            f"Timed out waiting for the nodes to join. Node {missing} did not come to port {self.port}: start the same command "
-            f"there, with the same secret file. Timeout after {limit_s:g} seconds (--start-timeout)."
+            f"Timed out waiting for the nodes to join. Node {missing} did not come to port {self.port}: start the "
+            f"same command there, with the same secret file. Timeout after {limit_s:g} seconds (--start-timeout)."
         )
 
     def wait_for(self, names: Collection[str], limit_s: float) -> None:
@@ -241,7 +243,9 @@ class Agents:
         self._tell()
 
     def _new_name(self, name: str, index: int) -> str:
-        """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be barred."""
+        """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be
+        barred.
+        """
         own = self._own.hostname if self._own is not None else None
         taken = {*self._names, own}
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))

@@ -1,7 +1,8 @@
-"""The process of a node whose job's state is in a store: follows the leader, stands for election when there is none, leads.
+"""The process of a node whose job's state is in a store: follows the leader, stands for election when there is none,
+leads.
 
-It starts the node's keeper, which holds the workers: this process may be killed, and they train on. Whoever leads prints
-what the ranks print. It ends with the status of the job.
+It starts the node's keeper, which holds the workers: this process may be killed, and they train on. Whoever leads
+prints what the ranks print. It ends with the status of the job.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Candidate:
         self._followed = ""  # the run in which this process has seen a leader
 
     def run(self, lead: Callable[[Leadership], object]) -> int:
-        """Take part in the job until it is over; its status. RuntimeError when the store cannot be reached for too long."""
+        """Take part in the job until it is over; its status.
+
+        RuntimeError when the store cannot be reached for too long.
+        """
         former = self._first_look()
         with self._keeper() as keeper, ended_by_signals() as signals:
             seen_at, complained = time.monotonic(), False
@@ -172,7 +176,9 @@ class Candidate:
             leadership.resign()
 
     def _without_keeper(self, former: str) -> int:
-        """The keeper has ended: because the job is over, as the store tells, because we were asked to end, or it was killed."""
+        """The keeper has ended: because the job is over, as the store tells, because we were asked to end, or it was
+        killed.
+        """
         if self._left:
             return LEFT
         deadline = time.monotonic() + _ENDED_LIMIT_S

@@ -1,11 +1,12 @@
-"""The keeper of a node: holds the node's workers while leaders of the job come and go. For jobs whose state is in a store.
+"""The keeper of a node: holds the node's workers while leaders of the job come and go. For jobs whose state is in a
+store.
 
-The process of its node (`hora run --join`) starts it, in a session of its own, and may die: the workers stay. It finds the
-leader in the store, connects to it, tells it which workers run here and how others have ended, and obeys it until a later
-one leads. Between leaders the workers train on; what they print waits here, up to a limit.
+The process of its node (`hora run --join`) starts it, in a session of its own, and may die: the workers stay. It finds
+the leader in the store, connects to it, tells it which workers run here and how others have ended, and obeys it until a
+later one leads. Between leaders the workers train on; what they print waits here, up to a limit.
 
-It ends, and its workers with it, when a leader says that the job is over, or when nobody has led for too long: `leaderless_s`,
-or, when the process of its node is gone, `orphaned_s`.
+It ends, and its workers with it, when a leader says that the job is over, or when nobody has led for too long:
+`leaderless_s`, or, when the process of its node is gone, `orphaned_s`.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ _OUTPUT = (supervisor.STDOUT, supervisor.STDERR)
 
 
 class Keeper:
-    """`place`: the node's number, name and slots, as the agents' protocol has them. Orders of a leader whose term is not the
-    latest that was seen here are refused. `parent`: the process of the node."""
+    """`place`: the node's number, name and slots, as the agents' protocol has them.
+
+    Orders of a leader whose term is not the latest that was seen here are refused. `parent`: the process of the node.
+    """
 
     def __init__(
         self,

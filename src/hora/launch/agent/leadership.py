@@ -1,9 +1,10 @@
-"""Leadership of a job whose state is in a store: who leads, for how long that is certain, and what the next leader must know.
+"""Leadership of a job whose state is in a store: who leads, for how long that is certain, and what the next leader must
+know.
 
-The process of every node stands for election (`candidate`); one wins, for as long as it renews its lease. A leader that cannot
-(the store is out of reach, the process was stopped) must not command any more, and finds out by its own clock: `check` is
-asked before every decision. What must survive is written to the store, which refuses a leader of the past, before anybody
-hears of it.
+The process of every node stands for election (`candidate`); one wins, for as long as it renews its lease. A leader that
+cannot (the store is out of reach, the process was stopped) must not command any more, and finds out by its own clock:
+`check` is asked before every decision. What must survive is written to the store, which refuses a leader of the past,
+before anybody hears of it.
 
     following --no leader--> standing --won--> leading --lease lost--> following
     any --the job is over--> over
@@ -47,8 +48,10 @@ class Over:
 
 @dataclass(frozen=True)
 class View:
-    """State of the job as a node reads it in the store. `over`: the last run of the job that has ended; `former`: the one
-    that had ended already when the node came."""
+    """State of the job as a node reads it in the store.
+
+    `over`: the last run of the job that has ended; `former`: the one that had ended already when the node came.
+    """
 
     leader: bool
     over: Mapping[str, Any] | None = None
@@ -63,8 +66,8 @@ def next_step(view: View) -> str | Over:
 
 
 class Leadership:
-    """A term in office, until it is resigned or lost. `run`: names the job's run; `state`: what the leader before has left.
-    `followed`: this process has seen that one lead, so that the run is not one that has ended long ago.
+    """A term in office, until it is resigned or lost. `run`: names the job's run; `state`: what the leader before has
+    left. `followed`: this process has seen that one lead, so that the run is not one that has ended long ago.
 
     `lost`: called, in a thread of its own, when it is lost.
     """
@@ -98,7 +101,10 @@ class Leadership:
             raise LeadershipLostError
 
     def save(self, key: str, value: Mapping[str, Any], *, lease_s: int = 0) -> None:
-        """Write what must survive this leader. LeadershipLostError if it does not lead any more, or cannot write in time."""
+        """Write what must survive this leader.
+
+        LeadershipLostError if it does not lead any more, or cannot write in time.
+        """
         while True:
             self.check()
             try:

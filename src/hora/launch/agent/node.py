@@ -1,8 +1,8 @@
 """The agent of a node: joins the controller on the first node, and is the way from it to a supervisor here.
 
-Started on every node by the platform (`hora run --join …`), or by `srun` (`python -m hora.launch.agent.node`, which reads where
-the controller is, and the nodes' secret, from its standard input). What happens after any death is the supervisor's business:
-it ends its workers when this process does, and this process ends when the controller does.
+Started on every node by the platform (`hora run --join …`), or by `srun` (`python -m hora.launch.agent.node`, which
+reads where the controller is, and the nodes' secret, from its standard input). What happens after any death is the
+supervisor's business: it ends its workers when this process does, and this process ends when the controller does.
 """
 
 from __future__ import annotations
@@ -90,13 +90,14 @@ def _reach(place: Place, secret: bytes, limit_s: float, deadline: float) -> Conn
             return connect((place.host, place.port), credentials(secret), timeout_s=max(left_s, 0.1))
         except AuthenticationError:
             raise RuntimeError(
-                f"the process at {place.host}:{place.port} does not hold this job's secret; give every node the same file"
+                f"the process at {place.host}:{place.port} does not hold this job's secret; give every node the same "
+                "file"
             ) from None
         except OSError as error:  # not there yet, or its name is not known yet
             if deadline - time.monotonic() <= _RETRY_S:
                 raise TimeoutError(
-                    f"the first node did not answer at {place.host}:{place.port} within {limit_s:g} s (--start-timeout): "
-                    f"{error}. Is the same command running there, with the same secret file?"
+                    f"the first node did not answer at {place.host}:{place.port} within {limit_s:g} s "
+                    f"(--start-timeout): {error}. Is the same command running there, with the same secret file?"
                 ) from None
             time.sleep(_RETRY_S)
 
@@ -193,7 +194,10 @@ class _Agent:
         self._connection.send(dict(header), payload)
 
     def leave(self) -> None:
-        """Asked to end: tell the controller, and end when the ranks here have left. In a signal handler: takes no lock."""
+        """Asked to end: tell the controller, and end when the ranks here have left.
+
+        In a signal handler: takes no lock.
+        """
         self._leaving = True
         threading.Thread(target=self._leave, name="hora-agent-leave", daemon=True).start()
 

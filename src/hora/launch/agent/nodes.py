@@ -1,7 +1,7 @@
 """The nodes of a job that is started without ssh: by the same command on every node, or inside a Slurm allocation.
 
-`open_nodes` is where `start` asks whether this is such a job; `serve_node` is what a node other than the first does instead of
-starting one.
+`open_nodes` is where `start` asks whether this is such a job; `serve_node` is what a node other than the first does
+instead of starting one.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def open_nodes(
 def _wait_for_keepers(opened: Agents, leadership: Leadership, return_s: float) -> None:
     """Wait for the nodes whose workers the leader before this one had.
 
-    None has any, of a run that this process has not seen: it ended long ago, and a new one begins. LeadershipLostError then:
-    stand for election again.
+    None has any, of a run that this process has not seen: it ended long ago, and a new one begins. LeadershipLostError
+    then: stand for election again.
     """
     assert leadership.state is not None
     alive = {"STARTING", "READY", "WORKING"}
@@ -170,8 +170,8 @@ def _count_gpus(environ: Mapping[str, str]) -> int:
 def read_secret(options: Options) -> bytes:
     if options.secret_file is None:
         raise ValueError(
-            "the nodes need a secret that they share: make one (umask 077; openssl rand -hex 32 > FILE), bring it to every "
-            "node, and give --secret-file FILE or HORA_SECRET_FILE=FILE"
+            "the nodes need a secret that they share: make one (umask 077; openssl rand -hex 32 > FILE), bring it to "
+            "every node, and give --secret-file FILE or HORA_SECRET_FILE=FILE"
         )
     try:
         return read_secret_file(options.secret_file, named="--secret-file")

@@ -1,7 +1,7 @@
 """The relay: the address at which a node's workers reach the leader, whoever that is.
 
-It passes bytes on, in both directions, and understands none of them: a worker and the leader prove to one another who they
-are. While nobody leads, workers that come back wait here.
+It passes bytes on, in both directions, and understands none of them: a worker and the leader prove to one another who
+they are. While nobody leads, workers that come back wait here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The store: an etcd cluster where the state of a job lives that its leader must not take along when it dies.
 
 `HORA_STORE=etcd://user:password@host:2379,host2:2379/prefix`; `etcds://`, or `?ca=FILE&cert=FILE&key=FILE`, is TLS, and
-`?ttl=3` says after how many seconds a leader that does not renew its lease is replaced. It speaks etcd's v3 API as JSON (its
-gRPC gateway), with the standard library alone. Values are small and hold no secret.
+`?ttl=3` says after how many seconds a leader that does not renew its lease is replaced. It speaks etcd's v3 API as JSON
+(its gRPC gateway), with the standard library alone. Values are small and hold no secret.
 
-A leader is who holds the key `leader` under a lease that it renews. The revision in which it was made is the leader's *term*:
-later leaders have greater ones, and a write in the name of a term succeeds only while its leader leads.
+A leader is who holds the key `leader` under a lease that it renews. The revision in which it was made is the leader's
+*term*: later leaders have greater ones, and a write in the name of a term succeeds only while its leader leads.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ __all__ = ["ElasticSpec", "Hosts"]
 class ElasticSpec:
     """`hosts`: where workers may run; `script` tells of changes.
 
-    `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job that is asked to end waits for
-    its ranks' next commit. `forgiven`: so many failures bar no place of a host, because a process that fails says little
-    about a machine that a cluster manager looks after. `on_places`: called with the places, by the workers' numbers, of every
-    generation.
+    `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job that is asked to end waits
+    for its ranks' next commit. `forgiven`: so many failures bar no place of a host, because a process that fails says
+    little about a machine that a cluster manager looks after. `on_places`: called with the places, by the workers'
+    numbers, of every generation.
     """
 
     limits: Limits
@@ -62,7 +62,9 @@ class Hosts:
         self._failures: dict[str, int] = {}  # host -> how many
 
     def watch(self, changed: Callable[[Sequence[HostInfo]], None]) -> None:
-        """Have the discovery script asked again and again, if there is one; `changed` is called in a thread of its own."""
+        """Have the discovery script asked again and again, if there is one; `changed` is called in a thread of its
+        own.
+        """
         if self._spec.script is not None:
             self._spec.script.watch(self._spec.hosts, changed)
 

@@ -50,11 +50,13 @@ COMPANY_LIMIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer is
-    ready or another one has finished or died; `silent_s`: how long it may be silent while another one waits for it.
+    """`stuck_s`: how long a worker may go on alone while another one waits for it in vain, or be silent when a newcomer
+    is ready or another one has finished or died; `silent_s`: how long it may be silent while another one waits for it.
     `lost_s`: how long one whose connection broke may take to come back (a process that ends is noticed at once).
-    `stall_shutdown_s`: how long it may be silent in any case (None: for ever). `elastic_timeout_s`: how long to wait for enough
-    workers, and for one of which nothing was ever heard (of a command: while another is ready; it may load its data first)."""
+    `stall_shutdown_s`: how long it may be silent in any case (None: for ever). `elastic_timeout_s`: how long to wait
+    for enough workers, and for one of which nothing was ever heard (of a command: while another is ready; it may load
+    its data first).
+    """
 
     num_proc: int
     min_num_proc: int
@@ -67,7 +69,10 @@ class Limits:
     stall_shutdown_s: float | None = None
 
     def worker_env(self) -> dict[str, str]:
-        """The limits that workers keep too. The launcher decides how long to wait; they must not lose patience before."""
+        """The limits that workers keep too.
+
+        The launcher decides how long to wait; they must not lose patience before.
+        """
         return {
             "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * self.elastic_timeout_s + 60)),
             "HORA_LAUNCHER_TIMEOUT": str(int(self.lost_s)),
@@ -236,7 +241,10 @@ class ElasticPolicy:
         usable = _slots(facts)
         ready = [w for w in current if w.state is WorkerState.READY]
         if not ready:
-            why = "no worker is left that has the state of the training: the last ones were on hosts that are barred or gone"
+            why = (
+                "no worker is left that has the state of the training: "
+                "the last ones were on hosts that are barred or gone"
+            )
             return Fail(root_cause(facts.failures), "" if facts.failures else why)
         if limits.reset_limit is not None and facts.num_resets >= limits.reset_limit:
             return Fail(
@@ -262,8 +270,8 @@ class ElasticPolicy:
         if now < deadline:
             return Wait(deadline, short=True)
         return GiveUp(
-            f"Timed out waiting for more workers: {have}. Raise --elastic-timeout (HOROVOD_ELASTIC_TIMEOUT) if new ones "
-            f"need longer. Timeout after {limits.elastic_timeout_s:g} seconds."
+            f"Timed out waiting for more workers: {have}. Raise --elastic-timeout (HOROVOD_ELASTIC_TIMEOUT) if new "
+            f"ones need longer. Timeout after {limits.elastic_timeout_s:g} seconds."
         )
 
 

@@ -4,8 +4,8 @@ It is a table (`hora.net.table`) that knows which ranks are lost, hands out worl
 results, errors and log lines on to the controller (`RendezvousEvents`). It starts nothing and decides nothing. A worker
 that asks for more than a table gives may also be answered `removed` or `refused`.
 
-Every worker has a key of its own (`hora.net.keys`), so it is known who speaks: each says things of itself alone, comes to a
-meeting as the rank that it is, and gets the keys of the generation in which it has a place.
+Every worker has a key of its own (`hora.net.keys`), so it is known who speaks: each says things of itself alone, comes
+to a meeting as the rank that it is, and gets the keys of the generation in which it has a place.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class RendezvousEvents(Protocol):
 
 
 class OnlyLines:
-    """Implements RendezvousEvents where somebody else started the workers and hears how they end: prints what they say."""
+    """Implements RendezvousEvents where somebody else started the workers and hears how they end: prints what they
+    say.
+    """
 
     def joined(self, worker: int) -> None: ...
     def returned(self, worker: int, result: bytes) -> None: ...

@@ -42,7 +42,9 @@ sys.exit(main())
 
 
 def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...]:
-    """Return the command that starts a supervisor on this machine: isolated and without site-packages, because that is fast."""
+    """Return the command that starts a supervisor on this machine: isolated and without site-packages, because that is
+    fast.
+    """
     source = str(Path(supervisor.__file__).resolve().parents[3])
     return (executable, "-I", "-S", "-c", _RUN_SUPERVISOR, source)
 
@@ -75,9 +77,9 @@ class SupervisorProcess(Child, Protocol):
 class HostConnection:
     """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
 
-    `silence_limit_s`: for one beyond a network, which gets signs of life and answers them: it is given up when it has not
-    for so long. `process`: a supervisor that runs already; `command` is not used then. `workers`: those that it has started,
-    and whether we look after them.
+    `silence_limit_s`: for one beyond a network, which gets signs of life and answers them: it is given up when it has
+    not for so long. `process`: a supervisor that runs already; `command` is not used then. `workers`: those that it has
+    started, and whether we look after them.
     """
 
     def __init__(
@@ -134,8 +136,10 @@ class HostConnection:
 
     @property
     def ended(self) -> bool:
-        """Tell whether the supervisor is gone, or out of reach. It is as good as gone when its guardian is, although it may
-        still report how its workers end."""
+        """Tell whether the supervisor is gone, or out of reach.
+
+        It is as good as gone when its guardian is, although it may still report how its workers end.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0)
             return True
@@ -304,8 +308,8 @@ class HostConnection:
         why = f"the supervisor on host {self.name} {happened} (exit status {code})"
         if self._given_up:
             why = (
-                f"host {self.name} has not answered for {self._silence_limit_s:g} s and was given up; raise --silence-timeout "
-                "(HORA_SILENCE_TIMEOUT) if it may be so busy"
+                f"host {self.name} has not answered for {self._silence_limit_s:g} s and was given up; raise "
+                "--silence-timeout (HORA_SILENCE_TIMEOUT) if it may be so busy"
             )
         why += f": {complaints}" if complaints else ""
         with self._lock:

@@ -1,8 +1,9 @@
-"""The launcher for hosts: workers under a supervisor on each of them, this machine or others that ssh or their agents reach.
+"""The launcher for hosts: workers under a supervisor on each of them, this machine or others that ssh or their agents
+reach.
 
 Without `ssh` all workers run on this machine, under one supervisor, and nothing listens off loopback. With it each host
-has its own; ssh only starts the supervisor there (`ssh`), everything else goes through its pipes (`connection`). A node whose
-agent has come to us (`agent.agents`) has a supervisor behind its connection, and is sent no secret. Used by
+has its own; ssh only starts the supervisor there (`ssh`), everything else goes through its pipes (`connection`). A node
+whose agent has come to us (`agent.agents`) has a supervisor behind its connection, and is sent no secret. Used by
 `start` (elastic jobs start workers on further hosts later), by Spark tasks and by the workers API.
 """
 
@@ -35,8 +36,8 @@ _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECR
 class HostLauncher:
     """Starts workers on this machine, or on any hosts that `ssh` or `agents` reach, this one included.
 
-    `listen`: our address that all of them reach. `silence_limit_s`: a host that says nothing for so long is given up, and it
-    gives us up. `supervisor`: one for this machine that runs already, to use first.
+    `listen`: our address that all of them reach. `silence_limit_s`: a host that says nothing for so long is given up,
+    and it gives us up. `supervisor`: one for this machine that runs already, to use first.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class HostLauncher:
         env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}
         if self._agents is None:
             return replace(spec, env=env)
-        # An agent's connection is authenticated, not always encrypted: it carries no secret, and of our environment only what
-        # the job adds to it. The agent has its platform's own, is in the job's folder, and knows the secret.
+        # An agent's connection is authenticated, not always encrypted: it carries no secret, and of our environment
+        # only what the job adds to it. The agent has its platform's own, is in the job's folder, and knows the secret.
         inherited = variables()
         own = {name: value for name, value in env.items() if inherited.get(name) != value}
         return replace(spec, env=own, cwd=None, private_files=dict.fromkeys(spec.private_files, b""))

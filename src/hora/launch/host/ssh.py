@@ -1,8 +1,8 @@
 """ssh: how it is called, whether it gets through, and which of our addresses the hosts reach.
 
 ssh only starts the supervisor. Its orders, with the job's secret and the workers' environment, travel on its standard
-input, so that no `ps` on either machine shows them. The end of that input (we died, or ssh did) ends the remote workers;
-silence for a while (the network was cut) ends ssh here. Called by `start`, the `launcher` and `hora doctor`.
+input, so that no `ps` on either machine shows them. The end of that input (we died, or ssh did) ends the remote
+workers; silence for a while (the network was cut) ends ssh here. Called by `start`, the `launcher` and `hora doctor`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _OPTIONS = {
 class Ssh:
     """Settings for reaching hosts, and the Python to start there. `program`: ssh, perhaps with options of its own.
 
-    `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host and a
-    command. `silence_s`: ssh gives a host up that does not answer for so long.
+    `is_agent`: not ssh, but what Open MPI calls an agent, such as a script around `kubectl exec -i`: it takes a host
+    and a command. `silence_s`: ssh gives a host up that does not answer for so long.
     """
 
     program: tuple[str, ...] = ("ssh",)
@@ -61,8 +61,9 @@ class Ssh:
     def from_environ(
         cls, environ: Mapping[str, str], *, port: int | None = None, identity_file: str | None = None
     ) -> Ssh:
-        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`); `HORA_RSH_AGENT` is a
-        program that is called with a host and a command alone."""
+        """As the user asks: `HORA_SSH` replaces the ssh command, options included (`ssh -J gate`); `HORA_RSH_AGENT` is
+        a program that is called with a host and a command alone.
+        """
         if identity_file is not None and not os.path.isfile(identity_file):
             raise ValueError(f"--ssh-identity-file: there is no file {identity_file!r}")
         if port is not None and not 0 < port < 65536:
@@ -162,8 +163,8 @@ def _check_input(hostname: str, ssh: Ssh, limit_s: float) -> None:
         if done.returncode != 0 or _ECHOED in done.stdout:
             return
         raise RuntimeError(
-            f"{shlex.join(ssh.program)} does not pass its standard input on to {hostname}, so no order can reach it; with "
-            "`kubectl exec`, say `kubectl exec -i`"
+            f"{shlex.join(ssh.program)} does not pass its standard input on to {hostname}, so no order can reach it; "
+            "with `kubectl exec`, say `kubectl exec -i`"
         )
 
 

@@ -1,7 +1,7 @@
 """The driver's side of a stage: has Spark run it, waits for its tasks, and speaks with them.
 
-It listens for the stage's tasks (`task`), which prove that they hold the stage's secret before a byte of theirs is read.
-Where they run on this machine they read it from this process's memory; elsewhere it travels with Spark's task.
+It listens for the stage's tasks (`task`), which prove that they hold the stage's secret before a byte of theirs is
+read. Where they run on this machine they read it from this process's memory; elsewhere it travels with Spark's task.
 What they shall run is known to the launchers alone.
 """
 
@@ -44,9 +44,9 @@ class Stage(Protocol):
 class TaskConnections:
     """The connections to the `num_tasks` tasks of a stage that Spark looks after itself. Left, its slots are free.
 
-    `on_message(task, header, payload)` gets what the tasks say after "here". A connection that ends is told as the message
-    `{"kind": "gone"}`. Both are called in the server's thread. `return_s`: how long a task that was cut off may take to come
-    back.
+    `on_message(task, header, payload)` gets what the tasks say after "here". A connection that ends is told as the
+    message `{"kind": "gone"}`. Both are called in the server's thread. `return_s`: how long a task that was cut off may
+    take to come back.
     """
 
     def __init__(self, num_tasks: int, *, bind_address: str, address: str, job: str, return_s: float = 0.0) -> None:
@@ -115,7 +115,10 @@ class TaskConnections:
         self._server.call(lambda: self._dismiss([task]))
 
     def release(self) -> None:
-        """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not. May be said again."""
+        """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not.
+
+        May be said again.
+        """
         self._server.call(lambda: self._dismiss(list(self._peers)))
         if isinstance(self.stage, _Unseen):
             return

@@ -1,9 +1,9 @@
 """Elastic jobs on Spark: every attempt of a Spark task is a host with one slot, and Spark brings new ones.
 
 A worker that fails fails its task; Spark starts the task again (`spark.task.maxFailures` times at most), perhaps on
-another executor, and the new attempt is a new host to the elastic controller. Executors that are lost and found work the
-same way; ranks on one that Spark decommissions commit and leave before it goes. The stage is an ordinary one: a barrier
-stage would end all tasks with the first. Called by `horovod.spark.run_elastic`.
+another executor, and the new attempt is a new host to the elastic controller. Executors that are lost and found work
+the same way; ranks on one that Spark decommissions commit and leave before it goes. The stage is an ordinary one: a
+barrier stage would end all tasks with the first. Called by `horovod.spark.run_elastic`.
 """
 
 from __future__ import annotations

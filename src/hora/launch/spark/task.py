@@ -42,8 +42,8 @@ class SparkTask:
     """A task's whole knowledge, carried in the closure that Spark ships: where the driver listens, and the secret.
 
     `secret_file`: where to read the secret instead, if the driver is on this machine: Spark shows its closures around.
-    `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has
-    failed. `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI). `return_s`: the
+    `stream_output`: send the rank's output to the driver as it comes, instead of only its end when it has failed.
+    `keep_output`: have all of it in the executor's own log as well (the stderr page of Spark's UI). `return_s`: the
     rank runs on for so long when the connection to the driver breaks.
     """
 
