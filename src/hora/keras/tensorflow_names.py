@@ -84,10 +84,8 @@ class _SyncBatchNormalization:
     def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return mean and variance over all ranks. Keras 3 passes a mask, Keras 2 the axes and whether to keep them."""
         keras2 = "reduction_axes" in kwargs or (args and isinstance(args[0], (list, tuple)))
-        if keras2:
-            axes = list(args[0] if args else kwargs["reduction_axes"])
-        else:
-            axes = list(self._reduction_axes)  # type: ignore[attr-defined]
+        given: Any = args[0] if args else kwargs.get("reduction_axes")
+        axes = list(given if keras2 else self._reduction_axes)  # type: ignore[attr-defined]
         keep = bool(args[1] if len(args) > 1 else kwargs.get("keep_dims", False)) if keras2 else False
         x = tf.cast(inputs, tf.float32) if inputs.dtype in (tf.float16, tf.bfloat16) else tf.convert_to_tensor(inputs)
         sums = tf.stack([tf.reduce_sum(x, axes, keepdims=keep), tf.reduce_sum(x * x, axes, keepdims=keep)])
