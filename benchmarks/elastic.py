@@ -3,8 +3,10 @@
 `python -m benchmarks.elastic --peers torchrun,torchft`
 
 1. Recovery: three ranks train; one is killed (SIGKILL), ten times over. The time from the kill to the next completed
-   optimizer step, the steps that were done and have to be done again, and the time from the start of a newcomer's process
-   to its first step. By the step under `horovodrun --min-np 2`; under `torchrun --max-restarts` with DDP and a checkpoint
+   optimizer step, the steps that were done and have to be done again, and the time from the start of a newcomer's
+     process
+   to its first step. By the step under `horovodrun --min-np 2`; under `torchrun --max-restarts` with DDP and a
+     checkpoint
    every step; with torchft (`pip install torchft==0.2.0`) over gloo, each rank a replica that is started again a second
    after its death, as ours are. Same model, same data, one after the other. And where that time goes.
 2. Overhead of a step without failures, in turns with the same training without fault tolerance: ours with `per_step`,
@@ -259,7 +261,9 @@ def work_overhead_torchft(folder: Path) -> None:
 
 
 def keep_replicas(folder: Path, worker: str, count: int) -> None:
-    """torchft's launcher for one machine: a lighthouse, and replicas that are started again a second after their death."""
+    """torchft's launcher for one machine: a lighthouse, and replicas that are started again a second after their
+    death.
+    """
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **LIGHTHOUSE)
@@ -487,8 +491,8 @@ WORKERS: dict[str, Callable[[Path], None]] = {
 
 def report_recovery(num_kills: int, peers: list[str]) -> None:
     cooldown = ["--blacklist-cooldown-range", "1", "1"]
-    # A fresh store for every restart: with the shared one its ranks find the addresses of dead ones. And more restarts than
-    # kills: those that fail by themselves are restarted.
+    # A fresh store for every restart: with the shared one its ranks find the addresses of dead ones. And more restarts
+    # than kills: those that fail by themselves are restarted.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     commands = {
         "hora": [str(BIN / "horovodrun"), "-np", "3", "--min-np", "2", *cooldown, *MYSELF],
@@ -511,8 +515,8 @@ def recovery_of(name: str, command: list[str], num_kills: int) -> float:
         print(f"{name:9} step     after {statistics.median(first):6.3f} s where rank 0 was killed ({len(first)} times)")
     lost, last = sum(m["lost"] for m in measured), measured[-1]
     print(
-        f"{name:9} {len(measured)} kills, {lost:.0f} steps lost; a newcomer's first step after {last['newcomer']:.1f} s, which "
-        f"the others waited for {last['guests']:.3f} s"
+        f"{name:9} {len(measured)} kills, {lost:.0f} steps lost; a newcomer's first step after {last['newcomer']:.1f} "
+        f"s, which the others waited for {last['guests']:.3f} s"
     )
     return statistics.median(m["step"] for m in measured)
 

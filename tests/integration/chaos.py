@@ -1,14 +1,14 @@
 """Chaos: random faults over one elastic training on four ranks. `python tests/integration/chaos.py --faults 100`.
 
 Ranks are killed, stopped and told to end, one or two at a time and also while the others recover; their slots come back
-after a second and newcomers join. At the end the training must have done its epochs with every sample, its weights must be
-those of an undisturbed run of the same steps, no committed step may have been lost, and nothing may be left behind.
+after a second and newcomers join. At the end the training must have done its epochs with every sample, its weights must
+be those of an undisturbed run of the same steps, no committed step may have been lost, and nothing may be left behind.
 
 With `--per-step` nothing is committed: no step at all may have been lost, and losses, weights and the optimizer's state
 must be to the last bit those of a run with the same ranks in the same steps.
 
-With `--hosts` the ranks are on three hosts, which are network namespaces (as root), the launcher on the first of them. Cables
-are pulled as well, and the disk that commits are written to is full at times.
+With `--hosts` the ranks are on three hosts, which are network namespaces (as root), the launcher on the first of them.
+Cables are pulled as well, and the disk that commits are written to is full at times.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Chaos:
         if self.job.plan["per_step"]:
             assert_no_step_lost(self.job, results)
             print(
-                f"{len(results[0]['losses'])} steps in {len(set(results[0]['worlds']))} worlds, made again: the same bits"
+                f"{len(results[0]['losses'])} steps in {len(set(results[0]['worlds']))} worlds, made again: the same "
+                "bits"
             )
 
     def wait(self, what: str, happened) -> None:

@@ -1,7 +1,7 @@
 """An elastic job in a process of its own, and what its ranks returned: for the elastic tests.
 
-As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan, or worlds to be played again; prints
-the results as JSON.
+As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan, or worlds to be played again;
+prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -103,10 +103,11 @@ def assert_good_ending(job: ElasticJob, results: list[dict[str, Any]]) -> None:
 
 
 def assert_no_step_lost(job: ElasticJob, results: list[dict[str, Any]]) -> None:
-    """Losses, weights and optimizer state are to the last bit those of a training that had the same ranks in the same steps,
-    and no failures: no step was applied twice, partly, or by some ranks only.
+    """Losses, weights and optimizer state are to the last bit those of a training that had the same ranks in the same
+    steps, and no failures: no step was applied twice, partly, or by some ranks only.
 
-    Every world is played again from the state that it began with, and must end with the state that the next one began with.
+    Every world is played again from the state that it began with, and must end with the state that the next one began
+    with.
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""The engine across two to eight hosts, played by network namespaces: every collective, strangers, deaths. `make test-hosts`.
+"""The engine across two to eight hosts, played by network namespaces: every collective, strangers, deaths. `make
+test-hosts`.
 
 Minutes: not part of `make test`, whose `test_two_hosts` shows the most important of it.
 """
@@ -146,8 +147,9 @@ def test_an_allgather_takes_little_more_memory_than_its_result(secret):
 
 @pytest.mark.parametrize("encrypt", ["auto", "never"])
 def test_strangers_from_another_host_and_another_user_change_nothing(secret, encrypt):
-    """They are there before the ranks, hold another job's secret, repeat what was said, stop in the middle, name lengths
-    beyond all measure, come two thousand at a time, say nothing, do not read."""
+    """They are there before the ranks, hold another job's secret, repeat what was said, stop in the middle, name
+    lengths beyond all measure, come two thousand at a time, say nothing, do not read.
+    """
     with network(*V4) as hosts, contextlib.ExitStack() as stack:
         crowd = stack.enter_context(Helper(strangers.crowd, hosts[2].namespace, [host.pid for host in hosts[:2]]))
         recorder = stack.enter_context(Helper(strangers.record, hosts[1].namespace))

@@ -122,8 +122,9 @@ SPLITS = torch.tensor([1, 2, 0, 4], dtype=torch.int32)
 
 
 def everything() -> dict[str, object]:
-    """All collectives of all dtypes, on numbers for which every order of additions gives the same; sets that span hosts;
-    a training in sharded mode; and how much memory a large allgather takes."""
+    """All collectives of all dtypes, on numbers for which every order of additions gives the same; sets that span
+    hosts; a training in sharded mode; and how much memory a large allgather takes.
+    """
     rank, size = hvd.rank(), hvd.size()
     sets = {"across": hvd.add_process_set([0, 2]), "three": hvd.add_process_set([1, 2, 3])}
     found: dict[str, object] = {}
@@ -220,7 +221,9 @@ def slow_links() -> dict[str, object]:
 
 
 def collectives_and_trainings() -> dict[str, object]:
-    """On any number of ranks: which collectives are wrong, and the losses of an MLP and of a narrow ResNet18, step by step."""
+    """On any number of ranks: which collectives are wrong, and the losses of an MLP and of a narrow ResNet18, step by
+    step.
+    """
     rank, size = hvd.rank(), hvd.size()
     speakers = [host[0] for host in engine.current_runtime().hosts]
     sets = {"world": None, "odd": hvd.add_process_set(range(1, size))}
@@ -292,8 +295,9 @@ def rounds_of_sharded_steps(rounds: Callable[[], int]) -> int:
 
 
 def steady_steps(victim: int | None) -> dict[str, object]:
-    """Train several buckets of known gradients: how many rounds the ranks agree on meanwhile, which results are wrong, also
-    while ranks join; and what becomes of the others when one is killed in a step."""
+    """Train several buckets of known gradients: how many rounds the ranks agree on meanwhile, which results are wrong,
+    also while ranks join; and what becomes of the others when one is killed in a step.
+    """
     rank, size = hvd.rank(), hvd.size()
     parameters = [torch.nn.Parameter(torch.zeros(count)) for count in (1_100_000, 5, 1_100_000, 70)]
     optimizer = hvd.DistributedOptimizer(

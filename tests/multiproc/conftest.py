@@ -7,9 +7,9 @@
     @pytest.mark.over_network                           # and once more on three ranks, as if each were on its own host
     @pytest.mark.both_ways                              # and once more without the native part
 
-The test function itself is called on every rank at the same time. Pools of ranks are kept for the whole session, one per
-world size and environment, so a test costs milliseconds; a test that calls `hvd.init()` must leave the runtime shut down.
-A test below the engine takes the parameter `place`: its rank, the size, a store, and a way to compare notes.
+The test function itself is called on every rank at the same time. Pools of ranks are kept for the whole session, one
+per world size and environment, so a test costs milliseconds; a test that calls `hvd.init()` must leave the runtime shut
+down. A test below the engine takes the parameter `place`: its rank, the size, a store, and a way to compare notes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""CUDA tensors through host memory, without a GPU: CPU tensors play the device's, so every copy is finished when it returns.
+"""CUDA tensors through host memory, without a GPU: CPU tensors play the device's, so every copy is finished when it
+returns.
 
 What portions are copied, reduced and returned is the real thing; that streams are ordered is checked by `test_gpu.py`.
 """

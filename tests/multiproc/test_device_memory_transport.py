@@ -1,5 +1,5 @@
-"""CUDA tensors through the GPU's memory, without a GPU: memory of the host plays the device's, so what a stream is told is done
-at once.
+"""CUDA tensors through the GPU's memory, without a GPU: memory of the host plays the device's, so what a stream is told
+is done at once.
 
 Which slots are used when, that they grow, and what each member reads is the real thing; `test_gpu.py` has the rest.
 """

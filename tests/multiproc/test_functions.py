@@ -344,7 +344,9 @@ class Exploit:
 @pytest.mark.over_network
 @session
 def test_what_a_stranger_puts_in_an_objects_place_is_not_unpickled():
-    """As a stranger does who has taken a rank's place in a connection of NCCL's: the bytes arrive, the key is missing."""
+    """As a stranger does who has taken a rank's place in a connection of NCCL's: the bytes arrive, the key is
+    missing.
+    """
     forged = cloudpickle.dumps(Exploit())
     real = functions.broadcast_
 

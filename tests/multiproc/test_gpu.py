@@ -1,5 +1,5 @@
-"""Everything that needs a GPU. One is enough: NCCL is then tried with one member, and ranks share the GPU, through its memory
-and through the host's. With two GPUs or more, NCCL runs between two members too.
+"""Everything that needs a GPU. One is enough: NCCL is then tried with one member, and ranks share the GPU, through its
+memory and through the host's. With two GPUs or more, NCCL runs between two members too.
 
     python -m pytest -m gpu
 """

@@ -129,7 +129,9 @@ CASES = [
 
 
 def reduced(place, hosts, transport, number, dtype, reduce, sizes):
-    """Private tensors, and data in the host's memory, reduced twice; the second time with what was lost the first time."""
+    """Private tensors, and data in the host's memory, reduced twice; the second time with what was lost the first
+    time.
+    """
     (index,) = (h for h, host in enumerate(hosts) if place.rank in host)
     host = hosts[index]
     keeps = reduce.code.endswith("+")

@@ -1,7 +1,7 @@
 """Elastic training by the step: a step that fails is applied nowhere or everywhere, and leaves no trace.
 
-Failures are injected into ranks that live on, at chosen moments; the same training is then made once more with the world
-changing between the same steps, without a failure. Everything must come out the same to the last bit.
+Failures are injected into ranks that live on, at chosen moments; the same training is then made once more with the
+world changing between the same steps, without a failure. Everything must come out the same to the last bit.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def assert_same(found, expected, where=""):
 
 
 def assert_as_without_failures(faults, common=("net", "optimizer", "scheduler", "sampler"), **options):
-    """The failures leave no trace but a change of the world, before the step or, if some rank has applied it, after it."""
+    """The failures leave no trace but a change of the world, before the step or, if some rank has applied it, after
+    it.
+    """
     disturbed = Training(faults, **options)
     found = disturbed.run()
     applied = {step: isinstance(what, list) and len(what) < hvd.size() for step, what in faults.items()}
@@ -339,9 +341,10 @@ def test_a_rank_that_dies_while_it_passes_its_step_on_leaves_the_others_a_whole_
 @pytest.mark.ranks(3)
 @session
 def test_a_rank_fails_at_each_message_of_the_roll_forward():
-    """Rank 0 has a step that the others lack. It, or another one, fails before one of the messages by which they take it over;
-    rank 0 then still has the step, or is replaced by a newcomer. All ranks must come to the same state, with that step or
-    without it, and must know which."""
+    """Rank 0 has a step that the others lack. It, or another one, fails before one of the messages by which they take
+    it over; rank 0 then still has the step, or is replaced by a newcomer. All ranks must come to the same state, with
+    that step or without it, and must know which.
+    """
     faults = [(rank, message, replaced) for rank in (0, 1) for message in range(40) for replaced in (False, True)]
     reached = set()
     for rank, message, replaced in faults:
@@ -361,7 +364,9 @@ def test_a_rank_fails_at_each_message_of_the_roll_forward():
 
 
 def _one_step_apart():
-    """A training of four steps, of which weights and values tell the number, and a fifth that only rank 0 has applied."""
+    """A training of four steps, of which weights and values tell the number, and a fifth that only rank 0 has
+    applied.
+    """
     number = 5 if hvd.rank() == 0 else 4
     net = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -378,7 +383,9 @@ def _one_step_apart():
 
 
 def _sync_with_a_failure(net, state, message, replaced):
-    """The elastic loop's way to a common state, in which this rank fails before that message; returns whether it did."""
+    """The elastic loop's way to a common state, in which this rank fails before that message; returns whether it
+    did.
+    """
     count, failed = itertools.count(), False
     runtime = engine.current_runtime()
     real = runtime.submit

@@ -111,7 +111,9 @@ def test_bits_do_not_depend_on_fusion_or_on_who_reduces(place, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.ranks(2, 4)
 def test_an_average_over_a_power_of_two_is_a_sum_of_shares(place, dtype):
-    """Also where a sum of the whole numbers would overflow, or a share loses bits: little, much, fused and scattered."""
+    """Also where a sum of the whole numbers would overflow, or a share loses bits: little, much, fused and
+    scattered.
+    """
     rank, size, count, average = place.rank, place.size, 300_000, Reduce(ReduceOp.AVERAGE)
     rows = [(torch.randn(count, generator=torch.Generator().manual_seed(peer)) * 8).to(dtype) for peer in range(size)]
     for peer, row in enumerate(rows):

@@ -1,7 +1,7 @@
 """Executing one agreed batch: from requests and signatures to a transport's flat tensors and back.
 
-Called by a queue with the requests of this rank; a request is missing when this rank has joined and only contributes values
-that change nothing. Errors are the queue's business.
+Called by a queue with the requests of this rank; a request is missing when this rank has joined and only contributes
+values that change nothing. Errors are the queue's business.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
 
 
 def _check_sizes(batch: Batch, requests: Requests) -> None:
-    """RuntimeError for a tensor that is not as large as all members have agreed on: the user has resized it meanwhile."""
+    """RuntimeError for a tensor that is not as large as all members have agreed on: the user has resized it
+    meanwhile.
+    """
     gives_outputs = batch.kind in (Kind.ALLREDUCE, Kind.BROADCAST)  # others' outputs are made here, in other shapes
     for part in batch.parts:
         request = requests.get(part.key)
@@ -56,8 +58,9 @@ def _check_sizes(batch: Batch, requests: Requests) -> None:
             if tensor.shape != shape or tensor.untyped_storage().nbytes() < end:
                 name = full_names(*part.key, len(request.tensors))[part.index]
                 raise RuntimeError(
-                    f"{name} was submitted with a tensor of shape {list(shape)}, which has shape {list(tensor.shape)} and a "
-                    f"storage of {tensor.untyped_storage().nbytes()} bytes now; do not resize a tensor before synchronize()"
+                    f"{name} was submitted with a tensor of shape {list(shape)}, which has shape {list(tensor.shape)} "
+                    f"and a storage of {tensor.untyped_storage().nbytes()} bytes now; do not resize a tensor before "
+                    "synchronize()"
                 )
 
 
@@ -101,7 +104,10 @@ def deliver(request: Request) -> None:
 
 
 def write_back(requests: Sequence[Request]) -> None:
-    """Bring the results of requests on the CPU to where the caller wanted them. What cannot be done is that request's error."""
+    """Bring the results of requests on the CPU to where the caller wanted them.
+
+    What cannot be done is that request's error.
+    """
     touched: list[torch.Tensor] = []
     for request in requests:
         try:
@@ -118,7 +124,9 @@ def write_back(requests: Sequence[Request]) -> None:
 
 @cache
 def _side_stream(device: torch.device | None, ranks: tuple[int, ...]) -> torch.cuda.Stream:
-    """One for each process set: two sets do things in different orders on different ranks, and must not wait in one line."""
+    """One for each process set: two sets do things in different orders on different ranks, and must not wait in one
+    line.
+    """
     return torch.cuda.Stream(device)
 
 

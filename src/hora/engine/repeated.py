@@ -5,7 +5,8 @@ Nothing is put in flight, nothing is announced and no thread is woken: the nativ
 (another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the native
 part does not know) goes the ordinary way.
 
-CUDA tensors of members that share a GPU come by pinned memory, where the device's transport would do the same (`Stage`).
+CUDA tensors of members that share a GPU come by pinned memory, where the device's transport would do the same
+(`Stage`).
 
 What the calls with one signature have in common is put together once, in an `AllreducePlan`; a call makes no object.
 

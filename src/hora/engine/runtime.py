@@ -1,7 +1,7 @@
 """The runtime: this process's part of a running world, from `init` to `shutdown`.
 
-It meets the other ranks (`peers`), gives every process set its queue (`process_sets`), hands requests to the queues, and
-tells the world's status (`status`) what the hub reports. One runtime exists at a time; `process` keeps it. States:
+It meets the other ranks (`peers`), gives every process set its queue (`process_sets`), hands requests to the queues,
+and tells the world's status (`status`) what the hub reports. One runtime exists at a time; `process` keeps it. States:
 
     absent --init--> up --shutdown, here or on any rank--> closing --close--> absent
 """
@@ -99,12 +99,15 @@ class Runtime:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts between which data travels over a network: ranks that may share no memory are hosts, too."""
+        """The number of hosts between which data travels over a network: ranks that may share no memory are hosts,
+        too.
+        """
         return 1 if self._peers is None else len(self._peers.sharing)
 
     def spans_hosts(self, process_set_id: int, *, in_order: bool = False) -> bool:
-        """Return whether a set's members are on several hosts, so that CPU reductions travel over a network and `submit`
-        takes a code for them. `in_order`: and are numbered host by host."""
+        """Return whether a set's members are on several hosts, so that CPU reductions travel over a network and
+        `submit` takes a code for them. `in_order`: and are numbered host by host.
+        """
         ranks, peers = self.process_sets.ranks(process_set_id), self._peers
         return peers is not None and peers.spans_hosts(ranks) and (not in_order or peers.in_host_order(ranks))
 
@@ -174,7 +177,9 @@ class Runtime:
         )
 
     def synchronize(self, handle: int) -> list[torch.Tensor]:
-        """Wait for the operation, free the handle, and return the outputs; none for an unknown handle, or if it has none."""
+        """Wait for the operation, free the handle, and return the outputs; none for an unknown handle, or if it has
+        none.
+        """
         entry = self._handles.get(handle)
         if entry is None:
             return []
@@ -322,8 +327,10 @@ class Runtime:
         self._close_if_caught_up()
 
     def _close_if_caught_up(self) -> None:
-        """End the world that another rank has left, not before the rounds have come that it has executed. It may wait for
-        this rank in one of them, and goodbyes come another way than the rounds of a set."""
+        """End the world that another rank has left, not before the rounds have come that it has executed.
+
+        It may wait for this rank in one of them, and goodbyes come another way than the rounds of a set.
+        """
         for why, rounds, deadline in self._farewells:
             if not self.process_sets.lacks(rounds) or time.monotonic() > deadline:
                 self._farewells = []

@@ -48,7 +48,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessS
     wanted = _check_process_sets(process_sets)
     if not engine.is_initialized():
         if World.from_env().generation < 0:
-            # A newcomer, for whom the others wait from here on: torch imports this when an optimizer is made, for seconds.
+            # A newcomer, for whom the others wait from here on: torch imports this when an optimizer is made, for
+            # seconds.
             importlib.import_module("torch._dynamo")
         forget_handles()
         sets.unbind()

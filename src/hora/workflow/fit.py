@@ -1,8 +1,8 @@
 """The fit loop: epochs over a training loader, validation, history, checkpoints. The same alone and on many ranks.
 
-It owns the order in which things happen. How a step is taken is in `step`, what is stored in `checkpoint`,
-what is shown in `progress`. A script that wants to write its own loop needs nothing from here. The Spark estimator takes
-the same steps in an epoch loop of its own (`hora.spark.estimator.training`), which says there why.
+It owns the order in which things happen. How a step is taken is in `step`, what is stored in `checkpoint`, what is
+shown in `progress`. A script that wants to write its own loop needs nothing from here. The Spark estimator takes the
+same steps in an epoch loop of its own (`hora.spark.estimator.training`), which says there why.
 """
 
 from __future__ import annotations
@@ -291,7 +291,8 @@ class _Run:
 
 
 class _ElasticRun(_Run):
-    """`fit` in an elastic job. The place is (epoch, rows of it that are done), which any number of ranks can go on from.
+    """`fit` in an elastic job. The place is (epoch, rows of it that are done), which any number of ranks can go on
+    from.
 
     A death costs the step in which it happens. What a rank that dies had counted of the epoch's loss and metrics dies
     with it: the epoch's means are those of the others.
@@ -303,8 +304,8 @@ class _ElasticRun(_Run):
         sampler, batch_size = getattr(train, "sampler", None), getattr(train, "batch_size", None)
         if not isinstance(sampler, ShardSampler) or not sampler.shuffle or batch_size is None:
             raise ValueError(
-                "in an elastic job fit has to divide the rows that are left whenever the ranks change, and cannot with a "
-                f"training loader whose sampler is {type(sampler).__name__}; use hora.workflow.make_loaders"
+                "in an elastic job fit has to divide the rows that are left whenever the ranks change, and cannot "
+                f"with a training loader whose sampler is {type(sampler).__name__}; use hora.workflow.make_loaders"
             )
         self.sampler, self.batch_size = sampler, int(batch_size)
         self.tally = Tally(self.stepper.objective.names, self.stepper.device)
@@ -353,7 +354,8 @@ class _ElasticRun(_Run):
         self._begin()
         while state.epoch < self.epochs and not state.stopped:
             record = self._epoch(state.epoch)
-            # Until all have met again (`_save`, `commit`) the ranks may differ; then they take over what one of them has.
+            # Until all have met again (`_save`, `commit`) the ranks may differ; then they take over what one of them
+            # has.
             self.history.append(record)
             self._tell(state.epoch, record, loggers)
             if self.early_stopping is not None:
@@ -414,7 +416,9 @@ class _TallyHandler(StateHandler):
 
 
 class _ReferenceHandler(SnapshotHandler):
-    """A value that changes between steps only, and whose state is replaced, never changed in place: nothing is copied."""
+    """A value that changes between steps only, and whose state is replaced, never changed in place: nothing is
+    copied.
+    """
 
     def save(self) -> None:
         self._saved = self.value.state_dict()

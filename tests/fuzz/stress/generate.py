@@ -1,7 +1,7 @@
 """A program from a seed: a pure function of the seed and the sizes. No process, no tensor.
 
-A program draws a small palette of dtypes and factors first and then uses it again and again, so that operations meet the
-conditions for being fused.
+A program draws a small palette of dtypes and factors first and then uses it again and again, so that operations meet
+the conditions for being fused.
 """
 
 from __future__ import annotations

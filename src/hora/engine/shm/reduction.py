@@ -39,8 +39,10 @@ def shared_slice(count: int, num_members: int, member: int) -> tuple[int, int]:
 def reduce_slice(
     views: Tensors, begin: int, end: int, arithmetic: Arithmetic, out: torch.Tensor | None = None
 ) -> Callable[[], None]:
-    """Reduce these elements of all members' data into `out`, else into all of it, as often as it is called. Data that is
-    prescaled stays so."""
+    """Reduce these elements of all members' data into `out`, else into all of it, as often as it is called.
+
+    Data that is prescaled stays so.
+    """
     slices = [view[begin:end] for view in views]
     result, scratch = slices[0] if out is None else out, torch.empty_like(slices[0])
 

@@ -4,8 +4,8 @@ The engine has already made sure that every member calls the same method with ma
 reduces bytes, nothing else: names, readiness, errors between ranks and handles are the engine's business.
 
 All tensors are flat (1-D), contiguous and of one dtype per call. "Member" means index within the process set, which is
-not the global rank. Reductions combine members in the order 0, 1, 2, … for every element, whichever member computes it, so that
-results are bit-identical on all ranks and do not depend on fusion or on how work is divided.
+not the global rank. Reductions combine members in the order 0, 1, 2, … for every element, whichever member computes it,
+so that results are bit-identical on all ranks and do not depend on fusion or on how work is divided.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Transport(Protocol):
         """Adasum, each tensor by itself, with the factors of `reduce`."""
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
-        """`outputs[i]` receives all members' `inputs[i]` in member order; `counts[i][m]` elements come from member m."""
+        """`outputs[i]` receives all members' `inputs[i]` in member order; `counts[i][m]` elements come from member
+        m.
+        """
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
         """Copy the tensors of member `root` into those of all members, in place."""

@@ -1,8 +1,8 @@
 """The transport of members that can only send to one another: over our own streams or NCCL.
 
 For CPU tensors a group only moves bytes. Reductions exchange the members' parts directly and combine them locally with
-`arithmetic`, in member order: that gives the same bits as shared memory does, for every dtype, and costs no more traffic
-than a ring. NCCL reduces by itself, in its own order, which is the same for all members. The engine calls it;
+`arithmetic`, in member order: that gives the same bits as shared memory does, for every dtype, and costs no more
+traffic than a ring. NCCL reduces by itself, in its own order, which is the same for all members. The engine calls it;
 `HierarchicalTransport` and `CudaTransport` build on it.
 """
 

@@ -2,8 +2,8 @@
 
 Every wait makes the liveness check several times a second; when that raises, the limit passes or a peer's connection
 breaks, the group is discarded: its sockets are shut down, which the peers notice at once, and it cannot be used again.
-What the bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `stream` has our own kind, for CPU
-tensors; `nccl` has torch.distributed's.
+What the bytes mean is not known here: `DistributedTransport` calls, with flat tensors. `stream` has our own kind, for
+CPU tensors; `nccl` has torch.distributed's.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ Every host has carriers, as many as the smallest host has members. Carrier i of 
 and carry slice i of everything, so that each byte crosses the network once per host and all carriers work
 at the same time.
 
-Reductions combine the members of each host in member order, then the hosts in the order of their first
-members; every element is combined that way on all hosts, so results are bit-identical on all members. They
-may differ in the last bit from a one-host run of the same numbers, which combines 0, 1, 2, …. Half precision
-travels between hosts as it is, so it is rounded twice: what a host's members have together, which is their own
-average where one is wanted, and the result. Two hosts swap what they have. Of more, each combines a part and gives it to
-all: as many bytes as round a ring, in two steps, or in one where that is little, and in the order of hosts.
+Reductions combine the members of each host in member order, then the hosts in the order of their first members; every
+element is combined that way on all hosts, so results are bit-identical on all members. They may differ in the last bit
+from a one-host run of the same numbers, which combines 0, 1, 2, …. Half precision travels between hosts as it is, so it
+is rounded twice: what a host's members have together, which is their own average where one is wanted, and the result.
+Two hosts swap what they have. Of more, each combines a part and gives it to all: as many bytes as round a ring, in two
+steps, or in one where that is little, and in the order of hosts.
 
-Sums and averages are the native part's where all members have it (`native_hosts`), staged or where they lie. What is here is
-the same in Python, and what else there is. The engine makes it and gives it `local`.
+Sums and averages are the native part's where all members have it (`native_hosts`), staged or where they lie. What is
+here is the same in Python, and what else there is. The engine makes it and gives it `local`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _PORTION_BYTES = 4 * 2**20
 
 
 class _Steps(NamedTuple):
-    """Arithmetic of an allreduce: on the numbers of a host's members, to those of the hosts, and in the end (`finish_`)."""
+    """Arithmetic of an allreduce: on the numbers of a host's members, to those of the hosts, and in the end
+    (`finish_`).
+    """
 
     inside: Reduce
     between: Reduce
@@ -61,9 +63,10 @@ class _Steps(NamedTuple):
 
 
 class HierarchicalTransport:
-    """See `Transport`. `hosts` lists each host's members; `local` connects those of this member's host, `share` gives them
-    the same new memory, and `connect` makes a group, with a name, of members that call it together. `native`: all members
-    have the native part, for all dtypes that it knows."""
+    """See `Transport`. `hosts` lists each host's members; `local` connects those of this member's host, `share` gives
+    them the same new memory, and `connect` makes a group, with a name, of members that call it together. `native`: all
+    members have the native part, for all dtypes that it knows.
+    """
 
     def __init__(
         self,
@@ -118,8 +121,9 @@ class HierarchicalTransport:
         self.allreduce_compressed(inputs, outputs, reduce, ())
 
     def allreduce_compressed(self, inputs: Tensors, outputs: Tensors, reduce: Reduce, residuals: Tensors) -> None:
-        """`allreduce` of float32 that travels between hosts in `reduce.code`, a sum or an average; `residuals[i]`: what the
-        code has lost of tensor i before and loses now, on this member (none of them: it is not kept)."""
+        """`allreduce` of float32 that travels between hosts in `reduce.code`, a sum or an average; `residuals[i]`: what
+        the code has lost of tensor i before and loses now, on this member (none of them: it is not kept).
+        """
         count = total(inputs)
         if not count:
             return
@@ -131,15 +135,17 @@ class HierarchicalTransport:
                 self._allreduce_in_python(inputs, outputs, reduce, residuals)
 
     def allreduce_resident(self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None) -> None:
-        """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all of
-        them see and have filled. `residual` is for all of it, of which this member needs its slice."""
+        """An allreduce, also a compressed one, of data in this host's memory: `places` are its members' data, which all
+        of them see and have filled. `residual` is for all of it, of which this member needs its slice.
+        """
         self.allreduce_unannounced(places, reduce, residual)
         self._local.barrier()
 
     def half(self, kind: Kind, places: Tensors, reduce: Reduce, header: bytes, most_records: int) -> bool:
-        """This member's part of a reducescatter of data that lies in this host's memory, into each member's own slice of its
-        place, or of an allgather of the own slices, into all places. Members are numbered host by host, and own slices of
-        one length in that order. On nobody's word, as `allreduce_unannounced`."""
+        """This member's part of a reducescatter of data that lies in this host's memory, into each member's own slice
+        of its place, or of an allgather of the own slices, into all places. Members are numbered host by host, and own
+        slices of one length in that order. On nobody's word, as `allreduce_unannounced`.
+        """
         owned, num_hosts = places[0].numel() // self._num_members, len(self._hosts)
         spans, native, steps = self._spans(owned), self._native, self._steps(reduce, places[0].dtype)
         if self._between is None or not any(spans):
@@ -182,7 +188,9 @@ class HierarchicalTransport:
         return spans
 
     def _owners(self, span: range, owned: int) -> Iterator[tuple[int, slice, slice]]:
-        """The members of this host that own elements of a span, by their number here: which elements, and where in the span."""
+        """The members of this host that own elements of a span, by their number here: which elements, and where in the
+        span.
+        """
         for number, member in enumerate(self._here):
             begin, end = max(span.start, member * owned), min(span.stop, (member + 1) * owned)
             if begin < end:
@@ -204,8 +212,9 @@ class HierarchicalTransport:
 
     @property
     def late_members(self) -> list[int]:
-        """Those of the host that this one waits for during a liveness check, or of all others; none where another member of
-        this host can tell."""
+        """Those of the host that this one waits for during a liveness check, or of all others; none where another
+        member of this host can tell.
+        """
         if self._index:
             return []
         late = None if self._native is None else self._native.late_host
@@ -220,10 +229,11 @@ class HierarchicalTransport:
         header: bytes = b"",
         most_records: int = 0,
     ) -> bool:
-        """This member's part of `allreduce_resident`, without a wait for the other members of this host, and on nobody's
-        word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on all of them
-        alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in every call, see
-        `num_records`."""
+        """This member's part of `allreduce_resident`, without a wait for the other members of this host, and on
+        nobody's word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on
+        all of them alike: nothing was changed then, and this transport is of no more use. `most_records`: the same in
+        every call, see `num_records`.
+        """
         dtype, counts = places[0].dtype, self._carried(places[0].numel())
         steps, begin, count = self._steps(reduce, dtype), sum(counts[: self._index]), counts[self._index]
         if not count:

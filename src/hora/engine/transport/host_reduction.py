@@ -7,8 +7,8 @@ its own carry what a lane executes between the hosts.
 Apart, every item is announced. Connected, none is: the members of a host meet in its memory (`lane`), and what a host
 sends of an item begins with a header: which item it is since they were connected, which bucket, and a digest of all
 buckets. A host that has something else to do (a member has joined) sends a header that no host expects. Every host
-hears every other one before it writes a result, so all find the item void, or none does. The item is announced then, and
-the connections, in which bytes are left that nobody will read, are closed when they are made anew.
+hears every other one before it writes a result, so all find the item void, or none does. The item is announced then,
+and the connections, in which bytes are left that nobody will read, are closed when they are made anew.
 
 All members are in the same state before the same item: what makes it another one is known to all who execute an item.
 """
@@ -35,8 +35,11 @@ _HEADER = struct.Struct("<qq16s")
 
 
 class HostLink:
-    """The connections of this member of a lane with other hosts. `connect(number, check_alive)` makes the connections for the
-    `number`-th time (collective); `lacking(key, members)`: those of these members that do not wait for this."""
+    """The connections of this member of a lane with other hosts.
+
+    `connect(number, check_alive)` makes the connections for the `number`-th time (collective); `lacking(key, members)`:
+    those of these members that do not wait for this.
+    """
 
     def __init__(
         self,
@@ -114,8 +117,9 @@ class HostLink:
 
 class HostReduction(PersistentReduction):
     """An allreduce in a set whose members are on several hosts: `places` are those of this host's members, in the order
-    of the lane. `keeps_losses`: what the code of `reduce` loses in one step is added in the next. Or half of one, in which
-    each member has a slice of its place: a reducescatter into the own one, or an allgather of all; see `half`."""
+    of the lane. `keeps_losses`: what the code of `reduce` loses in one step is added in the next. Or half of one, in
+    which each member has a slice of its place: a reducescatter into the own one, or an allgather of all; see `half`.
+    """
 
     def __init__(
         self,
@@ -157,7 +161,9 @@ class HostReduction(PersistentReduction):
             self._link.connect(number)
 
     def _execute(self, part: Part, request: Request | None, transport: Transport) -> None:
-        """All members have agreed on it; `request` is None if this rank has joined and adds nothing, to an allreduce."""
+        """All members have agreed on it; `request` is None if this rank has joined and adds nothing, to an
+        allreduce.
+        """
         assert isinstance(transport, HierarchicalTransport), transport
         if request is None:
             self._mine.zero_()

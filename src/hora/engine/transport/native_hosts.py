@@ -1,7 +1,8 @@
-"""The way between hosts by the native part (`hosts.h`): what it is told of an allreduce, and the memory that it works in.
+"""The way between hosts by the native part (`hosts.h`): what it is told of an allreduce, and the memory that it works
+in.
 
-Staged data goes through the host's memory piece by piece; resident data, which lies there already, is reduced where it is.
-`HierarchicalTransport` says what is computed, and does the same in Python where there is no native part.
+Staged data goes through the host's memory piece by piece; resident data, which lies there already, is reduced where it
+is. `HierarchicalTransport` says what is computed, and does the same in Python where there is no native part.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from hora.errors import AuthenticationError
 
 __all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Scaling", "cut_for"]
 
-# Half of what a message between two hosts carries stays in the first-level cache while it is combined, encrypted and sent.
+# Half of what a message between two hosts carries stays in the first-level cache while it is combined, encrypted and
+# sent.
 _MESSAGE_BYTES = 64 * 2**10
 _LONGEST_SLICE_BYTES = 512 * 2**10
 # Up to here a host sends all it has to all others, in one step instead of two.
@@ -57,8 +59,11 @@ class Cut(NamedTuple):
 
 
 def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
-    """For `count` elements of which every piece has so many slices. The same on all members, with the native part and without:
-    blocks of a code begin with a slice, or with a host's part of one."""
+    """For `count` elements of which every piece has so many slices.
+
+    The same on all members, with the native part and without: blocks of a code begin with a slice, or with a host's
+    part of one.
+    """
     num_pieces = max(-(-count * itemsize // (_longest(num_hosts) * num_slices)), 1)
     most = max(-(-count // (num_pieces * num_slices)), 1)
     return Cut(most, num_hosts > 2 and most * itemsize * (num_hosts - 1) > _ONE_STEP_BYTES)
@@ -196,9 +201,10 @@ def _function(compiled: Library) -> Callable[[_Job, int], int]:
 
 
 class NativeHosts:
-    """The allreduces of one member of `num_local` on its host, one after the other. `share` gives all members of this host the
-    same zeroed memory (collective); `group` connects carrier number `index` with those of the other hosts, None for a
-    member that carries nothing."""
+    """The allreduces of one member of `num_local` on its host, one after the other. `share` gives all members of this
+    host the same zeroed memory (collective); `group` connects carrier number `index` with those of the other hosts,
+    None for a member that carries nothing.
+    """
 
     def __init__(
         self,
@@ -273,9 +279,10 @@ class NativeHosts:
         header: bytes = b"",
         most_records: int = 0,
     ) -> bool:
-        """Reduce these elements of the data of this host's members, which lies in the host's memory and which nobody else
-        touches meanwhile. False if the hosts have different headers: then nothing was changed, and the streams are of no
-        more use. `most_records`: see `lent`; as many as needed, unless it is more."""
+        """Reduce these elements of the data of this host's members, which lies in the host's memory and which nobody
+        else touches meanwhile. False if the hosts have different headers: then nothing was changed, and the streams are
+        of no more use. `most_records`: see `lent`; as many as needed, unless it is more.
+        """
         cut = cut_for(end - begin, places[0].itemsize, 1, self._num_hosts)
         residuals = () if residual is None else (residual,)
         fields = {"begin": begin, "end": end, "num_pieces": -(-(end - begin) // cut.most)}
@@ -292,8 +299,11 @@ class NativeHosts:
         header: bytes,
         most_records: int,
     ) -> bool:
-        """A reducescatter or an allgather of resident data. `spans`: this carrier's part of what each host owns; each member
-        of this host owns so many elements, the first one from `first_owned` on. Otherwise as `allreduce_resident`."""
+        """A reducescatter or an allgather of resident data.
+
+        `spans`: this carrier's part of what each host owns; each member of this host owns so many elements, the first
+        one from `first_owned` on. Otherwise as `allreduce_resident`.
+        """
         most = max(_longest(self._num_hosts) // (self._num_hosts * places[0].itemsize), 1)
         begins, counts = _integers([span.start for span in spans]), _integers([len(span) for span in spans])
         fields = {

@@ -1,8 +1,8 @@
-"""The NCCL group: CUDA tensors, one GPU per member. torch.distributed's, built straight on a store: `init_process_group` is
-not used, so the user's own default group stays free.
+"""The NCCL group: CUDA tensors, one GPU per member. torch.distributed's, built straight on a store:
+`init_process_group` is not used, so the user's own default group stays free.
 
-Calls queue work on the current stream and return. `execute_on_device` orders that stream after the caller's. Members that
-share a GPU cannot use NCCL: `gpus_of` says who uses which, and `CudaTransport` takes another way then.
+Calls queue work on the current stream and return. `execute_on_device` orders that stream after the caller's. Members
+that share a GPU cannot use NCCL: `gpus_of` says who uses which, and `CudaTransport` takes another way then.
 """
 
 from __future__ import annotations

@@ -143,7 +143,9 @@ class Ring:
         stage: float,
         direct: bool,
     ) -> None:
-        """Have the native part reduce tensors of `count` elements together, times `stage` on their way into the slots."""
+        """Have the native part reduce tensors of `count` elements together, times `stage` on their way into the
+        slots.
+        """
         sources = native.addresses(inputs)
         results = sources if outputs is inputs else native.addresses(outputs)
         counts = (ctypes.c_int64 * len(inputs))(*[tensor.numel() for tensor in inputs])

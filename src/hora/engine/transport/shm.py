@@ -111,7 +111,9 @@ class ShmTransport:
         return self._num_members <= 2 or num_bytes * self._num_members <= DIRECT_BYTES
 
     def moves_natively(self, num_bytes: int) -> bool:
-        """Return whether the native part can move so much data now; before that, a ring with larger slots has to be made."""
+        """Return whether the native part can move so much data now; before that, a ring with larger slots has to be
+        made.
+        """
         return self._library is not None and (num_bytes <= self._ring.slot_bytes or self.num_rings > 1)
 
     def _allreduce_in_python(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:

@@ -1,14 +1,14 @@
 """The group between hosts: CPU tensors over TCP connections of our own, which only ranks of this world can open.
 
-Every member has two connections with every other one, one for each direction, made by the hub: whoever is at the other end
-has proven to hold the world's secret, and between hosts what passes is encrypted (`Records`) unless the user does not want
-it. A connection carries the tensors' bytes and nothing else. Members start the same exchanges in the same order, so both
-ends know what comes next and how long it is.
+Every member has two connections with every other one, one for each direction, made by the hub: whoever is at the other
+end has proven to hold the world's secret, and between hosts what passes is encrypted (`Records`) unless the user does
+not want it. A connection carries the tensors' bytes and nothing else. Members start the same exchanges in the same
+order, so both ends know what comes next and how long it is.
 
 No thread sends or receives: the one that starts an exchange gives the kernel what it takes at once, and the one that
 waits for it moves the rest of all that is under way, in both directions, straight between the tensors' memory and the
-kernel. Meanwhile the kernel keeps what has come and goes on sending what it has. The engine's factory makes groups of this
-kind.
+kernel. Meanwhile the kernel keeps what has come and goes on sending what it has. The engine's factory makes groups of
+this kind.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class StreamGroup(Group):
             if self._member == root:
                 return self._start("broadcast", [_view(tensor)] * self._num_members, nothing, tensor)
             return self._start("broadcast", nothing, _only(root, _view(tensor), nothing), tensor)
-        # The root gives every member its part, and all give theirs to all: no member sends the whole to each of the others.
+        # The root gives every member its part, and all give theirs to all: no member sends the whole to each of the
+        # others.
         parts = [_view(part) for part in tensor.split(spread(tensor.numel(), self._num_members))]
         mine = parts[self._member]
         if self._member == root:
@@ -126,8 +127,9 @@ class StreamGroup(Group):
 
     @contextlib.contextmanager
     def lent(self, most: int) -> Iterator[tuple[dict[int, Lent], dict[int, Lent]]]:
-        """The outgoing and the incoming streams, by member: raw sockets for a caller that does its own I/O, at most so many
-        records on each, while nothing else is under way. Its errors are treated as this group's own."""
+        """The outgoing and the incoming streams, by member: raw sockets for a caller that does its own I/O, at most so
+        many records on each, while nothing else is under way. Its errors are treated as this group's own.
+        """
         if not self._open:
             raise HorovodInternalError(self._lost or f"the {self.backend} group has been shut down")
         try:

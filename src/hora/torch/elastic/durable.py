@@ -3,8 +3,8 @@
 A commit is two files: `<number>.commit`, in torch.save's format and read back with `weights_only=True`, so that no code
 in it is ever run; and `<number>.json`, its size and SHA-256, which is renamed into place last. So a commit is complete
 or does not exist, whenever the writer is killed; a damaged one is recognised and the one before it is used. Writing
-happens in a thread: a commit that comes while the one before is still being written stays in memory only. One that cannot
-be written is told and left out; only the last one of a training must be.
+happens in a thread: a commit that comes while the one before is still being written stays in memory only. One that
+cannot be written is told and left out; only the last one of a training must be.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ synchronise -> train -> done
                  |-- HorovodInternalError: back to the last commit, or the last step -+
                  |-- HostsUpdatedInterrupt: keep what there is -----------------------+-> new world, and again
 
-Without an elastic launcher the new world is the old one. What breaks it again and again before a commit breaks it for ever,
-and is raised.
+Without an elastic launcher the new world is the old one. What breaks it again and again before a commit breaks it for
+ever, and is raised.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _loop(
                 reached = state._progress()
                 if num_futile >= _NUM_ATTEMPTS and not engine.has_elastic_launcher():
                     raise HorovodInternalError(
-                        f"{error}; so the world broke {num_futile} times in a row before a commit, and no elastic launcher "
-                        "(horovodrun --min-np) is here to change it"
+                        f"{error}; so the world broke {num_futile} times in a row before a commit, and no elastic "
+                        "launcher (horovodrun --min-np) is here to change it"
                     ) from error
                 log.warning(
                     "the world broke, going back to the last %s: %s", "step" if state.per_step else "commit", error

@@ -44,8 +44,8 @@ class TorchState(ObjectState):
     """Everything a training must not lose: `TorchState(model=net, optimizer=opt, sampler=s, epoch=0, batch=0)`.
 
     `per_step=True` (or HORA_ELASTIC_PER_STEP=1): a death costs the step in which it happens. Survivors keep models and
-    optimizers as the last applied step has left them, in place; the other values are as they were when the failed step's
-    first gradient was computed. A commit copies nothing then, unless it is written to disk.
+    optimizers as the last applied step has left them, in place; the other values are as they were when the failed
+    step's first gradient was computed. A commit copies nothing then, unless it is written to disk.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class TorchState(ObjectState):
             return
         if self._last is not None and any(getattr(h.value, "has_slices_apart", False) for h in self._in_place):
             raise ValueError(
-                "durable commits with per_step=True need the state of a sharded optimizer in the memory of one host, and "
-                "here it is divided among hosts or GPUs; use per_step=False, or sharded=False"
+                "durable commits with per_step=True need the state of a sharded optimizer in the memory of one host, "
+                "and here it is divided among hosts or GPUs; use per_step=False, or sharded=False"
             )
         self._num_unwritten += 1
         amid = self._last is not None and self._last.begun  # a step: the values are not as it will find them again
@@ -213,8 +213,8 @@ class TorchState(ObjectState):
         numbers: list[int] = allgather(torch.tensor([number], device="cpu"), name="elastic.last_step").tolist()
         if max(numbers) == _NEWCOMER:
             raise RuntimeError(
-                "no rank has the state of the training any more: all that had it died before a newcomer could take it over. "
-                "Start the job again; with state.persist() it goes on from the last commit on disk"
+                "no rank has the state of the training any more: all that had it died before a newcomer could take "
+                "it over. Start the job again; with state.persist() it goes on from the last commit on disk"
             )
         if last is not None:
             self._unite_slices()
@@ -278,7 +278,10 @@ class TorchState(ObjectState):
                 own.sync()
 
     def end_together(self) -> None:
-        """With `per_step`: return when all ranks have made the last step. Who lacks it could ask nobody for it any more."""
+        """With `per_step`: return when all ranks have made the last step.
+
+        Who lacks it could ask nobody for it any more.
+        """
         if self._last is not None:
             barrier()
 
@@ -300,7 +303,8 @@ class TorchState(ObjectState):
 
     def _agree(self, view: tuple[int, int, int]) -> tuple[int, int, int]:
         # One small tensor instead of an object, because this runs at every commit. And a sum, to which only rank 0 adds
-        # anything, instead of a broadcast: no rank goes on before all have saved, so no commit that returned can be lost.
+        # anything, instead of a broadcast: no rank goes on before all have saved, so no commit that returned can be
+        # lost.
         mine = torch.tensor(view if self._rank() == 0 else (0, 0, 0), device="cpu")
         before, latest, changes = allreduce_(mine, op=Sum, name="elastic.host_updates").tolist()
         return before, latest, changes
@@ -327,8 +331,10 @@ class TorchState(ObjectState):
 
 
 def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bool:
-    """Return whether failures are to cost one step. ValueError if that was asked for here and is not possible; where the
-    environment asks for it, commits are used then."""
+    """Return whether failures are to cost one step.
+
+    ValueError if that was asked for here and is not possible; where the environment asks for it, commits are used then.
+    """
     if asked is None:
         config = engine.current_runtime().config if engine.is_initialized() else EngineConfig.from_env()
         wanted = config.elastic_per_step
@@ -350,8 +356,8 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
     for optimizer in distributed:
         if getattr(optimizer, "keeps_outer_state", False):
             return (
-                "does not work with hvd.LocalSGD, DiLoCo and DESLOC, whose hosts have parameters of their own between two "
-                "exchanges; use per_step=False"
+                "does not work with hvd.LocalSGD, DiLoCo and DESLOC, whose hosts have parameters of their own "
+                "between two exchanges; use per_step=False"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             return "does not work with LBFGS, which moves the parameters several times in a step; use per_step=False"

@@ -45,7 +45,9 @@ _DIRECT_BYTES = 256 * 1024
 
 
 def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """`parameter.numel()` elements of `flat` from `offset`, in the shape and, if possible, the strides of `parameter`."""
+    """`parameter.numel()` elements of `flat` from `offset`, in the shape and, if possible, the strides of
+    `parameter`.
+    """
     elements = flat[offset : offset + parameter.numel()]
     if not parameter.is_contiguous() and (
         (parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last))
@@ -148,7 +150,9 @@ class Bucket:
     def _note_residuals(
         self, indices: Sequence[int], places: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
     ) -> None:
-        """Keep what the cast has lost, to be added in the next step; of what is not finite the ranks hear in this one."""
+        """Keep what the cast has lost, to be added in the next step; of what is not finite the ranks hear in this
+        one.
+        """
         for index in indices:
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
@@ -222,9 +226,11 @@ def host_memory(
 def make_reductions(
     runtime: engine.Runtime, options: ReduceOptions, layouts: Sequence[tuple[str, int, torch.dtype, torch.device, str]]
 ) -> tuple[list[torch.Tensor], list[PersistentReduction] | list[RequestedReduction]]:
-    """Zeroed tensors and the sum of each over the members, in place, to be made in this order in every step (collective).
+    """Zeroed tensors and the sum of each over the members, in place, to be made in this order in every step
+    (collective).
 
-    A layout: the name, elements, dtype, device, and the code between hosts. On CPUs of several hosts nothing is announced.
+    A layout: the name, elements, dtype, device, and the code between hosts. On CPUs of several hosts nothing is
+    announced.
     """
     num_bytes = sum(SharedMemory.space(count, dtype) for _, count, dtype, _, _ in layouts)
     on_cpu = all(device.type == "cpu" for *_, device, _ in layouts)

@@ -1,9 +1,10 @@
 """Optimizers whose hosts talk only now and then: `LocalSGD`, `DiLoCo` and `DESLOC`.
 
-The host is the worker. Inside it gradients are reduced in every step, as by `DistributedOptimizer`; between hosts no gradient
-travels. Instead each fragment of the parameters has an anchor, equal everywhere. Every so many steps the hosts average how far
-they have moved away from it (the pseudo-gradient), an outer optimizer moves the anchor by that, and the parameters follow. A
-fragment may stay under way for some steps (`overlap`): what the host has learnt meanwhile is kept on top.
+The host is the worker. Inside it gradients are reduced in every step, as by `DistributedOptimizer`; between hosts no
+gradient travels. Instead each fragment of the parameters has an anchor, equal everywhere. Every so many steps the hosts
+average how far they have moved away from it (the pseudo-gradient), an outer optimizer moves the anchor by that, and the
+parameters follow. A fragment may stay under way for some steps (`overlap`): what the host has learnt meanwhile is kept
+on top.
 
     at rest --its turn--> under way --`overlap` steps later--> the anchor moves, at rest
 
@@ -68,8 +69,9 @@ def DiLoCo(
 ) -> Any:
     """The same optimizer, as the inner one of DiLoCo (arXiv 2311.08105, by fragments: 2501.18512).
 
-    `outer` makes the outer optimizer of a list of tensors. Of `fragments` parts of the parameters each has its turn every
-    `every` steps, in between the others, and `overlap` steps to travel (default: half the time until the next one's turn).
+    `outer` makes the outer optimizer of a list of tensors. Of `fragments` parts of the parameters each has its turn
+    every `every` steps, in between the others, and `overlap` steps to travel (default: half the time until the next
+    one's turn).
     """
     if overlap is None:
         overlap = every // (2 * fragments) if _is_count(every) and _is_count(fragments) else 0
@@ -130,8 +132,8 @@ class _Settings:
         shortest = min((self.every, *self.moments.values()))
         if isinstance(self.overlap, bool) or not isinstance(self.overlap, int) or not 0 <= self.overlap < shortest:
             raise ValueError(
-                f"{self.method}'s overlap must be an integer from 0 to {shortest - 1}, so that a fragment is back before "
-                f"its next turn, but it is {self.overlap!r}"
+                f"{self.method}'s overlap must be an integer from 0 to {shortest - 1}, so that a fragment is back "
+                f"before its next turn, but it is {self.overlap!r}"
             )
         if isinstance(self.compression, PowerSGD) or self.compression is PowerSGD or not _is_known(self.compression):
             raise ValueError(
@@ -140,8 +142,9 @@ class _Settings:
             )
         if not callable(self.outer):
             raise ValueError(
-                "DiLoCo's outer must make an optimizer of a list of tensors, such as functools.partial(torch.optim.SGD, "
-                f"lr=0.7, momentum=0.9, nesterov=True), but it is {self.outer!r:.100}"
+                "DiLoCo's outer must make an optimizer of a list of tensors, such as "
+                "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), but it is "
+                f"{self.outer!r:.100}"
             )
 
 
@@ -157,8 +160,9 @@ def _made(
 ) -> Any:
     if isinstance(optimizer, _DistributedOptimizer):
         raise ValueError(
-            f"hvd.{settings.method} reduces gradients inside each host by itself: give it the plain optimizer, not one of "
-            "hvd.DistributedOptimizer; sharded=True is not supported, since no rank has whole parameters and moments then"
+            f"hvd.{settings.method} reduces gradients inside each host by itself: give it the plain optimizer, not "
+            "one of hvd.DistributedOptimizer; sharded=True is not supported, since no rank has whole parameters and "
+            "moments then"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"hvd.{settings.method} does not support LBFGS, which compares losses of all ranks")
@@ -320,8 +324,8 @@ class LocalOptimizer(_DistributedOptimizer):
                 differing = [(a, b) for a, b in zip(of_all[0][1], theirs, strict=True) if a != b]
                 here, there = differing[0] if differing else ("", "")
                 raise HorovodInternalError(
-                    f"Mismatched settings: rank 0 has {of_all[0][0]} {here}, rank {rank} has {method} {there}; give the same "
-                    "to all ranks"
+                    f"Mismatched settings: rank 0 has {of_all[0][0]} {here}, rank {rank} has {method} {there}; give "
+                    "the same to all ranks"
                 )
 
     def _shapes(self) -> str:
@@ -338,7 +342,8 @@ class LocalOptimizer(_DistributedOptimizer):
             self._enter_world()
             if self._runtime.num_joins != self._num_joins:
                 raise ValueError(
-                    f"hvd.join() cannot be used with hvd.{self._settings.method}: the hosts must make equally many steps"
+                    f"hvd.join() cannot be used with hvd.{self._settings.method}: the hosts must make equally many "
+                    "steps"
                 )
         if not self._fragments:
             self._make_fragments()
@@ -359,7 +364,8 @@ class LocalOptimizer(_DistributedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def exchange(self) -> None:
-        """Have all hosts at the same parameters now: take in what is under way, and average everything once (collective).
+        """Have all hosts at the same parameters now: take in what is under way, and average everything once
+        (collective).
 
         For the end of a training, or before an evaluation.
         """
@@ -377,7 +383,10 @@ class LocalOptimizer(_DistributedOptimizer):
                 fragment.take_in()
 
     def _make_fragments(self) -> None:
-        """Divide the parameters, whose values now are the first anchors. Before the first step all ranks have the same."""
+        """Divide the parameters, whose values now are the first anchors.
+
+        Before the first step all ranks have the same.
+        """
         settings, parameters = self._settings, self._parameters()
         if not self._anchors:
             self._anchors = [_on_host(p).clone(memory_format=torch.contiguous_format) for p in parameters]
@@ -442,8 +451,10 @@ class LocalOptimizer(_DistributedOptimizer):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The inner optimizer's, with the outer one's: anchors and state, and the number of steps. Any number of hosts can
-        load it, also with other settings, and a plain optimizer its part."""
+        """The inner optimizer's, with the outer one's: anchors and state, and the number of steps.
+
+        Any number of hosts can load it, also with other settings, and a plain optimizer its part.
+        """
         state = super().state_dict(*args, **kwargs)
         if self._loaded is not None:
             state["outer"] = self._loaded

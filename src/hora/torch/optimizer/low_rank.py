@@ -1,14 +1,14 @@
 """Gradient reduction by low-rank factors: `Compression.powersgd`, between hosts, from its first step on.
 
-The factors P of a bucket, with whatever travels as it is behind them, are sent when its last gradient is there, while backward
-goes on. `finish` makes each bucket's part of the factors Q when its P are back, and sends all Q together. So two trips follow
-the last gradient. Gradients are not copied: the error memory takes them up, and the product of the factors is written over
-them.
+The factors P of a bucket, with whatever travels as it is behind them, are sent when its last gradient is there, while
+backward goes on. `finish` makes each bucket's part of the factors Q when its P are back, and sends all Q together. So
+two trips follow the last gradient. Gradients are not copied: the error memory takes them up, and the product of the
+factors is written over them.
 
     idle --all gradients are there--> P under way --finish--> Q under way --> idle
 
-Like gradient buckets, factors on CPUs lie in the memory of each host, and their order is fixed: nothing is announced, and a
-trip is one way through the link.
+Like gradient buckets, factors on CPUs lie in the memory of each host, and their order is fixed: nothing is announced,
+and a trip is one way through the link.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from hora.torch.optimizer.reducer import ReduceOptions, RequestedReduction
 
 __all__ = ["BUCKET_BYTES", "LowRankReducer"]
 
-# Of what travels. Buckets follow one another, each a trip through the link, so that smaller ones would make a long link slow.
+# Of what travels. Buckets follow one another, each a trip through the link, so that smaller ones would make a long link
+# slow.
 BUCKET_BYTES = 512 * 2**10
 
 
@@ -126,8 +127,8 @@ class _Bucket:
         """Wait for P, and make this rank's Q."""
         self.num_ready = 0
         self.sum.wait()
-        # An infinity on one rank is in the sum on all, which makes them decide alike: their gradients are then not finite
-        # either, as a GradScaler wants it, and what the ranks still had to send is lost.
+        # An infinity on one rank is in the sum on all, which makes them decide alike: their gradients are then not
+        # finite either, as a GradScaler wants it, and what the ranks still had to send is lost.
         finite = bool(torch.isfinite(self._flat.sum()))
         for parameter, p, q in zip(self.matrices, self._first, self._second, strict=True):
             if finite:

@@ -1,8 +1,9 @@
 """The order of gradients in buckets: the ranks agree on the one in which gradients really arrive.
 
 After the first step, and again when any rank has seen another order, every member contributes the places at which its
-gradients arrived; the sum orders them for all. It travels as an allreduce, so that ranks that have joined do no harm: then
-a member is missing from the count and everything stays as it is. Called by the optimizer after each synchronisation.
+gradients arrived; the sum orders them for all. It travels as an allreduce, so that ranks that have joined do no harm:
+then a member is missing from the count and everything stays as it is. Called by the optimizer after each
+synchronisation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from hora.torch.process_sets import ProcessSet
 
 __all__ = ["AgreedOrder", "BucketOrder", "agree_on_order", "in_common_order"]
 
-# Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs next to nothing.
+# Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs next to
+# nothing.
 _FIRST_PAUSE = 8
 _NUM_HEADER = 3
 
@@ -37,7 +39,9 @@ _numbers = itertools.count()
 
 
 class AgreedOrder(NamedTuple):
-    """The order agreed by the members: parameters in order of arrival, how many of them every member had, the sparse ones."""
+    """The order agreed by the members: parameters in order of arrival, how many of them every member had, the sparse
+    ones.
+    """
 
     label: str  # another one for every agreement of the set
     parameters: list[torch.Tensor]
@@ -46,7 +50,9 @@ class AgreedOrder(NamedTuple):
 
 
 class BucketOrder:
-    """Decides, equally on all members, which reducer the next step uses: buckets in the order that was agreed on last."""
+    """Decides, equally on all members, which reducer the next step uses: buckets in the order that was agreed on
+    last.
+    """
 
     def __init__(
         self,
@@ -105,7 +111,10 @@ class BucketOrder:
         return self._reducer_for(order, current)
 
     def _low_rank_is_due(self, current: Reducer) -> bool:
-        """Count a step; return whether the next one is the first that is compressed. Elsewhere than between hosts none is."""
+        """Count a step; return whether the next one is the first that is compressed.
+
+        Elsewhere than between hosts none is.
+        """
         memory, runtime = self._options.memory, engine.current_runtime()
         assert memory is not None
         memory.num_steps += 1
@@ -137,8 +146,8 @@ class BucketOrder:
             )
         if self._is_tuned(tuner) or self._order is None:
             return current
-        # A new agreement on the same order: its label is a new one, so that no two reductions have the same name. Where it
-        # fails, a rank has joined once more, and the others try again.
+        # A new agreement on the same order: its label is a new one, so that no two reductions have the same name. Where
+        # it fails, a rank has joined once more, and the others try again.
         arrivals = self._order.parameters[: self._order.num_everywhere]
         order = agree_on_order(self._options, self._names, self._parameters, arrivals, self._sparse)
         return current if order is None else self._reducer_for(order, current)
@@ -243,8 +252,9 @@ def in_common_order(
         if set(others) != set(of_all[0]):
             differing = sorted(set(others) ^ set(of_all[0]))
             raise ValueError(
-                f"an integer for groups needs the same parameters on all ranks, but these exist on member 0 or on member "
-                f"{member} of the process set only: {', '.join(differing[:5])}; give them the same names and requires_grad"
+                "an integer for groups needs the same parameters on all ranks, but these exist on member 0 or on "
+                f"member {member} of the process set only: {', '.join(differing[:5])}; give them the same names and "
+                "requires_grad"
             )
     return [mine[name] for name in of_all[0]]
 
@@ -268,14 +278,14 @@ def _raise_difference(
     for rank, theirs in zip(ranks, compressions, strict=True):
         if theirs != compressions[0]:
             raise HorovodInternalError(
-                f"Mismatched compression of a DistributedOptimizer: rank {ranks[0]} has {compressions[0]}, rank {rank} has "
-                f"{theirs}; name the same compression on all ranks"
+                f"Mismatched compression of a DistributedOptimizer: rank {ranks[0]} has {compressions[0]}, rank "
+                f"{rank} has {theirs}; name the same compression on all ranks"
             )
     for member, theirs in enumerate(of_all):
         for here, there in itertools.zip_longest(of_all[0], theirs):
             if here != there:
                 raise HorovodInternalError(
-                    f"Mismatched parameters of a DistributedOptimizer: member 0 of the process set has {here}, member {member} "
-                    f"has {there}; all ranks must build the same model with the same parameter names"
+                    f"Mismatched parameters of a DistributedOptimizer: member 0 of the process set has {here}, member "
+                    f"{member} has {there}; all ranks must build the same model with the same parameter names"
                 )
     raise AssertionError("digests differ although the parameters do not")

@@ -1,8 +1,8 @@
 """Base of all gradient reducers: the user's options, what the optimizer asks of a reducer, and a reduction
 that is requested anew in each step.
 
-`PerParameterReducer`, `Buckets` and `Shards` are the reducers. Where the members of the set share memory, a bucket holds
-the engine's `PersistentReduction`; elsewhere it holds a `RequestedReduction`, which is used in the same way.
+`PerParameterReducer`, `Buckets` and `Shards` are the reducers. Where the members of the set share memory, a bucket
+holds the engine's `PersistentReduction`; elsewhere it holds a `RequestedReduction`, which is used in the same way.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class ReduceOptions:
         return Reduce(self.op, 1.0 / factor, factor)
 
     def code_for(self, tensors: Sequence[torch.Tensor]) -> str:
-        """The engine's code for the way between hosts; empty where the compressor itself has to do it, or there is none."""
+        """The engine's code for the way between hosts; empty where the compressor itself has to do it, or there is
+        none.
+        """
         code = code_for(self.compression, tensors, op=self.op)
         return code if code and engine.current_runtime().spans_hosts(self.process_set_id) else ""
 

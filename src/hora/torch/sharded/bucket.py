@@ -1,11 +1,12 @@
 """One bucket of a sharded optimizer: parameters, this rank's gradients on their way, and this rank's reduced slice.
 
-In a step: empty --`put` of every gradient--> complete --`start`--> in flight --`wait`--> reduced --`take`--> empty. The last
-bucket is not started: `wait`, in the thread that needs the result, reduces it.
+In a step: empty --`put` of every gradient--> complete --`start`--> in flight --`wait`--> reduced --`take`--> empty. The
+last bucket is not started: `wait`, in the thread that needs the result, reduces it.
 
-A slice is reduced out of the memory of the gradients, so that can serve another bucket afterwards: a model of many buckets
-has a few places (`GradientPlaces`) that its buckets use in turn, which saves most of the memory that gradients would take
-on every rank. A gradient that comes while the bucket before is in its place (`before`) is held until the place `is_free`.
+A slice is reduced out of the memory of the gradients, so that can serve another bucket afterwards: a model of many
+buckets has a few places (`GradientPlaces`) that its buckets use in turn, which saves most of the memory that gradients
+would take on every rank. A gradient that comes while the bucket before is in its place (`before`) is held until the
+place `is_free`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Copies of the slices of a sharded optimizer, for elastic training by the step: a step that fails is taken back on all ranks,
-and a slice outlives its rank.
+"""Copies of the slices of a sharded optimizer, for elastic training by the step: a step that fails is taken back on all
+ranks, and a slice outlives its rank.
 
-Before a rank steps its slice it copies parameters and state of it as the last step has left them. In shared memory these
-copies lie beside the slices, with the number of the step that each rank has begun: who is left finds there whatever the dead
-have had. Elsewhere a rank keeps its copy, and after stepping sends its slice to another rank, on the next host if there is
-one, before the parameters are gathered: nobody has them all before every slice lies in two places.
+Before a rank steps its slice it copies parameters and state of it as the last step has left them. In shared memory
+these copies lie beside the slices, with the number of the step that each rank has begun: who is left finds there
+whatever the dead have had. Elsewhere a rank keeps its copy, and after stepping sends its slice to another rank, on the
+next host if there is one, before the parameters are gathered: nobody has them all before every slice lies in two
+places.
 
     at rest --`before_step`--> begun --stepped, `after_step`, parameters published--> `step_ended`: at rest
 
-Memory: a copy of parameters and optimizer state for all ranks of a host together; without shared memory three times what a
-rank has of them (its own before the step, and the other rank's before and after it). Time: copying or sending that.
+Memory: a copy of parameters and optimizer state for all ranks of a host together; without shared memory three times
+what a rank has of them (its own before the step, and the other rank's before and after it). Time: copying or sending
+that.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class SliceCopies:
         return {which: {place: part.cpu() for place, part in its.items()} for which, its in everything.items()}
 
     def united(self, slices: Slices) -> tuple[dict[torch.Tensor, torch.Tensor], dict[torch.Tensor, dict[str, Any]]]:
-        """The whole parameters and their state, as the last step has left them that has ended here. `slices`: of all ranks.
+        """The whole parameters and their state, as the last step has left them that has ended here. `slices`: of all
+        ranks.
 
         In shared memory only when those who are left have met again: by then they have let go of it.
         """
@@ -138,8 +141,9 @@ class SliceCopies:
         lost = [member for member in range(size) if (member, self._ended) not in slices]
         if lost:
             raise RuntimeError(
-                f"the slices of ranks {lost} of the sharded optimizer are lost: the ranks that kept copies of them died as "
-                "well. Start the job again; with state.persist() and per_step=False it goes on from the last commit on disk"
+                f"the slices of ranks {lost} of the sharded optimizer are lost: the ranks that kept copies of them "
+                "died as well. Start the job again; with state.persist() and per_step=False it goes on from the last "
+                "commit on disk"
             )
         found = [slices[member, self._ended][index, key] for member in range(size)]
         return torch.cat(found).to(bucket.values.device)

@@ -1,8 +1,8 @@
 """`DistributedOptimizer(..., sharded=True)`: every rank steps a slice of the parameters with a slice of the state.
 
-On one host parameters and optimizer state lie once in shared memory; across hosts and on GPUs gradients are reduce-scattered
-and parameters all-gathered. Only for optimizers that treat every element by itself. The first step reduces as always,
-then the members agree on a layout (`shards.Shards`) in the order in which gradients arrived.
+On one host parameters and optimizer state lie once in shared memory; across hosts and on GPUs gradients are
+reduce-scattered and parameters all-gathered. Only for optimizers that treat every element by itself. The first step
+reduces as always, then the members agree on a layout (`shards.Shards`) in the order in which gradients arrived.
 
 Between backward and `synchronize()` a parameter's `.grad` is None: gradients are whole only after an explicit
 `synchronize()`, which costs what the unsharded reduction costs; `step()` and `hora.torch.clip_grad_norm_` do without.
@@ -57,8 +57,9 @@ def check_shardable(
     kind = type(optimizer)
     if kind.__name__ not in ELEMENTWISE or getattr(torch.optim, kind.__name__, None) is not kind:
         raise ValueError(
-            f"sharded=True needs an optimizer that treats every element by itself, and {kind.__module__}.{kind.__name__} "
-            f"is not known to; use one of torch.optim's {', '.join(ELEMENTWISE)}, or sharded=False"
+            "sharded=True needs an optimizer that treats every element by itself, and "
+            f"{kind.__module__}.{kind.__name__} is not known to; use one of torch.optim's {', '.join(ELEMENTWISE)}, "
+            "or sharded=False"
         )
     if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ValueError(f"sharded=True reduces with Average or Sum, but op is {ReduceOp(options.op).name}")
@@ -217,7 +218,10 @@ class ShardedOptimizer(_DistributedOptimizer):
     # --- from whole to sharded and back ---------------------------------------------------------------------------
 
     def _shard(self) -> bool:
-        """Agree on a layout and move parameters and state into it (collective). False when not every member took part."""
+        """Agree on a layout and move parameters and state into it (collective).
+
+        False when not every member took part.
+        """
         hooked = self._hooked
         for parameter in hooked:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -277,7 +281,9 @@ class ShardedOptimizer(_DistributedOptimizer):
         self._leave_shards()
 
     def leave_world(self) -> None:
-        """The world is gone and the slices of other ranks with it: private whole parameters again, to be loaded anew."""
+        """The world is gone and the slices of other ranks with it: private whole parameters again, to be loaded
+        anew.
+        """
         if self._shards is not None:
             self._leave_shards()
 
@@ -306,8 +312,10 @@ class ShardedOptimizer(_DistributedOptimizer):
         return {} if self._copies is None or self._before is not None else self._copies.slices()
 
     def unite(self, slices: Slices) -> None:
-        """Have private whole parameters and state again, as the last step has left them that has ended here. `slices`: those of
-        all ranks of the new world."""
+        """Have private whole parameters and state again, as the last step has left them that has ended here.
+
+        `slices`: those of all ranks of the new world.
+        """
         if self._before is not None:  # nothing was divided then
             values, state = self._before
         elif self._copies is not None:
@@ -343,7 +351,8 @@ class ShardedOptimizer(_DistributedOptimizer):
         torch.optim.Optimizer.load_state_dict(self, *args, **kwargs)
         if self._shard_state.fits() and not self._step.backward_began:
             self._shard_state.load()
-        else:  # other counts of steps, other entries, or gradients on their way: arrange everything anew in the next step
+        else:
+            # Other counts of steps, other entries, or gradients on their way: arrange everything anew in the next step.
             self._leave_shards()
             super()._start_over()
             self._bucket_order.possible = False

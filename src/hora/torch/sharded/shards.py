@@ -2,9 +2,8 @@
 
 Buckets are flat, as in `buckets.py`; member m owns slice m of every bucket. Where all members share memory (`shared`),
 parameters lie in it once, every member's gradients beside them, and so does the optimizer state: each member reduces
-and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered, between hosts
-in lanes, where members are numbered host by host.
-Called by `ShardedOptimizer`.
+and steps its slice, and nothing is sent. Otherwise gradients are reduce-scattered and parameters all-gathered, between
+hosts in lanes, where members are numbered host by host. Called by `ShardedOptimizer`.
 
 A step: filling --ready of all--> reduced (`finish`) --`step`--> filling. No rank may look at the parameters between the
 last `ready` and the end of `step`, which is why the last bucket is reduced by `finish` and `step` ends with a meeting.
@@ -132,7 +131,9 @@ class Shards:
         return bucket
 
     def _make_host_buckets(self, specs: Sequence[BucketSpec], memory: SharedMemory, near: Sequence[int]) -> None:
-        """Each member's own parameters and gradients, in places that all members of its host can write to (collective)."""
+        """Each member's own parameters and gradients, in places that all members of its host can write to
+        (collective).
+        """
         runtime, options = self.runtime, self._options
         reducing, giving = (runtime.lane(memory, self._set_id, near) for _ in range(2))
         links = runtime.host_link(reducing), runtime.host_link(giving)
@@ -155,7 +156,9 @@ class Shards:
 
     @property
     def num_apart(self) -> int:
-        """Return the distance to the member that keeps a copy of this one's slices: on another host, if there are several."""
+        """Return the distance to the member that keeps a copy of this one's slices: on another host, if there are
+        several.
+        """
         most = max(len(host) for host in self.runtime.hosts)
         return most if most < self.num_members else 1
 
@@ -225,7 +228,9 @@ class Shards:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Take the gradient of `parameter`, which is None afterwards: whole gradients exist after `materialise` only."""
+        """Take the gradient of `parameter`, which is None afterwards: whole gradients exist after `materialise`
+        only.
+        """
         bucket, index = self._locations_by_id[id(parameter)]
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:

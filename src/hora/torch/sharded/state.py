@@ -1,8 +1,8 @@
 """The optimizer state of a sharded optimizer: divided among the ranks, and whole again when asked for.
 
 State tensors that have the shape of their parameter are divided like it; in shared memory they lie once, and every rank
-sees all of them as `optimizer.state[parameter]`. Everything else ("step" and other scalars) is the same for all elements of a
-group and every rank keeps its own. Called by `ShardedOptimizer`.
+sees all of them as `optimizer.state[parameter]`. Everything else ("step" and other scalars) is the same for all
+elements of a group and every rank keeps its own. Called by `ShardedOptimizer`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def _scalar_values(state: dict[str, Any] | None) -> object:
 
 
 class ShardState:
-    """The location of each element's optimizer state. `optimizer` is the user's, `inner` the one that steps the shards."""
+    """The location of each element's optimizer state.
+
+    `optimizer` is the user's, `inner` the one that steps the shards.
+    """
 
     def __init__(self, optimizer: Any, specs: Sequence[BucketSpec], kinds: ParameterKinds) -> None:
         self._optimizer = optimizer
@@ -81,8 +84,8 @@ class ShardState:
     def load(self, *, own_slices_only: bool = False) -> None:
         """Divide the whole state that lies in `optimizer.state` now.
 
-        Between steps every rank writes all of it into shared memory, so that it is enough if one has loaded a checkpoint;
-        within a step others may be stepping their slices already.
+        Between steps every rank writes all of it into shared memory, so that it is enough if one has loaded a
+        checkpoint; within a step others may be stepping their slices already.
         """
         managed = self._shards.locations
         whole = {p: state for p, state in self._optimizer.state.items() if p in managed}
@@ -246,7 +249,10 @@ def _copied(value: Any) -> Any:
 
 
 def _elementwise_keys(whole: dict[torch.Tensor, dict[str, Any]], parameters: Sequence[torch.Tensor]) -> list[str]:
-    """Return the entries of the state that have the parameter's shape. Scalars ("step") have none, whatever the parameter."""
+    """Return the entries of the state that have the parameter's shape.
+
+    Scalars ("step") have none, whatever the parameter.
+    """
     return sorted(
         {
             key
