@@ -173,7 +173,7 @@ def test_autograph_leaves_no_file_and_tracebacks_have_its_text():
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
         with pytest.raises(ValueError, match="on purpose") as caught:
             step(tf.ones(2))
-        assert list(Path(folder).iterdir()) == []
+        assert [str(path) for path in Path(folder).iterdir()] == []
     lines = traceback.format_exception(caught.value)
     assert any("__autograph_generated_file" in line and "if_body" in line and "raise" in line for line in lines)
 

@@ -8,10 +8,12 @@ functions that wait at once.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import linecache
 import os
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
@@ -43,23 +45,22 @@ _SIGNED = {tf.uint16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 autograph.CONVERSION_RULES = (autograph.DoNotConvert("hora"), *autograph.CONVERSION_RULES)
 
 
-def _keep_no_file(load_source: Callable[[str, bool], tuple[Any, str]]) -> Callable[[str, bool], tuple[Any, str]]:
-    """Remove the file that AutoGraph writes for each function as soon as it is loaded; tracebacks have its text.
+def _load_from_memory(source: str, delete_on_exit: bool) -> tuple[Any, str]:
+    """Load a function that AutoGraph has rewritten, without the file in between; tracebacks have its text nevertheless.
 
-    It would be removed when the process exits, and never by a rank that is killed.
+    AutoGraph would remove that file when the process exits, and what was compiled from it never: a rank may be killed.
     """
-
-    @functools.wraps(load_source)
-    def load(source: str, delete_on_exit: bool) -> tuple[Any, str]:
-        module, path = load_source(source, False)
-        linecache.cache[path] = (len(source), None, source.splitlines(True), path)
-        os.unlink(path)
-        return module, path
-
-    return load
+    name = f"__autograph_generated_file{next(_numbers)}"
+    path = f"{name}.py"
+    linecache.cache[path] = (len(source), None, source.splitlines(True), path)
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = path
+    exec(compile(source, path, "exec"), module.__dict__)
+    return module, path
 
 
-loader.load_source = _keep_no_file(loader.load_source)
+_numbers = itertools.count()
+loader.load_source = _load_from_memory
 
 Work = Callable[..., Sequence[torch.Tensor]]
 
