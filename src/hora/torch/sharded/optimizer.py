@@ -308,7 +308,7 @@ class ShardedOptimizer(_DistributedOptimizer):
         return self._copies is not None and not self._copies.is_shared
 
     def slices(self) -> Slices:
-        """What this rank has of a world that is gone, for the others to make a whole of (`unite`)."""
+        """Return what this rank has of a world that is gone, for the others to make a whole of (`unite`)."""
         return {} if self._copies is None or self._before is not None else self._copies.slices()
 
     def unite(self, slices: Slices) -> None:
