@@ -46,8 +46,9 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
     if plan.get("diloco"):
         optimizer.exchange()
         kept = optimizer.state_dict()["outer"]
-        outer = [kept["num_steps"], *(anchor.double().sum().item() for anchor in kept["anchors"])]
-        outer += [item["momentum_buffer"].double().sum().item() for item in kept["optimizer"]["state"].values()]
+        tensors = [*net.parameters(), *kept["anchors"]]
+        tensors += [item["momentum_buffer"] for item in kept["optimizer"]["state"].values()]
+        outer = hvd.allgather_object([kept["num_steps"], *(tensor.double().sum().item() for tensor in tensors)])
     momentum = [
         value.double().sum().item() for item in optimizer.state_dict()["state"].values() for value in item.values()
     ]
