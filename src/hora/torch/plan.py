@@ -8,7 +8,6 @@ optimizer calls `Planner.step_done` after each of its steps, and the job ends wh
 from __future__ import annotations
 
 import copy
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from hora.torch.optimizer.bucket_plan import BUCKET_BYTES
 from hora.torch.optimizer.buckets import make_reductions
 from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_
 from hora.torch.optimizer.reducer import ReduceOptions
-from hora.torch.process_sets import global_process_set
+from hora.torch.process_sets import ProcessSet, global_process_set, host_process_set
 
 __all__ = ["Link", "Planner", "Prediction", "Work", "advice", "measure_link", "plan", "predict", "table"]
 
@@ -38,18 +37,20 @@ _MOST_BYTES = 32 * 2**20
 _FRAGMENTS = 4  # DiLoCo's default
 _ANNOUNCED = 3  # trips through the link of what the ranks have to agree on first
 
-_numbers = itertools.count()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Link between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code."""
+    """Link between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code.
+
+    `host_byte_s`: of a byte that is reduced inside the hosts alone.
+    """
 
     num_hosts: int
     latency_s: float
     byte_s: float
     bf16_byte_s: float
     int8_byte_s: float
+    host_byte_s: float = 0.0
     loss: float = 0.0  # share of TCP segments that were sent again
 
     @property
@@ -114,11 +115,15 @@ def predict(link: Link, work: Work) -> list[Prediction]:
 
 def _by_bucket(name: str, link: Link, work: Work, byte_s: float, share: float, line: str, accuracy: str) -> Prediction:
     """Buckets travel one behind the other while backward makes the next; the last one begins when it is over."""
-    num_buckets = max(-(-work.num_bytes // BUCKET_BYTES), 1)
-    travel_s = num_buckets * link.latency_s + work.num_bytes * byte_s
-    hidden_s = work.backward_s * (num_buckets - 1) / num_buckets
-    waiting_s = max(travel_s - hidden_s, travel_s / num_buckets)
+    waiting_s = _behind_backward_s(work, link.latency_s, byte_s)
     return _prediction(name, link, work, waiting_s, share * work.num_bytes, line, accuracy)
+
+
+def _behind_backward_s(work: Work, latency_s: float, byte_s: float) -> float:
+    num_buckets = max(-(-work.num_bytes // BUCKET_BYTES), 1)
+    travel_s = num_buckets * latency_s + work.num_bytes * byte_s
+    hidden_s = work.backward_s * (num_buckets - 1) / num_buckets
+    return max(travel_s - hidden_s, travel_s / num_buckets)
 
 
 def _low_rank(rank: int, link: Link, work: Work) -> Prediction:
@@ -133,11 +138,14 @@ def _low_rank(rank: int, link: Link, work: Work) -> Prediction:
 
 
 def _apart(every: int, link: Link, work: Work) -> Prediction:
+    """Hosts reduce gradients inside; a fragment travels beside the steps until it is taken in."""
+    inside_s = _behind_backward_s(work, 0.0, link.host_byte_s)
     fragment_s = _ANNOUNCED * link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
     overlap = every // (2 * _FRAGMENTS)
-    waiting_s = max(fragment_s - overlap * work.step_s, 0.0) * _FRAGMENTS / every
+    waiting_s = max(fragment_s - overlap * (work.step_s + inside_s), 0.0) * _FRAGMENTS / every
     line = f"hvd.DiLoCo(optimizer, every={every})"
-    return _prediction(f"DiLoCo {every}", link, work, waiting_s, work.num_bytes / 2 / every, line, _APART)
+    sent = work.num_bytes / 2 / every
+    return _prediction(f"DiLoCo {every}", link, work, waiting_s, sent, line, _APART, own_s=inside_s)
 
 
 def _prediction(
@@ -194,6 +202,10 @@ def measure_link() -> Link:
         count *= 4
     by_code = {"": took_s, "bf16": _sum_s(count, "bf16"), "int8": _sum_s(count, "int8")}
     byte_s = {code: max(one_s - latency_s, 1e-9) / (4 * count) for code, one_s in by_code.items()}
+    near = host_process_set()
+    num_local = torch.tensor([near.size() or 1], dtype=torch.int64, device="cpu")
+    _reduce(num_local, ReduceOp.MAX, "plan.local")
+    host_s = _sum_s(2**22, process_set=near) if int(num_local) > 1 else 0.0
     sent, again = (now - then for now, then in zip(_segments(), before, strict=True))
     sums = torch.tensor([float(sent), float(again)], device="cpu")
     _reduce(sums, ReduceOp.SUM, "plan.segments")
@@ -203,15 +215,16 @@ def measure_link() -> Link:
         byte_s=byte_s[""],
         bf16_byte_s=byte_s["bf16"],
         int8_byte_s=byte_s["int8"],
+        host_byte_s=host_s / 2**24,
         loss=float(sums[1] / max(float(sums[0]), 1.0)),
     )
 
 
-def _sum_s(count: int, code: str = "") -> float:
-    """Seconds of a sum of so many float32, as a gradient bucket travels, of the slowest rank (collective)."""
+def _sum_s(count: int, code: str = "", process_set: ProcessSet = global_process_set) -> float:
+    """Seconds of a sum of so many float32, as a gradient bucket travels, of the slowest rank (collective, over all)."""
     runtime, cpu = engine.current_runtime(), torch.device("cpu")
-    layout = (f"plan.{next(_numbers)}", count, torch.float32, cpu, code)
-    _, (reduction,) = make_reductions(runtime, ReduceOptions(process_set=global_process_set), [layout])
+    layout = (f"plan.{count}.{code}", count, torch.float32, cpu, code)
+    _, (reduction,) = make_reductions(runtime, ReduceOptions(process_set=process_set), [layout])
     times_s = []
     for _ in range(_WARM_UP + 3):  # first come connections, and what the ranks learn
         runtime.barrier()
