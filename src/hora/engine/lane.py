@@ -116,7 +116,7 @@ class Lane:
         self._void = [Counter.at(segment.memory, place + 16) for place in places]  # the last item that it found void
         self.link: Link | None = None
         self._leaving = Item(None, "join", leaves=True)  # the last one
-        self._reductions: list[PersistentReduction] = []
+        self._reductions: list[tuple[PersistentReduction, str]] = []  # with their names in messages
         self._next = 0  # the index of the reduction whose turn it is to be started
         self._started: dict[int, Item] = {}  # by index, before their turn
         self._num_items = 0  # that were given a number
@@ -140,7 +140,7 @@ class Lane:
 
     def add(self, reduction: PersistentReduction) -> int:
         """Append a reduction to the order, before the first step; returns its index."""
-        self._reductions.append(reduction)
+        self._reductions.append((reduction, full_names(*reduction.signature.key(0), 1)[0]))
         return len(self._reductions) - 1
 
     @property
@@ -165,8 +165,7 @@ class Lane:
         """This rank's data of a reduction is in its place: reduce it when all reductions before it have been started.
         Without `background` only `wait` drives it."""
         self.queue.check_open()
-        reduction = self._reductions[index]
-        item = self._started[index] = Item(reduction, full_names(*reduction.signature.key(0), 1)[0])
+        item = self._started[index] = Item(*self._reductions[index])
         while (ready := self._started.pop(self._next, None)) is not None:
             self._submit(ready)
             self._next = (self._next + 1) % len(self._reductions)
