@@ -56,7 +56,9 @@ def assert_nothing_is_announced(training, num_steps=5):
     before = rounds()
     for _ in range(num_steps):
         training.step(6.0)
-    assert rounds() == before
+    found = rounds()
+    training.step(6.0)  # nobody announces a join before all have counted: rank 0 takes note of it once a second
+    assert found == before
 
 
 @encrypted
@@ -116,8 +118,8 @@ def test_a_sharded_optimizer_announces_nothing_either():
         for step in range(3):
             plain.step(6.0, scale=step + 1.0)
             training.step(6.0, scale=step + 1.0)
-        assert_nothing_is_announced(training)
-        for _ in range(5):
+        assert_nothing_is_announced(training, num_steps=5)
+        for _ in range(6):
             plain.step(6.0)
         for one, two in zip(plain.parameters, training.parameters, strict=True):
             assert torch.equal(one, two)
