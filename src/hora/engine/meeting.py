@@ -39,7 +39,7 @@ _PAUSE_S = 0.1
 
 
 class Meeting:
-    """At the rendezvous of a Hora launcher, which has our keys, or at a table of rank 0's, where all ranks have `secret`."""
+    """At the rendezvous of a Hora launcher, which has our keys, or at a table of rank 0's, for ranks with `secret`."""
 
     def __init__(self, client: ControlClient, secret: bytes | None = None) -> None:
         self.client = client
@@ -91,9 +91,10 @@ def open_meeting(world: World, *, limit_s: float) -> Meeting:
     else:
         if not point.secret_file:
             accept_risk(
-                f"the ranks meet without a secret at {point.endpoint}: whoever reaches it, another user of this machine "
-                "for one, can end this job or give it wrong values. Set HORA_SECRET_FILE to a file that all ranks can "
-                "read and nobody else (umask 077; openssl rand -hex 32 > FILE), or start the job with horovodrun",
+                f"the ranks meet without a secret at {point.endpoint}: whoever reaches it, another user of this "
+                "machine for one, can end this job or give it wrong values. Set HORA_SECRET_FILE to a file that all "
+                "ranks can read and nobody else (umask 077; openssl rand -hex 32 > FILE), or start the job with "
+                "horovodrun",
                 warn=world.rank == 0,
             )
         meeting = _meet_at_rank_0(_beside_torch(world), limit_s)
@@ -135,7 +136,7 @@ _tables: dict[MeetingPoint, Table] = {}  # rank 0's, to the end of its process
 
 
 def _meet_at_rank_0(world: World, limit_s: float) -> Meeting:
-    """A meeting at a table that rank 0 opens: at the place that the launcher named, or beside torchrun's store there."""
+    """A meeting at a table that rank 0 opens: at the place that the launcher named, or beside torchrun's store."""
     point, deadline = world.meeting, time.monotonic() + limit_s
     secret = read_secret_file(point.secret_file) if point.secret_file else b""  # which whoever comes has, too
     credentials = Credentials(derived_secret(secret, "the meeting"), point.job)

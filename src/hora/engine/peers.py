@@ -90,8 +90,8 @@ class _Introduction:
 
 
 class Peers:
-    """The ranks of a world of several. `epoch` tells one initialisation of this world from another; `check_alive` raises when
-    it has become pointless to wait for one of them."""
+    """The ranks of a world of several. `epoch` tells one initialisation of this world from another; `check_alive` raises
+    when it has become pointless to wait for one of them."""
 
     def __init__(
         self, world: World, config: EngineConfig, epoch: str, events: HubEvents, check_alive: Callable[[], None]
@@ -346,8 +346,8 @@ class Peers:
         )
 
     def _protected(self, stream: Stream, rank: int) -> Stream:
-        """The stream to or from this rank: in clear where the user has it so, and as it is between processes of one host.
-        Both ends come to the same decision."""
+        """The stream to or from this rank: in clear where the user has it so, and as it is between processes of one
+        host. Both ends come to the same decision."""
         wish = self.config.encrypt
         if wish == "always":
             return stream

@@ -132,8 +132,8 @@ class Planner:
         self._mark_if_ready(entry)
 
     def feed_all(self, signature: Signature, instance: int) -> None:
-        """All members have announced the same request, and none has joined. Gives what `feed` for each of them would, and
-        is several times faster; most requests are like this."""
+        """All members have announced the same request, and none has joined. Gives what `feed` for each of them would,
+        and is several times faster; most requests are like this."""
         assert not self._joined, (signature, self._joined)
         key = signature.key(instance)
         if signature.name is None:

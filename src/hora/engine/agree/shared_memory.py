@@ -124,7 +124,7 @@ class SharedMemoryAgreement:
     # Without a round: nothing is announced while a member is at a ticket.
 
     def describe_to(self, job: native.Repeated) -> None:
-        """Tell the native part where records are, and where it sees whether all that was announced has been agreed on."""
+        """Tell the native part where records are, and where it sees that all announcements have been agreed on."""
         job.group, job.heads, job.round = self.repeated.tickets.group, self._heads[0].address, self._round.address
         job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 3 * LINE_BYTES
 
@@ -181,8 +181,8 @@ class SharedMemoryAgreement:
         return self._end_round(planner.close_round())
 
     def _feed_alike(self, planner: Planner, num_bytes: int) -> bool:
-        """Give the planner the next so many bytes of every member's news, if all of them announce the same known requests
-        in the same order."""
+        """Give the planner the next so many bytes of every member's news, if all of them announce the same known
+        requests in the same order."""
         if num_bytes < _RECORD_BYTES:
             return False
         same: list[Signature] | None = None
@@ -202,8 +202,8 @@ class SharedMemoryAgreement:
         return True
 
     def _batching(self, heads: Sequence[int]) -> bool:
-        """Return whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and theirs
-        may be the same."""
+        """Return whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and
+        theirs may be the same."""
         num_missing = sum(map(eq, heads, self._fed))
         if num_missing in (0, self._num_members) or sum(heads) - sum(self._fed) > _RING_BYTES // 4:
             return False
@@ -303,8 +303,8 @@ class SharedMemoryAgreement:
         """So many bytes more are in the own ring: tell the others."""
         self._head += num_bytes
         self._heads[self._member].store(self._head)
-        # What they hope for will not come. Each time: those that have seen a round that this member has not seen yet may
-        # have fallen asleep since it announced something before.
+        # What they hope for will not come. Each time: those that have seen a round that this member has not seen yet
+        # may have fallen asleep since it announced something before.
         self.repeated.nudge()
         if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
             self._ring()
