@@ -1,4 +1,4 @@
-"""The time of a job of two empty ranks, by every launcher here: `python benchmarks/launchers.py [--repeats 5] [--docs]`.
+"""The time of a job of two empty ranks, by every launcher: `python benchmarks/launchers.py [--repeats 5] [--docs]`.
 
 Wall seconds from the command to its end, medians, all launchers in turns: this machine alone, the same command on two
 nodes (both are this machine), mpirun's line by the stand-in and by a real Open MPI, ssh (a real sshd), a Slurm

@@ -172,9 +172,9 @@ def sessions() -> Target:
     def fuzz(data: bytes) -> None:
         server = Sessions(Handler(), limit_s=0.0)
         for part in data.split(b"\n\n")[:3]:  # one connection after the other
-            peer = _Peer()
-            _conversation(part, lambda header, payload, peer=peer: server.message(peer, header, payload))  # type: ignore
-            server.closed(peer)  # type: ignore[arg-type]
+            peer: Any = _Peer()
+            _conversation(part, lambda header, payload, peer=peer: server.message(peer, header, payload))
+            server.closed(peer)
 
     first, back = b'{"session": "s", "received": 0}', b'{"session": "s", "received": 1}'
     said = [b'{"op": "x", "_q": 1}\tpayload', b'{"_r": 1}', b'{"op": "y", "_q": 2}', b'{"_bye": true}']
