@@ -159,7 +159,7 @@ test-hosts: $(STAMP)
 
 # Leaders that die, are stopped or lose etcd. Needs etcd (Debian: etcd-server, etcd-client).
 test-store: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_store.py tests/integration/test_store_client.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfERs --durations 12 tests/integration/test_job_store.py tests/integration/test_store_client.py
 
 test-containers: $(STAMP)
 	$(BIN)/python -m pytest -m containers -rfERs tests/integration/test_containers.py

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_store import Etcd
+from test_job_store import Etcd
 
 from hora.launch.agent.leadership import Leadership
 from hora.launch.agent.store import Store, StoreError

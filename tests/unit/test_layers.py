@@ -157,3 +157,11 @@ def test_the_tree_in_the_architecture_is_whole():
         assert path.stem.startswith("__") or path.stem in words[room], (
             f"{path.relative_to(HORA)} is not in ARCHITECTURE.md"
         )
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest imports them by that name alone, and a run of all of them would end before its first test."""
+    names = [
+        path.name for path in (SRC.parent / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
+    ]
+    assert sorted(names) == sorted(set(names))
