@@ -267,7 +267,18 @@ class Rendezvous(Table):
             self._give_world(parked, peer.number)
         else:
             self._next_worlds[peer.number] = (parked, generation)
+            self._leave_meetings(worker, generation)
             self._events.waiting(peer.number, generation)
+
+    def _leave_meetings(self, worker: int, generation: int) -> None:
+        """A rank that waits for the next world comes to no meeting of this one: the others need not wait there."""
+        if generation != self.generation or worker not in self._worlds:
+            return
+        rank = self._worlds[worker].rank
+        self._gone[rank] = "waits for the next world"
+        for key, gather in list(self._gathers.items()):
+            if gather.lacks(rank):
+                self._fail_gather(key, self._obituary())
 
     def _publish(self, generation: int, worlds: dict[int, World]) -> None:
         self.generation, self._worlds = generation, worlds
