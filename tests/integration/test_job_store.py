@@ -32,24 +32,36 @@ def free_ports(number: int) -> list[int]:
 
 
 class Etcd:
-    """A cluster of one member, at 127.0.0.1. `tls`: the arguments that make it speak TLS."""
+    """A cluster at 127.0.0.1. `tls`: the arguments that make it speak TLS."""
 
-    def __init__(self, folder: Path, tls: list[str] | None = None) -> None:
-        self.folder = folder
-        self.port, peer = free_ports(2)
+    def __init__(self, folder: Path, tls: list[str] | None = None, *, number: int = 1) -> None:
+        self._folder = folder
+        self.ports, peers = free_ports(number), [f"http://127.0.0.1:{port}" for port in free_ports(number)]
+        cluster = ",".join(f"m{index}={peer}" for index, peer in enumerate(peers))
         scheme = "https" if tls else "http"
-        client, peers = f"{scheme}://127.0.0.1:{self.port}", f"http://127.0.0.1:{peer}"
-        self._command = [
-            "etcd", "--name", "one", "--data-dir", str(folder / "etcd"), "--log-level", "error", "--logger", "zap",
-            "--listen-client-urls", client, "--advertise-client-urls", client, "--listen-peer-urls", peers,
-            "--initial-advertise-peer-urls", peers, "--initial-cluster", f"one={peers}", *(tls or []),
-        ]  # fmt: skip
-        self.url = f"{'etcds' if tls else 'etcd'}://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self._commands = []
+        for index, (port, peer) in enumerate(zip(self.ports, peers, strict=True)):
+            client = f"{scheme}://127.0.0.1:{port}"
+            self._commands.append([
+                "etcd", "--name", f"m{index}", "--data-dir", str(folder / f"etcd.{index}"), "--log-level", "error",
+                "--logger", "zap", "--listen-client-urls", client, "--advertise-client-urls", client,
+                "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster,
+                *(tls or []),
+            ])  # fmt: skip
+        hosts = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        self.url = f"{'etcds' if tls else 'etcd'}://{hosts}"
+        self._members: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def port(self) -> int:
+        return self.ports[0]
 
     def start(self) -> None:
-        with (self.folder / "etcd.log").open("ab") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        """Start the members that do not run."""
+        for index, command in enumerate(self._commands):
+            if index not in self._members:
+                with (self._folder / "etcd.log").open("ab") as log:
+                    self._members[index] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def wait(self, store: Store) -> None:
         def answers() -> bool:
@@ -60,10 +72,14 @@ class Etcd:
 
         wait_until("etcd answers", answers, 60)
 
+    def kill(self, index: int) -> None:
+        member = self._members.pop(index)
+        member.kill()
+        member.wait(30)
+
     def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(30)
+        for index in list(self._members):
+            self.kill(index)
 
 
 @pytest.fixture
@@ -196,6 +212,29 @@ def test_etcd_is_killed_and_started_again(etcd: Etcd, tmp_path: Path):
     nodes.wait_for_step(nodes.last() + 20)
     nodes.finish(nodes.jobs)
     nodes.assert_nothing_lost(workers=3)
+
+
+@pytest.mark.slow
+def test_a_member_of_three_is_killed_and_started_again_and_the_leader_leads_on(tmp_path: Path):
+    cluster = Etcd(tmp_path, number=3)
+    cluster.start()
+    try:
+        cluster.wait(Store.from_url(cluster.url))
+        nodes = Nodes(tmp_path, f"{cluster.url}?ttl=10", "store_rank.py")
+        nodes.wait_for_step(20)
+        leader = nodes.wait_for_leader()
+        for index in range(3):
+            cluster.kill(index)
+            step = nodes.last()
+            nodes.wait_for_step(step + 250)  # longer than the lease lasts
+            cluster.start()
+            cluster.wait(Store.from_url(f"etcd://127.0.0.1:{cluster.ports[index]}"))
+        assert "does not lead the job any more" not in nodes.text()
+        assert nodes.wait_for_leader() is leader
+        nodes.finish(nodes.jobs)
+        nodes.assert_nothing_lost(workers=3)
+    finally:
+        cluster.stop()
 
 
 @pytest.mark.slow
