@@ -46,7 +46,8 @@ PLACES = (
     (
         "the same command on every node",
         "`hora run --join -np 8 python train.py`",
-        "elastic: any worker, any node but the first; a node may come back",
+        "elastic: any worker, any node but the first ([with a store](elastic.md#without-a-process-that-must-not-die): "
+        "any node); a node may come back",
     ),
     (
         "Slurm",

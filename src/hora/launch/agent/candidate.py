@@ -78,6 +78,7 @@ class Candidate:
                     status = self._stand(lead)
                     if status is not None:
                         return status
+                    seen_at = time.monotonic()
                 if keeper.poll() is not None:
                     return self._without_keeper(former)
                 if time.monotonic() > seen_at + self._leaderless_s:
