@@ -270,3 +270,19 @@ def test_a_store_that_cannot_be_used_is_said(tmp_path: Path):
     assert "no member of the store (HORA_STORE) answers: 127.0.0.1:1" in nodes.text()
     assert "secret@" not in nodes.text()
     nodes.jobs[0].assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_the_leaders_node_is_asked_to_end_and_another_one_leads(etcd: Etcd, tmp_path: Path):
+    nodes = Nodes(tmp_path, etcd.url, "store_training.py")
+    nodes.wait_for_step(20)
+    leader = nodes.wait_for_leader()
+    leader.process.send_signal(signal.SIGTERM)
+    assert leader.wait(120) == 75, nodes.text()
+    leader.assert_nothing_left(60)
+    others = [job for job in nodes.jobs if job is not leader]
+    wait_until("another node leads", lambda: any("leads the job now" in job.text() for job in others), 60)
+    survivor = next(worker for worker in range(3) if nodes.steps(worker)[-1][2] == 2)
+    nodes.wait_for_step(nodes.last(survivor) + 20, survivor)
+    nodes.finish(others)
+    assert [step for _, step, _ in nodes.steps(survivor)] == list(range(1, len(nodes.steps(survivor)) + 1))
