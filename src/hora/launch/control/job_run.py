@@ -23,7 +23,7 @@ from hora.launch.control.output import Output
 from hora.launch.control.rendezvous import ErrorReport, Rendezvous
 from hora.launch.control.stall_stacks import StallStacks
 from hora.launch.environment import module_command
-from hora.launch.job import Job, Launcher, Succession, WorkerExit, WorkerSpec
+from hora.launch.job import Job, Launcher, LeadershipLostError, Succession, WorkerExit, WorkerSpec
 from hora.launch.slots import Slot
 from hora.net.client import FUNCTION_KEY, PATH_KEY
 from hora.net.keys import worker_key
@@ -114,6 +114,9 @@ class JobRun:
             yield
         except KeyboardInterrupt:
             self._events.ended("stopped", "interrupted")
+            raise
+        except LeadershipLostError:
+            self._events.ended("stopped", "another process leads the job now")
             raise
         except BaseException as error:
             self._events.ended("stopped" if self._stop_reason else "failed", self._stop_reason or str(error))
