@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from hora.net.keys import rank_keys, worker_credentials, world_secret
 from hora.net.server import Peer
@@ -102,6 +103,7 @@ class Rendezvous(Table):
         self._next_worlds: dict[int, tuple[Parked, int]] = {}
         self._worlds: dict[int, World] = {}  # of this generation, by worker
         self._heard: dict[int, float] = {}  # worker -> when
+        self._named: WeakValueDictionary[tuple[int, str], Peer] = WeakValueDictionary()  # by worker and its own name
         self._notices: list[Header] = []  # of this generation
         self._given_up: set[int] = set()  # workers that have no place ever again, should they turn up
         self._reporting: dict[int, Peer] = {}  # worker -> the connection over which it tells how it does
@@ -203,9 +205,10 @@ class Rendezvous(Table):
             return
         name = str(header["name"])[:NAME_CHARACTERS]
         if worker >= 0:
-            for other in self._server.peers:
-                if other is not peer and (other.number, other.name) == (worker, name):
-                    other.number = -1  # it has come back before we noticed that it was cut off: no loss
+            other = self._named.get((worker, name))
+            if other is not None and other is not peer:
+                other.number = -1  # it has come back before we noticed that it was cut off: no loss
+            self._named[worker, name] = peer
         peer.name, peer.number = name, worker
         peer.send({"re": header["id"], **self._stamp})
         if peer.number >= 0:
