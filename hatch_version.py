@@ -1,7 +1,7 @@
 """The package's version: the tag `vX.Y.Z` of the commit that is built. Evaluated by hatchling (`[tool.hatch.version]`).
 
-After a tag it is X.Y.Z.postN+gCOMMIT. Without git or tags (a source archive, a shallow clone, an image) it is that of the
-newest dated section of CHANGELOG.md; a tag without such a section is an error.
+After a tag it is X.Y.Z.postN+gCOMMIT. Without git or tags (a source archive, a shallow clone, an image) it is that of
+the newest dated section of CHANGELOG.md; a tag without such a section is an error.
 """
 
 from __future__ import annotations

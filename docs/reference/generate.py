@@ -1,4 +1,5 @@
-"""Pages that `make docs` writes from the code: the API reference, the options of the commands, and files from outside docs/.
+"""Pages that `make docs` writes from the code: the API reference, the options of the commands, and files from outside
+docs/.
 
 A hook of mkdocs (mkdocs.yml). It reads the packages without importing them (griffe), so neither TensorFlow nor Ray need
 be there; mkdocstrings then renders signatures and docstrings. Arguments that a docstring does not name are explained by
@@ -149,7 +150,7 @@ def _entry(loader: griffe.GriffeLoader, module: str, name: str, target: Any) -> 
 
 def _old_names() -> Iterator[str]:
     yield "# Other module names of Horovod\n"
-    yield "Modules that programs import although Horovod's documentation does not name them, and where their names live.\n"
+    yield "Modules that programs import although Horovod's documentation does not name them, and their names' homes.\n"
     yield "| module | names |\n|---|---|"
     for name, row in OLD_MODULES.items():
         if row:

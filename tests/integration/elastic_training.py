@@ -160,8 +160,9 @@ def keep(file: Path, net: torch.nn.Module, optimizer: Any, hosts: list[str]) -> 
 
 
 def train_again(folder: str, worlds: dict[int, list[list[int]]], sharded: bool) -> dict[int, list[list[float]]]:
-    """The steps of some worlds, each from the state that it began with, without failures: gives the losses, and writes down
-    how each of them ended. To be called on as many ranks of as many hosts as these worlds had."""
+    """The steps of some worlds, each from the state that it began with, without failures: gives the losses, and writes
+    down how each of them ended. To be called on as many ranks of as many hosts as these worlds had.
+    """
     hvd.init()
     losses = {}
     for world, steps in worlds.items():

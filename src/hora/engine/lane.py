@@ -25,8 +25,8 @@ The items are `PersistentReduction`s, which the optimizer's buckets `start` when
 `execute_direct` of one is called when the members that share this memory have come. It says whether the item is done.
 False means that it is void: nothing was changed, every member says the same, and the lane has it announced
 (`execute_announced`): all execute it then, also a rank that has joined. On one host that does not happen. Over several
-hosts a lane has the members of one in common, and a link to the other hosts (`transport.host_reduction`): what hosts send
-one another says which item it is, and there they find that another host has something else to do.
+hosts a lane has the members of one in common, and a link to the other hosts (`transport.host_reduction`): what hosts
+send one another says which item it is, and there they find that another host has something else to do.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Lane:
     """This rank's end of it. `offset`: where the members' counters are in the segment, which were zero. `near`: those
     members of the set that share this memory, if not all of them do.
 
-    `start`, `wait`, `meet`, `leave`, `finish_leaving` and `come_back` are called by one thread at a time, the one that trains.
+    `start`, `wait`, `meet`, `leave`, `finish_leaving` and `come_back` are called by one thread at a time, the one that
+    trains.
     """
 
     def __init__(
@@ -154,7 +155,9 @@ class Lane:
     # What the training thread does.
 
     def turn(self, index: int, num_turns: int) -> int:
-        """Return which of `num_turns` places takes the data of the next item of this reduction: another one in every step."""
+        """Return which of `num_turns` places takes the data of the next item of this reduction: another one in every
+        step.
+        """
         return self.turn_of(self._num_items + index - self._next + 1, num_turns)
 
     def turn_of(self, number: int, num_turns: int) -> int:
@@ -216,7 +219,8 @@ class Lane:
 
     def come_back(self) -> None:
         """All members have left: go on together. No member may start anything before all have come back."""
-        # Python may collect an optimizer, and close its lane, at any moment, also in this method, and on some ranks alone.
+        # Python may collect an optimizer, and close its lane, at any moment, also in this method, and on some ranks
+        # alone.
         counters, progress = self._left, self._progress
         if self._closed:
             return
@@ -317,8 +321,10 @@ class Lane:
         self._watch(lambda: [self.ranks[peer] for peer in self._counters.missing(value)])
 
     def look_beyond(self, late: Callable[[Key], Sequence[int]]) -> None:
-        """While this member waits for other hosts, which may have done their part: the same. `late(key)`: the members of the
-        set that have not come to this."""
+        """While this member waits for other hosts, which may have done their part: the same.
+
+        `late(key)`: the members of the set that have not come to this.
+        """
         self.queue.status.check_alive()
         reduction = self._items[0].reduction
         if reduction is None:
@@ -388,9 +394,9 @@ class Lane:
 
 
 class PersistentReduction:
-    """The same reduction of the same memory in every step, set up once by all members together: `SharedMemoryReduction` on
-    one host, `HostReduction` over several. `mine` is this rank's data, and the result of an allreduce in place; `out`: where
-    the result is otherwise.
+    """The same reduction of the same memory in every step, set up once by all members together: `SharedMemoryReduction`
+    on one host, `HostReduction` over several. `mine` is this rank's data, and the result of an allreduce in place;
+    `out`: where the result is otherwise.
 
     All members must have made it before one starts it. In a step: idle --`start`--> in flight --`wait`--> idle.
     """

@@ -90,8 +90,11 @@ class _Introduction:
 
 
 class Peers:
-    """The ranks of a world of several. `epoch` tells one initialisation of this world from another; `check_alive` raises
-    when it has become pointless to wait for one of them."""
+    """The ranks of a world of several.
+
+    `epoch` tells one initialisation of this world from another; `check_alive` raises when it has become pointless to
+    wait for one of them.
+    """
 
     def __init__(
         self, world: World, config: EngineConfig, epoch: str, events: HubEvents, check_alive: Callable[[], None]

@@ -62,8 +62,9 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A step without a network: its seconds, those of backward, the gradients' shapes, and what making factors of them costs
-    (seconds by PowerSGD's rank)."""
+    """A step without a network: its seconds, those of backward, the gradients' shapes, and what making factors of them
+    costs (seconds by PowerSGD's rank).
+    """
 
     step_s: float
     backward_s: float
@@ -94,7 +95,8 @@ def _numel(shape: Sequence[int]) -> int:
     return count
 
 
-# --- reckoning: pure ---------------------------------------------------------------------------------------------------
+# --- reckoning: pure
+# ---------------------------------------------------------------------------------------------------
 
 _SAME = "as plain"
 _LOW_RANK = "as plain at rank 2 to 4 (1905.13727)"
@@ -161,8 +163,8 @@ def _prediction(
 def table(link: Link, work: Work, predictions: Sequence[Prediction]) -> str:
     """The plan as text."""
     lines = [
-        f"{link.num_hosts} hosts: {link.bandwidth / 1e6:.0f} Mbit/s, {1e3 * link.latency_s:.1f} ms for the smallest allreduce, "
-        f"{100 * link.loss:.2f} % sent again; a step without a network {1e3 * work.step_s:.0f} ms, "
+        f"{link.num_hosts} hosts: {link.bandwidth / 1e6:.0f} Mbit/s, {1e3 * link.latency_s:.1f} ms for the smallest "
+        f"allreduce, {100 * link.loss:.2f} % sent again; a step without a network {1e3 * work.step_s:.0f} ms, "
         f"{work.num_bytes / 1e6:.1f} MB of gradients",
         "",
         f"{'setting':12s} {'step':>9s} {'waiting':>8s} {'MB a step':>10s}  {'accuracy':37s} what to write",
@@ -187,12 +189,15 @@ def advice(predictions: Sequence[Prediction]) -> str:
     return f"plan: a step takes {1e3 * first.step_s:.0f} ms sent as it is, {', '.join(told)}"
 
 
-# --- measuring: collective ---------------------------------------------------------------------------------------------
+# --- measuring: collective
+# ---------------------------------------------------------------------------------------------
 
 
 def measure_link() -> Link:
-    """Time allreduces over all ranks, as gradients travel (collective, a few seconds). ValueError where all ranks are on one
-    host."""
+    """Time allreduces over all ranks, as gradients travel (collective, a few seconds).
+
+    ValueError where all ranks are on one host.
+    """
     runtime = engine.current_runtime()
     if not runtime.spans_hosts(0):
         raise ValueError("all ranks are on one host: there is no link to plan for")
