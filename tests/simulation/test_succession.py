@@ -2,8 +2,9 @@
 
     python -m pytest tests/simulation/test_succession.py --seed 4711     one again, exactly
 
-What must hold is what holds for every job (`test_simulation`), over all leaders: generations follow one another, no worker
-begins twice, none that was given up has a place again. Played: the store, and the nodes' keepers, which hold the workers.
+What must hold is what holds for every job (`test_simulation`), over all leaders: generations follow one another, no
+worker begins twice, none that was given up has a place again. Played: the store, and the nodes' keepers, which hold the
+workers.
 """
 
 from __future__ import annotations
