@@ -1,8 +1,6 @@
-"""The build hook: compiles the native part (`src/hora/engine/shm/native.c`) where there is a C compiler, goes on
-without.
+"""The build hook: compiles the native part (`src/hora/engine/shm/native.c`) where there is a C compiler.
 
-    pip install .                   a wheel with the library, tagged for this kind of machine; without a compiler
-                                    py3-none-any
+    pip install .                   a wheel with the library, for this kind of machine; else py3-none-any
     pip install -e .                the library in the source tree (`make native` builds it anew)
     HORA_NATIVE=0 pip wheel .       py3-none-any, whatever there is
     CC=aarch64-linux-gnu-gcc pip wheel .    for another machine: the tag is read from what was built

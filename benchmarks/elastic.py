@@ -4,11 +4,9 @@
 
 1. Recovery: three ranks train; one is killed (SIGKILL), ten times over. The time from the kill to the next completed
    optimizer step, the steps that were done and have to be done again, and the time from the start of a newcomer's
-     process
-   to its first step. By the step under `horovodrun --min-np 2`; under `torchrun --max-restarts` with DDP and a
-     checkpoint
-   every step; with torchft (`pip install torchft==0.2.0`) over gloo, each rank a replica that is started again a second
-   after its death, as ours are. Same model, same data, one after the other. And where that time goes.
+   process to its first step. By the step under `horovodrun --min-np 2`; under `torchrun --max-restarts` with DDP and a
+   checkpoint every step; with torchft (`pip install torchft==0.2.0`) over gloo, each rank a replica that is started
+   again a second after its death, as ours are. Same model, same data, one after the other. And where that time goes.
 2. Overhead of a step without failures, in turns with the same training without fault tolerance: ours with `per_step`,
    torchft's against plain DDP.
 3. Commit: Adam, 25 M parameters, two ranks: one commit every 10 steps as a share of the steps' time; the same with the

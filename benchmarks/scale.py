@@ -4,15 +4,12 @@ A real launcher's rendezvous and a real rank 0 (its hub, agreement and planner),
 simulated others: real connections with real keys, which say what ranks say.
 
 1. Meeting: all workers connect to the launcher, get their keys, hear of the ranks of their host and where their
-  parent in the
-   tree is, as `hvd.init()` does. Then rank 0's neighbours in the tree hand in the introductions of all ranks and get
-     them back.
+   parent in the tree is, as `hvd.init()` does. Then rank 0's neighbours in the tree hand in the introductions of all
+   ranks and get them back.
 2. Agreement: rank 0 and its neighbours, each for all ranks below it, announce operations that they have announced
-  before, and
-   wait for the round. No other rank speaks with rank 0.
+   before, and wait for the round. No other rank speaks with rank 0.
 3. Training: rank 0 takes steady steps of 25 buckets through its lane. Of the ranks of its host it sees in shared
-  memory that
-   they have come, of the other hosts that they have the same bucket; what buckets hold is not sent.
+   memory that they have come, of the other hosts that they have the same bucket; what buckets hold is not sent.
 
 Seconds are wall time on this machine, where all of them share its cores; bytes and messages are exact. docs/scale.md
 has a model of them.

@@ -18,11 +18,11 @@ for one signature. Whoever announces another one under its name does so in full,
 
 States of a request at a member:
 
-    absent --announced by some below--> held --by all at or below--> absent, passed on: as ALL if all have the same
-      signature
-                                        held --OLD_S pass, or a member joins--> apart, what is known passed on member
-                                          by member
-                                        apart --announced by more--> apart, passed on --by all--> absent
+    absent --announced by some below--> held
+    held   --announced by all below---> absent, passed on: as ALL if all have the same signature
+    held   --OLD_S, or a member joins-> apart, what is known is passed on member by member
+    apart  --announced by more--------> apart, passed on
+    apart  --announced by all---------> absent
 
 So a request that ranks do not agree about, or that some never announce, still comes to the root with everything that is
 known of it: there the planner finds the mismatch, and the stall report who is missing. From the first member that joins

@@ -1,13 +1,12 @@
 """The last step: how a training goes on after a death with what it has, instead of going back to a copy of it.
 
 Nothing is voted on while all goes well. Sum number n exists anywhere only when every rank has given its gradient to it,
-and a rank does that after it has applied step n - 1. So when the world breaks, the survivors have applied n steps or n
-- 1:
+and a rank does that after it has applied step n - 1. So when the world breaks, every survivor has applied step n, or
+step n - 1 as its last:
 
     step n applied by no survivor    it has happened nowhere; the next world makes it again
-    step n applied by some           when the next world meets every rank tells its number, and who lacks the step takes
-                                     the
-                                     state over from one that has it, before anybody goes on (`TorchState.sync`)
+    step n applied by some           when the next world meets every rank tells its number, and a rank that lacks the
+                                     step takes the state from one that has it, before any goes on (`TorchState.sync`)
 
 What a step changes before it is applied is little, and is taken back if it fails: gradients, buffers (running
 statistics of batch normalisation), the state's plain values, torch's random generators.
