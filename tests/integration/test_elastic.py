@@ -71,7 +71,7 @@ def test_a_launcher_that_was_stopped_itself_blames_no_rank(tmp_path: Path):
     assert {size for result in job.results() for size in result["sizes"]} == {2}
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_by_the_step_four_deaths_cost_nothing_that_was_done(tmp_path: Path, sharded: bool):
     """The second and the fourth are rank 0's; nothing was copied by any commit between them."""
     faults = [fault(1, 7, "kill"), fault(0, 20, "kill"), fault(2, 20, "kill", "commit"), fault(0, 41, "kill")]
