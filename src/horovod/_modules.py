@@ -178,7 +178,6 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "save_into_bio save_into_bio_fn serialize_fn",
     ),
     "horovod.tensorflow.compression": ("hora.tensorflow.compression: *",),
-    "horovod.tensorflow.elastic": ("hora.keras.elastic: TensorFlowKerasState TensorFlowState run",),
     "horovod.tensorflow.functions": ("hora.tensorflow.functions: *",),
     "horovod.tensorflow.sync_batch_norm": ("hora.keras.tensorflow_names: SyncBatchNormalization",),
     "horovod.tensorflow.util": ("tensorflow: _executing_eagerly=executing_eagerly",),
