@@ -16,6 +16,7 @@ def keras_function() -> Callable[[float], tuple[int, list[float]]]:
         from sparkdl.horovod.tensorflow.keras import LogCallback
 
         hvd.init()
+        tf.keras.utils.set_random_seed(0)  # the first loss is that of each rank's own weights
         model = tf.keras.Sequential([tf.keras.layers.Input((4,)), tf.keras.layers.Dense(1)])
         model.compile(optimizer=hvd.DistributedOptimizer(tf.keras.optimizers.SGD(rate * hvd.size())), loss="mse")
         x = np.random.default_rng(hvd.rank()).normal(size=(32, 4)).astype("float32")
