@@ -159,22 +159,19 @@ class NodesServer(VirtualServer):
         NodesServer.here = self
 
 
-class NodeConnection:
-    """An agent's end of a connection, as `hora.net.connection.Connection`."""
+class SimulatedConnection:
+    """A client's end of a connection, as `hora.net.connection.Connection`."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self, server: VirtualServer, name: str, address: str) -> None:
         self._inbox: list[Message | None] = []
         self._changed = Condition()
-        self.link = NodesServer.here.connect(-1, machine.name, self._heard)
-        self.link.sock = SimpleNamespace(getsockname=lambda: ("10.0.0.1", 1))  # type: ignore[attr-defined]
-        self.sock = SimpleNamespace(getpeername=lambda: ("10.0.0.1", 1), settimeout=lambda limit_s: None)
-        machine.connections.append(self)
+        self.link = server.connect(-1, name, self._heard)
+        self.link.sock = SimpleNamespace(getsockname=lambda: (address, 1))  # type: ignore[attr-defined]
+        self.sock = SimpleNamespace(getpeername=lambda: (address, 1), settimeout=lambda limit_s: None)
 
     def _heard(self, message: Message | None) -> None:
-        if not self._machine.agent_dead:
-            self._inbox.append(message)
-            self._changed.notify_all()
+        self._inbox.append(message)
+        self._changed.notify_all()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         if not self.link.connected:
@@ -194,6 +191,19 @@ class NodeConnection:
         self.link.hang_up()
         self._inbox.append(None)
         self._changed.notify_all()
+
+
+class NodeConnection(SimulatedConnection):
+    """An agent's end of a connection."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        super().__init__(NodesServer.here, machine.name, "10.0.0.1")
+        machine.connections.append(self)
+
+    def _heard(self, message: Message | None) -> None:
+        if not self._machine.agent_dead:
+            super()._heard(message)
 
     def close(self) -> None:
         self.link.hang_up()

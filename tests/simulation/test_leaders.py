@@ -26,7 +26,7 @@ from unittest import mock
 
 import pytest
 from fibers import Condition, Event, Fiber, KilledError, Process, SimpleQueue, Thread, pause
-from simulated_nodes import Descriptors, File
+from simulated_nodes import Descriptors, File, SimulatedConnection
 from simulator import Link, Message, Network, Simulation, VirtualServer, played
 
 from hora.launch.agent import agents, candidate, keeper, leadership
@@ -141,41 +141,18 @@ class LeadersServer(VirtualServer):
         self._owner.later(0.0, lambda: super(LeadersServer, self).drop(link))
 
 
-class Line:
-    """A keeper's end of a connection to a leader, as `hora.net.connection.Connection`."""
+class Line(SimulatedConnection):
+    """A keeper's end of a connection to a leader."""
 
     def __init__(self, server: LeadersServer, owner: Kept) -> None:
         self._owner = owner
-        self._inbox: list[Message | None] = []
-        self._changed = Condition()
-        self.link = server.connect(-1, owner.name, self._heard)
-        self.link.sock = SimpleNamespace(getsockname=lambda: ("leader", 1))  # type: ignore[attr-defined]
-        self.sock = SimpleNamespace(settimeout=lambda limit_s: None)
+        super().__init__(server, owner.name, "leader")
         owner.lines.append(self)
 
     def _heard(self, message: Message | None) -> None:
-        self._owner.later(0.0, lambda: (self._inbox.append(message), self._changed.notify_all()))
+        self._owner.later(0.0, lambda: super(Line, self)._heard(message))
 
-    def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        if not self.link.connected:
-            raise BrokenPipeError
-        self.link.say(dict(header), bytes(payload))
-
-    def receive(self, *, limit_s: float | None = None) -> Message:
-        if not self._changed.wait_for(lambda: self._inbox, limit_s):
-            raise TimeoutError
-        message = self._inbox.pop(0)
-        if message is None:
-            self._inbox.append(None)
-            raise EOFError("the server closed the connection")
-        return dict(message[0]), message[1]
-
-    def shutdown(self) -> None:
-        self.link.hang_up()
-        self._inbox.append(None)
-        self._changed.notify_all()
-
-    close = shutdown
+    close = SimulatedConnection.shutdown
 
 
 def connect(where: tuple[str, int], credentials: object, *, timeout_s: float) -> Line:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
+from hora.errors import JobFailedError
 from hora.launch.slots import Slot
 from hora.launch.watching import Watching
 
@@ -26,6 +27,7 @@ __all__ = [
     "Succession",
     "WorkerExit",
     "WorkerSpec",
+    "exit_status",
 ]
 
 
@@ -134,6 +136,13 @@ class JobResult:
 
 class LeadershipLostError(Exception):
     """This process does not lead the job any more. Its workers live on."""
+
+
+def exit_status(error: BaseException) -> int:
+    """Return the exit status of a job that ended with this error."""
+    if isinstance(error, JobFailedError):
+        return error.exit_code or 1
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 
 class Succession(Protocol):

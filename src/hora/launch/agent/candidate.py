@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from hora.errors import JobFailedError
 from hora.launch.agent.leadership import Leadership, Over, View, next_step
 from hora.launch.agent.place import Place
 from hora.launch.agent.store import Store, StoreError
@@ -25,7 +24,7 @@ from hora.launch.control.interrupt import ended_by_signals
 from hora.launch.control.leaving import LEFT
 from hora.launch.environment import module_command
 from hora.launch.host.connection import wait_or_kill
-from hora.launch.job import LeadershipLostError
+from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.net.wire import derived_secret, new_secret
 
@@ -155,20 +154,16 @@ class Candidate:
         leadership.state = None if state is None else state.value
         leadership.run = new_secret().hex() if state is None else str(state.value["run"])
         leadership.followed, self._followed = leadership.run == self._followed, leadership.run
-        self._leadership, status = leadership, 1
+        self._leadership, status = leadership, 0
         try:
             lead(leadership)
-            status = 0
             return 0
         except LeadershipLostError:
             _log.warning("this process does not lead the job any more; its ranks go on")
             status = -1
             return None
-        except JobFailedError as error:
-            status = error.exit_code or 1
-            raise
-        except SystemExit as leaving:
-            status = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException as error:
+            status = exit_status(error)
             raise
         finally:
             self._leadership = None

@@ -13,11 +13,11 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from hora.errors import AuthenticationError, JobFailedError
+from hora.errors import AuthenticationError
 from hora.launch.agent.agents import Agents
 from hora.launch.agent.place import Machine, Place, find_place
 from hora.launch.agent.srun import allocation, start_agents
-from hora.launch.job import LeadershipLostError
+from hora.launch.job import LeadershipLostError, exit_status
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
 from hora.net import address
@@ -98,11 +98,8 @@ def open_nodes(
         except LeadershipLostError:
             opened.abandon()
             raise
-        except JobFailedError as error:
-            status = error.exit_code or 1
-            raise
-        except SystemExit as leaving:
-            status = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException as error:
+            status = exit_status(error)
             raise
         finally:
             opened.dismiss(status)
