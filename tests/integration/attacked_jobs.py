@@ -1,9 +1,13 @@
-"""Jobs to attack, as users start them."""
+"""Jobs to attack, as users start them, and an ear on their network."""
 
 from __future__ import annotations
 
+import socket
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -67,3 +71,26 @@ class Meeting:
         assert self.job.wait() == 0, self.job.text()
         assert all(f"done {rank}" in self.job.text() for rank in (0, 1))
         self.job.assert_nothing_left()
+
+
+@contextmanager
+def heard_on_loopback() -> Iterator[bytearray]:
+    """Everything that passes there. Needs root."""
+    heard, over = bytearray(), threading.Event()
+
+    def listen() -> None:
+        while not over.is_set():
+            with suppress(TimeoutError):
+                heard.extend(listener.recv(70_000))
+
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
+        listener.bind(("lo", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 2**20)
+        listener.settimeout(0.2)
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield heard
+        finally:
+            over.set()
+            thread.join(30)

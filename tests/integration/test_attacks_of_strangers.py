@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from attacked_jobs import MEET, Meeting, script
+from attacked_jobs import MEET, Meeting, heard_on_loopback, script
 from job_process import BIN, HOROVODRUN, CommandProcess, JobProcess
 
 from waiting import wait_until
@@ -204,26 +204,10 @@ assert hvd.allgather_object("an object, whispered " * 50) == ["an object, whispe
 @pytest.mark.parametrize("encrypt", ["always", "never"])
 def test_who_listens_hears_no_key_no_message_and_no_number(tmp_path: Path, encrypt: str):
     """With `never` numbers and objects are heard, which also shows that this test listens well."""
-    heard, over = bytearray(), threading.Event()
-
-    def listen() -> None:
-        while not over.is_set():
-            with suppress(TimeoutError):
-                heard.extend(listener.recv(70_000))
-
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
-        listener.bind(("lo", 0))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 2**20)
-        listener.settimeout(0.2)
-        thread = threading.Thread(target=listen)
-        thread.start()
-        try:
-            line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, WHISPER)]
-            job = JobProcess(line, tmp_path, HORA_TRANSPORT="tcp", HORA_ENCRYPT=encrypt)
-            assert job.wait() == 0, job.text()
-        finally:
-            over.set()
-            thread.join(30)
+    with heard_on_loopback() as heard:
+        line = [*HOROVODRUN, "-np", "2", sys.executable, script(tmp_path, WHISPER)]
+        job = JobProcess(line, tmp_path, HORA_TRANSPORT="tcp", HORA_ENCRYPT=encrypt)
+        assert job.wait() == 0, job.text()
     keys = [(tmp_path / f"key {rank}").read_bytes() for rank in (0, 1)]
     assert b"HORA/" in heard
     for said in (b"a tensor, whispered", b"an object, whispered"):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from attacked_jobs import heard_on_loopback
 from job_process import JobProcess
 
 import other_user
@@ -194,29 +195,6 @@ for port in map(int, sys.argv[1:]):
         for number in range(4):
             fetch(port, f"broadcast_{number}_piece0")
 """
-
-
-@contextlib.contextmanager
-def heard_on_loopback():
-    """All that passes there."""
-    heard, over = bytearray(), threading.Event()
-
-    def listen():
-        while not over.is_set():
-            with contextlib.suppress(TimeoutError):
-                heard.extend(listener.recv(70_000))
-
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as listener:
-        listener.bind(("lo", 0))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 2**20)
-        listener.settimeout(0.2)
-        thread = threading.Thread(target=listen)
-        thread.start()
-        try:
-            yield heard
-        finally:
-            over.set()
-            thread.join(30)
 
 
 @pytest.mark.slow
