@@ -205,7 +205,7 @@ def supervisors() -> Target:
 
 
 def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
-    folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    folder = tempfile.TemporaryDirectory()
     path = Path(folder.name) / "file"
 
     def fuzz(data: bytes, _folder: object = folder) -> None:
@@ -285,7 +285,7 @@ def models() -> Target:
     from hora.workflow import Feature, load, save
     from hora.workflow.architectures import MLP
 
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    folder = Path(tempfile.mkdtemp())
     torch.manual_seed(0)
     save(folder, MLP([2, 3, 2]), classes=["a", "b"], features=[Feature(name="x"), Feature(name="y")])
     card = json.loads((folder / "model.json").read_text())
@@ -453,9 +453,11 @@ def main() -> int:
         before = set(found.glob("*"))
         line = [sys.executable, __file__, "--here", "--seconds", str(arguments.seconds), name]
         line += ["--corpus", str(arguments.corpus), "--found", str(arguments.found)]
-        done = subprocess.run(
-            line, capture_output=True, text=True, errors="replace", env={**os.environ, "TMPDIR": "/dev/shm"}
-        )
+        # A target ends without cleaning up after itself: its files lie in memory, in a folder of ours.
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.TemporaryDirectory(dir=memory) as folder:
+            env = {**os.environ, "TMPDIR": folder}
+            done = subprocess.run(line, capture_output=True, text=True, errors="replace", env=env)
         _report(name, done.returncode, done.stdout + done.stderr, found, before)
         failed = failed or done.returncode != 0
     return int(failed)
