@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 from job_process import BIN, JobProcess
+from lease_server import certificates, lease_server
 
-from hora.launch.agent.store import Store, StoreError
+from hora.launch.agent.etcd import Etcd as EtcdStore
+from hora.launch.agent.store import StoreError
+from hora.launch.kubernetes import Request, manifests
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
@@ -63,10 +66,10 @@ class Etcd:
                 with (self._folder / "etcd.log").open("ab") as log:
                     self._members[index] = subprocess.Popen(command, stdout=log, stderr=log)
 
-    def wait(self, store: Store) -> None:
+    def wait(self, store: EtcdStore) -> None:
         def answers() -> bool:
             with contextlib.suppress(StoreError):
-                store.get("anything")
+                store.read()
                 return True
             return False
 
@@ -86,7 +89,7 @@ class Etcd:
 def etcd(tmp_path: Path) -> Iterator[Etcd]:
     made = Etcd(tmp_path)
     made.start()
-    made.wait(Store.from_url(made.url))
+    made.wait(EtcdStore.from_url(made.url))
     yield made
     made.stop()
 
@@ -166,8 +169,20 @@ class Nodes:
             assert {size for _, _, size in steps} == {workers}
 
 
-def test_the_leader_is_killed_and_another_node_leads_and_no_rank_notices(etcd: Etcd, tmp_path: Path):
-    nodes = Nodes(tmp_path, etcd.url, "store_training.py")
+@pytest.fixture(params=["etcd", pytest.param("kubernetes", marks=pytest.mark.slow)])
+def store(request, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Address of a store, and the variables that go with it."""
+    if request.param == "etcd":
+        yield request.getfixturevalue("etcd").url, {}
+        return
+    certificates(tmp_path)
+    request = Request(name="train", image="i", command=("true",), min_nodes=1, any_leader=True)
+    with lease_server(tmp_path, manifests("job", request)) as server:
+        yield server.url(request.state), server.environment
+
+
+def test_the_leader_is_killed_and_another_node_leads_and_no_rank_notices(store, tmp_path: Path):
+    nodes = Nodes(tmp_path, store[0], "store_training.py", **store[1])
     nodes.wait_for_step(20)
     leader = nodes.wait_for_leader()
     leader.process.send_signal(signal.SIGKILL)
@@ -219,7 +234,7 @@ def test_a_member_of_three_is_killed_and_started_again_and_the_leader_leads_on(t
     cluster = Etcd(tmp_path, number=3)
     cluster.start()
     try:
-        cluster.wait(Store.from_url(cluster.url))
+        cluster.wait(EtcdStore.from_url(cluster.url))
         nodes = Nodes(tmp_path, f"{cluster.url}?ttl=10", "store_rank.py")
         nodes.wait_for_step(20)
         leader = nodes.wait_for_leader()
@@ -228,7 +243,7 @@ def test_a_member_of_three_is_killed_and_started_again_and_the_leader_leads_on(t
             step = nodes.last()
             nodes.wait_for_step(step + 250)  # longer than the lease lasts
             cluster.start()
-            cluster.wait(Store.from_url(f"etcd://127.0.0.1:{cluster.ports[index]}"))
+            cluster.wait(EtcdStore.from_url(f"etcd://127.0.0.1:{cluster.ports[index]}"))
         assert "does not lead the job any more" not in nodes.text()
         assert nodes.wait_for_leader() is leader
         nodes.finish(nodes.jobs)

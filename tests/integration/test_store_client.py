@@ -1,82 +1,188 @@
-"""What Hora asks of etcd, asked of a real one: terms, leases, passwords and TLS."""
+"""What Hora asks of a real etcd and of a small API server: terms and leases; passwords, tokens and TLS."""
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
+import contextlib
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lease_server import certificates, lease_server
 from test_job_store import Etcd
 
+from hora.launch.agent.etcd import Etcd as EtcdStore
 from hora.launch.agent.leadership import Leadership
-from hora.launch.agent.store import Store, StoreError
+from hora.launch.agent.lease import LeaseStore
+from hora.launch.agent.store import StoreError, open_store
 from hora.launch.job import LeadershipLostError
+from hora.launch.kubernetes import Request, manifests
 from waiting import wait_until
 
-pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+REQUEST = Request(name="train", image="i", command=("true",), min_nodes=1, any_leader=True)
 
 
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory):
     made = Etcd(tmp_path_factory.mktemp("etcd"))
     made.start()
-    made.wait(Store.from_url(made.url))
+    made.wait(EtcdStore.from_url(made.url))
     yield made
     made.stop()
 
 
-def test_only_the_present_leader_writes(etcd: Etcd):
-    store = Store.from_url(etcd.url).below("terms")
-    first = store.grant(60)
-    term = store.lead({"name": "a"}, first)
-    assert term is not None
-    assert store.lead({"name": "b"}, store.grant(60)) is None
-    assert store.put("state", {"generation": 1}, term=term)
-    store.revoke(first)
-    assert store.get("leader") is None
-    assert not store.put("state", {"generation": 2}, term=term), "a leader of the past has written"
-    later = store.lead({"name": "b"}, store.grant(60))
+@pytest.fixture
+def api(tmp_path):
+    certificates(tmp_path)
+    with lease_server(tmp_path, manifests("job", REQUEST)) as server:
+        yield server
+
+
+@pytest.fixture(params=[pytest.param("etcd", marks=needs_etcd), "kubernetes"])
+def url(request) -> tuple[str, dict[str, str]]:
+    """Address of a store, and the variables that go with it."""
+    if request.param == "etcd":
+        return f"{request.getfixturevalue('etcd').url}/{request.node.name}", {}
+    server = request.getfixturevalue("api")
+    return server.url(REQUEST.state), server.environment
+
+
+def test_only_the_present_leader_writes(url):
+    store, other = (open_store(*url).below("job") for _ in range(2))
+    first = store.lead("a")
+    assert first is not None
+    assert other.lead("b") is None
+    assert store.put("state", {"generation": 1}, term=first.term)
+    assert other.read().term == first.term
+    store.resign(first)
+    assert other.read().term == 0
+    later = other.lead("b")
     assert later is not None
-    assert later > term
-    assert not store.put("state", {"generation": 2}, term=term)
-    assert not store.delete("state", term=term)
-    found = store.get("state")
-    assert found is not None
-    assert found.value == {"generation": 1}
-    assert store.put("state", {"generation": 3}, term=later)
+    assert later.term > first.term
+    assert not store.put("state", {"generation": 2}, term=first.term), "a leader of the past has written"
+    assert not store.delete("state", term=first.term)
+    assert not store.renew(first)
+    with contextlib.suppress(StoreError):
+        store.resign(first)
+    assert store.read().term == later.term
+    assert store.read().values["state"] == {"generation": 1}
+    assert other.put("state", {"generation": 3}, term=later.term)
+    assert other.put("where", {"port": 1}, term=later.term, lasting_s=60)
+    assert other.delete("where", term=later.term)
+    assert {key for key in store.read().values if key != "leader"} == {"state"}
+    other.resign(later)
 
 
-def test_a_lease_that_is_not_renewed_ends(etcd: Etcd):
-    store = Store.from_url(etcd.url).below("leases")
-    lease = store.grant(1)
-    assert store.lead({}, lease)
-    assert store.renew(lease)
-    wait_until("the leader is gone", lambda: store.get("leader") is None, 60)
-    assert not store.renew(lease)
+def test_a_lease_that_is_not_renewed_ends(url):
+    store, other = (open_store(f"{url[0]}{'&' if '?' in url[0] else '?'}ttl=1", url[1]).below("job") for _ in range(2))
+    office = store.lead("a")
+    assert office is not None
+    assert store.renew(office)
+    wait_until("the leader is gone", lambda: other.read().term == 0, 60)
+    assert other.lead("b") is not None
+    assert not store.renew(office)
 
 
-def test_a_leader_whose_lease_was_taken_hears_of_it(etcd: Etcd):
-    store = Store.from_url(etcd.url).below("taken")
-    leadership = Leadership.won(store, "a", 3)
+def test_a_leader_whose_lease_was_taken_hears_of_it(url):
+    store = open_store(*url).below("job")
+    leadership = Leadership.won(store, "a")
     assert leadership is not None
-    assert Leadership.won(store, "b", 3) is None
+    assert Leadership.won(store, "b") is None
     lost = []
     leadership.lost = lambda: lost.append(True)
     leadership.save("state", {"x": 1})
-    store.revoke(leadership._lease)
+    store.resign(leadership._office)
     wait_until("it has heard", lambda: lost == [True], 60)
     with pytest.raises(LeadershipLostError):
         leadership.check()
     with pytest.raises(LeadershipLostError):
         leadership.save("state", {"x": 2})
     leadership.resign()
-    again = Leadership.won(store, "b", 3)
+    again = Leadership.won(store, "b")
     assert again is not None
     assert again.term > leadership.term
     again.resign()
+
+
+def test_one_of_many_that_stand_at_once_leads(url):
+    stores = [open_store(*url).below("job") for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        offices = [office for office in pool.map(lambda store: store.lead("x"), stores) if office is not None]
+    assert len(offices) == 1
+    stores[0].resign(offices[0])
+
+
+# ---- Kubernetes ---------------------------------------------------------------------------------------------------
+
+
+def test_writers_of_a_secret_wait_for_one_another_and_lose_nothing(api):
+    store = open_store(api.url(REQUEST.state), api.environment).below("job")
+    office = store.lead("a")
+    assert office is not None
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lambda number: store.put(f"key{number}", {"x": number}, term=office.term), range(8)))
+    assert store.read().values == {f"key{number}": {"x": number} for number in range(8)}
+
+
+def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, monkeypatch):
+    store, other = (open_store(api.url(REQUEST.state, "ttl=1"), api.environment).below("job") for _ in range(2))
+    office = store.lead("a")
+    assert office is not None
+    assert store.put("state", {"x": 1}, term=office.term)
+    replace, later = LeaseStore._replace, []
+
+    def stopped(self, *arguments):
+        if self is store and not later:
+            wait_until("the lease has expired", lambda: other.read().term == 0, 60)
+            later.append(other.lead("b"))
+        return replace(self, *arguments)
+
+    monkeypatch.setattr(LeaseStore, "_replace", stopped)
+    assert not store.put("state", {"x": 2}, term=office.term)
+    assert later[0] is not None
+    assert other.read().values["state"] == {"x": 1}
+
+
+def test_a_lease_of_another_job_is_not_taken(api):
+    open_one = lambda job: open_store(api.url(REQUEST.state), api.environment).below(job)  # noqa: E731
+    first, second = open_one("one"), open_one("two")
+    office = first.lead("a")
+    assert office is not None
+    assert first.put("over", {"run": "x"}, term=office.term)
+    with pytest.raises(StoreError, match="another job uses the Lease train-hora-state"):
+        second.read()
+    first.resign(office)
+    assert second.lead("b") is not None
+    assert second.read().values == {}
+
+
+def test_what_an_api_server_refuses_is_said(api, tmp_path):
+    def read(name: str = REQUEST.state) -> None:
+        open_store(api.url(name), api.environment).below("job").read()
+
+    read()
+    assert set(api.asked) == {"get leases", "get secrets"}
+    api.rules.pop()
+    with pytest.raises(StoreError, match=r"refuses this pod's service account: secrets .* is forbidden"):
+        read()
+    with pytest.raises(StoreError, match="is forbidden"):
+        read("another")
+    api.rules[:] = [{"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get"]}]
+    with pytest.raises(StoreError, match="there is no Lease another in default"):
+        read("another")
+    (api.account / "token").write_text("an old one")
+    with pytest.raises(StoreError, match="refuses this pod's service account: Unauthorized"):
+        read()
+    (tmp_path / "elsewhere").mkdir()
+    certificates(tmp_path / "elsewhere")
+    (api.account / "ca.crt").write_text((tmp_path / "elsewhere" / "ca.crt").read_text())
+    with pytest.raises(StoreError, match=r"does not answer at 127.0.0.1:.*certificate"):
+        read()
+
+
+# ---- etcd ---------------------------------------------------------------------------------------------------------
 
 
 def ctl(etcd: Etcd, *words: str) -> None:
@@ -84,12 +190,13 @@ def ctl(etcd: Etcd, *words: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60, env={"ETCDCTL_API": "3", "PATH": "/usr/bin"})
 
 
+@needs_etcd
 @pytest.mark.skipif(shutil.which("etcdctl") is None, reason="needs etcdctl (Debian: etcd-client)")
 def test_a_password(tmp_path: Path):
     etcd = Etcd(tmp_path)
     etcd.start()
     try:
-        etcd.wait(Store.from_url(etcd.url))
+        etcd.wait(EtcdStore.from_url(etcd.url))
         ctl(etcd, "user", "add", "root:admin")
         ctl(etcd, "user", "grant-role", "root", "root")
         ctl(etcd, "role", "add", "hora")
@@ -98,50 +205,24 @@ def test_a_password(tmp_path: Path):
         ctl(etcd, "user", "grant-role", "trainer", "hora")
         ctl(etcd, "auth", "enable")
         host = f"127.0.0.1:{etcd.port}"
-        store = Store.from_url(f"etcd://trainer:p%40ss%20w%3Ard@{host}").below("job")
-        term = store.lead({}, store.grant(60))
-        assert term
-        assert store.put("state", {"x": 1}, term=term)
+        store = EtcdStore.from_url(f"etcd://trainer:p%40ss%20w%3Ard@{host}").below("job")
+        office = store.lead("a")
+        assert office
+        assert store.put("state", {"x": 1}, term=office.term)
         for url, words in (
             (f"etcd://trainer:wrong@{host}", "refuses user 'trainer'.*authentication failed"),
             (f"etcd://{host}", "refuses a client without a user"),
             (f"etcd://trainer:p%40ss%20w%3Ard@{host}/elsewhere", "permission denied.*role for /elsewhere/"),
         ):
             with pytest.raises(StoreError, match=words) as caught:
-                Store.from_url(url).get("x")
+                EtcdStore.from_url(url).read()
             assert "wrong" not in str(caught.value)
             assert "p@ss" not in str(caught.value)
     finally:
         etcd.stop()
 
 
-def certificates(folder: Path) -> None:
-    """An authority, and certificates of a server and a client that it has signed."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    now = datetime.datetime.now(datetime.timezone.utc)
-    keys = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("ca", "server", "client")}
-    names = {name: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in keys}
-    for name, key in keys.items():
-        builder = x509.CertificateBuilder().subject_name(names[name]).issuer_name(names["ca"])
-        builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
-            now + datetime.timedelta(1)
-        )
-        builder = builder.add_extension(x509.BasicConstraints(ca=name == "ca", path_length=None), critical=True)
-        own = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        builder = builder.add_extension(x509.SubjectAlternativeName([own]), critical=False)
-        certificate = builder.sign(keys["ca"], hashes.SHA256())
-        (folder / f"{name}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        (folder / f"{name}.key").write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-        )
-
-
+@needs_etcd
 def test_tls_with_certificates_of_both_ends(tmp_path: Path):
     certificates(tmp_path)
     tls = ["--cert-file", f"{tmp_path}/server.crt", "--key-file", f"{tmp_path}/server.key"]
@@ -150,13 +231,13 @@ def test_tls_with_certificates_of_both_ends(tmp_path: Path):
     etcd.start()
     try:
         own = f"?ca={tmp_path}/ca.crt&cert={tmp_path}/client.crt&key={tmp_path}/client.key"
-        store = Store.from_url(etcd.url + own)
+        store = EtcdStore.from_url(etcd.url + own)
         etcd.wait(store)
-        assert store.lead({}, store.grant(60))
+        assert store.lead("a")
         with pytest.raises(StoreError, match="certificate"):
-            Store.from_url(etcd.url).get("x")  # an authority that this machine does not know
+            EtcdStore.from_url(etcd.url).read()  # an authority that this machine does not know
         with pytest.raises(StoreError):
-            Store.from_url(f"{etcd.url}?ca={tmp_path}/ca.crt").get("x")  # no certificate of its own
+            EtcdStore.from_url(f"{etcd.url}?ca={tmp_path}/ca.crt").read()  # no certificate of its own
     finally:
         etcd.stop()
 
@@ -170,20 +251,25 @@ def test_tls_with_certificates_of_both_ends(tmp_path: Path):
         ("etcd://a?tls=1", "but not tls"),
         ("etcd://a?ttl=0", "ttl= must lie in 1..600"),
         ("etcds://a?ca=/does/not/exist", "cannot be used"),
+        ("kubernetes://", "must look like kubernetes://name"),
+        ("kubernetes://a/b", "must look like kubernetes://name"),
+        ("kubernetes://a?ca=b", "but not ca"),
+        ("kubernetes://a?account=/does/not/exist", "for pods with a service account"),
     ],
 )
 def test_an_address_that_cannot_be_meant(url: str, words: str):
     with pytest.raises(ValueError, match=words):
-        Store.from_url(url)
+        open_store(url, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
 
 
 def test_an_address_is_read():
-    store = Store.from_url("etcd://user:pa%2Fss@one,two:2380,[fd00::1]:2381/team/a?ttl=5")
+    store = EtcdStore.from_url("etcd://user:pa%2Fss@one,two:2380,[fd00::1]:2381/team/a?ttl=5")
     assert store.members == (("one", 2379), ("two", 2380), ("fd00::1", 2381))
     assert (store.user, store.password, store.prefix, store.ttl_s) == ("user", "pa/ss", "/team/a/", 5)
     assert "pa/ss" not in repr(store)
 
 
+@needs_etcd
 def test_the_doctor_looks_at_the_store(etcd: Etcd):
     from hora.cli.doctor.examine import _store
 

@@ -32,10 +32,10 @@ from simulator import Link, Message, Network, Simulation, VirtualServer, played
 from hora.launch.agent import agents, candidate, keeper, leadership
 from hora.launch.agent.agents import Agents
 from hora.launch.agent.candidate import Candidate
+from hora.launch.agent.etcd import Etcd as EtcdStore
 from hora.launch.agent.keeper import Keeper
 from hora.launch.agent.leadership import Leadership
 from hora.launch.agent.place import Place
-from hora.launch.agent.store import Store
 from hora.launch.host.supervisor import MARK
 from hora.launch.job import LeadershipLostError
 from hora.net import session
@@ -69,9 +69,9 @@ class Etcd:
         self._expire()
         match path:
             case "kv/range":
-                entry = self._keys.get(question["key"])
-                found = [] if entry is None else [{"value": entry[0], "create_revision": str(entry[1])}]
-                return {"kvs": found}
+                first, end = (base64.b64decode(question[name]) for name in ("key", "range_end"))
+                found = [item for item in self._keys.items() if first <= base64.b64decode(item[0]) < end]
+                return {"kvs": [{"key": k, "value": v, "create_revision": str(r)} for k, (v, r, _) in found]}
             case "kv/txn":
                 return self._transaction(question)
             case "lease/grant":
@@ -196,17 +196,18 @@ class Kept(Process):
 
     def __init__(self, node: Node) -> None:
         super().__init__(node.simulation, f"keeper {node.index}")
-        self.node, self.outcome = node, ""
+        self.node, self.status = node, ""
         self.lines: list[Line] = []
         self._obeyed = (0, 0)  # term, number
         Fiber(self, self._live)
 
     def _live(self) -> None:
         place = {"node": self.node.index, "name": f"host{self.node.index}", "slots": 1}
-        store = Store.from_url("etcd://store").below(self.node.job)
+        store = EtcdStore.from_url("etcd://store").below(self.node.job)
         limits = {"leaderless_s": 120.0, "orphaned_s": 30.0, "poll_s": 1.0}
-        self.outcome = f"status {Keeper(place, SECRET, store, parent=self.node.index, **limits).run()}"
-        self.simulation.log(f"{self.name} ends: {self.outcome}")
+        status = Keeper(place, SECRET, store, parent=self.node.index, **limits).run()
+        self.status = "" if status is None else str(status)
+        self.simulation.log(f"{self.name} ends: {status}")
         self.dead = True
 
     def parent(self) -> int:
@@ -251,7 +252,8 @@ class Node(Process):
     def keeps(self) -> Iterator[SimpleNamespace]:
         """Stands for `Candidate._keeper`."""
         self.keeper = kept = Kept(self)
-        yield SimpleNamespace(poll=lambda: 0 if kept.dead else None, terminate=lambda: None)
+        said = SimpleNamespace(read=lambda: kept.status.encode())
+        yield SimpleNamespace(poll=lambda: 0 if kept.dead else None, terminate=lambda: None, stdout=said)
 
     def _lead(self, term: Leadership) -> None:
         world = self.world
@@ -413,7 +415,7 @@ class Run:
             | {"wait_or_kill": lambda process, limit_s: 0},
             sys: {"stderr": io.StringIO()},
             Candidate: {"_keeper": lambda _: Fiber.current.process.keeps()},
-            Store: {"_post": lambda _, member, path, question, token: self.post(path, question)},
+            EtcdStore: {"_post": lambda _, member, path, question, token: self.post(path, question)},
             logging.getLogger("hora.launch"): {"disabled": True},
         }
         with contextlib.ExitStack() as stack:
@@ -439,13 +441,12 @@ def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Leadership, "check", lambda _: None)
     else:
         monkeypatch.setattr(Leadership, "check", lambda _: None)
-        put = Store.put
+        put = EtcdStore.put
 
-        def anyhow(store: Store, key: str, value: Any, *, term: int, lease: int = 0) -> bool:
-            leader = store.get("leader")
-            return put(store, key, value, term=term if leader is None else leader.term, lease=lease)
+        def anyhow(store: EtcdStore, key: str, value: Any, *, term: int, lasting_s: int = 0) -> bool:
+            return put(store, key, value, term=store.read().term or term, lasting_s=lasting_s)
 
-        monkeypatch.setattr(Store, "put", anyhow)
+        monkeypatch.setattr(EtcdStore, "put", anyhow)
         monkeypatch.setattr(Run, "commands", lambda *_: None)
     with pytest.raises(AssertionError, match=r"seed \d+: "):
         played_all(range(300))

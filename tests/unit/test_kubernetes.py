@@ -29,6 +29,8 @@ REQUEST = Request(
 )
 SCHEMAS = {
     "Service": "IoK8sApiCoreV1Service",
+    "Secret": "IoK8sApiCoreV1Secret",
+    "ServiceAccount": "IoK8sApiCoreV1ServiceAccount",
     "Job": "IoK8sApiBatchV1Job",
     "JobSet": "JobsetV1alpha2JobSet",
     "TrainJob": "TrainerV1alpha1TrainJob",
@@ -84,12 +86,30 @@ def test_an_unknown_field_is_noticed():
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
-@pytest.mark.parametrize("elastic", [True, False])
-def test_manifests_fit_their_schemas(kind, elastic):
-    request = Request(**{**REQUEST.__dict__, "min_nodes": 2 if elastic else None})
+@pytest.mark.parametrize("changes", [{}, {"min_nodes": None}, {"any_leader": True}])
+def test_manifests_fit_their_schemas(kind, changes):
+    request = Request(**{**REQUEST.__dict__, **changes})
     for manifest in manifests(kind, request):
-        assert_known(manifest, SCHEMAS[manifest["kind"]])
+        if manifest["kind"] not in ("Lease", "Role", "RoleBinding"):  # of which no package has the schemas
+            assert_known(manifest, SCHEMAS[manifest["kind"]])
         assert manifest["metadata"]["namespace"] == "lab"
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+def test_pods_that_may_lead_have_an_account_for_their_lease_and_secret_alone(kind):
+    request = Request(**{**REQUEST.__dict__, "any_leader": True})
+    made = by_kind(kind, request)
+    own = {"resourceNames": ["train-hora-state"], "verbs": ["get", "update"]}
+    assert made["Role"]["rules"] == [
+        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], **own},
+        {"apiGroups": [""], "resources": ["secrets"], **own},
+    ]
+    names = {made[kind]["metadata"]["name"] for kind in ("Lease", "Secret", "ServiceAccount", "Role", "RoleBinding")}
+    assert names == {made["RoleBinding"]["roleRef"]["name"], made["RoleBinding"]["subjects"][0]["name"]}
+    text = yaml.safe_dump_all(manifests(kind, request))
+    assert "serviceAccountName: train-hora-state" in text
+    assert "value: kubernetes://train-hora-state" in text
+    assert "train-hora-state" not in yaml.safe_dump_all(manifests(kind, REQUEST))
 
 
 # What mpi-operator's CustomResourceDefinition (kubeflow.org/v2beta1) allows; no package has it. `kubeflow-training` has
@@ -215,6 +235,7 @@ def test_the_command_prints_what_can_be_applied(kind, capsys):
         ({"command": ()}, "there is no command to run"),
         ({"num_nodes": 0}, "nodes and slots must be at least 1"),
         ({"min_nodes": 4}, "--min-nodes must lie in 1..3"),
+        ({"min_nodes": None, "any_leader": True}, "--any-leader is for elastic jobs"),
     ],
 )
 def test_what_cannot_be_meant_is_said(changes, words, capsys):
@@ -222,3 +243,5 @@ def test_what_cannot_be_meant_is_said(changes, words, capsys):
         Request(**{**REQUEST.__dict__, **changes})
     assert command.main(["manifest", "job", "--name", "Train", "--image", "i", "--", "x"]) == 2
     assert "small letters" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="an MPIJob has a launcher"):
+        manifests("mpijob", Request(**{**REQUEST.__dict__, "any_leader": True}))

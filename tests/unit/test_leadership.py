@@ -14,7 +14,7 @@ import pytest
 from hora.launch.agent.keeper import Keeper
 from hora.launch.agent.leadership import Leadership, Over, View, next_step
 from hora.launch.agent.relay import Relay
-from hora.launch.agent.store import Store
+from hora.launch.agent.store import Office, open_store
 from hora.launch.control.blacklist import Blacklist
 from hora.launch.control.members import Roster
 from hora.launch.control.policy import WorkerState
@@ -27,7 +27,7 @@ from hora.net.wire import new_secret
 from hora.world import MeetingPoint
 from waiting import wait_until
 
-NOWHERE = Store.from_url("etcd://127.0.0.1:1")
+NOWHERE = open_store("etcd://127.0.0.1:1", {})
 OVER = {"run": "b", "status": 7}
 
 
@@ -47,7 +47,7 @@ def test_what_a_node_does_next(view: View, step: str | Over):
 
 
 def test_a_leader_that_could_not_renew_in_time_knows_it_by_its_own_clock():
-    leadership = Leadership(NOWHERE, term=5, lease=1, ttl_s=3.0, since_s=0.0)  # long ago
+    leadership = Leadership(NOWHERE, Office(5, "1"), since_s=0.0)  # long ago
     with pytest.raises(LeadershipLostError):
         leadership.check()
     with pytest.raises(LeadershipLostError):

@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
             num_nodes=arguments.nodes,
             slots=arguments.slots,
             min_nodes=arguments.min_nodes,
+            any_leader=arguments.any_leader,
             namespace=arguments.namespace,
             cpu=arguments.cpu,
             memory=arguments.memory,
@@ -58,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     manifest.add_argument("--nodes", type=int, default=2, help="pods (default: 2)")
     manifest.add_argument("--slots", type=int, default=1, help="processes of each pod (default: 1)")
     manifest.add_argument("--min-nodes", type=int, help="fewest pods to go on with; makes the job elastic")
+    manifest.add_argument(
+        "--any-leader", action="store_true", help="any pod may lead: the job's state is in a Lease and a Secret"
+    )
     manifest.add_argument("--namespace", help="(default: that of kubectl)")
     manifest.add_argument("--cpu", help="cores of each pod")
     manifest.add_argument("--memory", help="memory of each pod, for example 16Gi")

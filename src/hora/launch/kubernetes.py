@@ -27,7 +27,10 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Request of the user. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job."""
+    """Request of the user. `slots`: processes of each node; `min_nodes`: fewest to go on with, for an elastic job.
+
+    `any_leader`: the job's state is in a Lease and a Secret, so that any pod may lead it.
+    """
 
     name: str
     image: str
@@ -35,6 +38,7 @@ class Request:
     num_nodes: int = 2
     slots: int = 1
     min_nodes: int | None = None
+    any_leader: bool = False
     namespace: str | None = None
     cpu: str | None = None
     memory: str | None = None
@@ -54,11 +58,18 @@ class Request:
             raise ValueError(f"nodes and slots must be at least 1, but they are {self.num_nodes} and {self.slots}")
         if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
             raise ValueError(f"--min-nodes must lie in 1..{self.num_nodes}, but it is {self.min_nodes}")
+        if self.any_leader and self.min_nodes is None:
+            raise ValueError("--any-leader is for elastic jobs; give --min-nodes as well")
 
     @property
     def secret(self) -> str:
         """The name of the Secret."""
         return f"{self.name}-hora"
+
+    @property
+    def state(self) -> str:
+        """The name of the Lease and the Secret that have the job's state, and of what may change them."""
+        return f"{self.name}-hora-state"
 
     @property
     def num_proc(self) -> int:
@@ -83,7 +94,10 @@ def manifests(kind: str, request: Request) -> list[Manifest]:
     """Return the manifests to apply, in order."""
     if kind not in KINDS:
         raise ValueError(f"the kind of manifest must be one of {', '.join(KINDS)}, but it is {kind!r}")
+    if request.any_leader and kind == "mpijob":
+        raise ValueError("--any-leader: an MPIJob has a launcher, which must stay; use job, jobset or trainjob")
     made = {"job": _job, "jobset": _job_set, "trainjob": _train_job, "mpijob": _mpi_job}[kind](request)
+    made = [*(_state(request) if request.any_leader else []), *made]
     if request.namespace:
         for manifest in made:
             manifest["metadata"]["namespace"] = request.namespace
@@ -98,8 +112,31 @@ def _resources(request: Request) -> Manifest:
     return {"limits": dict(wanted), "requests": dict(wanted)} if wanted else {}
 
 
-def _secret_variable() -> Manifest:
-    return {"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}
+def _state(request: Request) -> list[Manifest]:
+    """The Lease and the Secret, empty, and an account that may read and change these two and nothing else."""
+    rules = [
+        {"apiGroups": [group], "resources": [kind], "resourceNames": [request.state], "verbs": ["get", "update"]}
+        for group, kind in (("coordination.k8s.io", "leases"), ("", "secrets"))
+    ]
+    account = {"kind": "ServiceAccount", "name": request.state}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": request.state}
+    made: list[Manifest] = [
+        {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"},
+        {"apiVersion": "v1", "kind": "Secret"},
+        {"apiVersion": "v1", "kind": "ServiceAccount"},
+        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "rules": rules},
+        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "subjects": [account], "roleRef": role},
+    ]
+    return [{**manifest, "metadata": {"name": request.state}} for manifest in made]
+
+
+def _variables(request: Request) -> list[Manifest]:
+    store = [{"name": "HORA_STORE", "value": f"kubernetes://{request.state}"}] if request.any_leader else []
+    return [{"name": "HORA_SECRET_FILE", "value": f"{_FOLDER}/{_FILE}"}, *store]
+
+
+def _account(request: Request) -> Manifest:
+    return {"serviceAccountName": request.state} if request.any_leader else {}
 
 
 def _secret_mount() -> Manifest:
@@ -123,7 +160,7 @@ def _pods(request: Request, command: Sequence[str]) -> Manifest:
         "name": "node",
         "image": request.image,
         "command": list(command),
-        "env": [{"name": "HORA_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, _secret_variable()],
+        "env": [{"name": "HORA_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}, *_variables(request)],
         "ports": [{"containerPort": DEFAULT_PORT}],
         "volumeMounts": [_secret_mount()],
     }
@@ -140,6 +177,7 @@ def _pods(request: Request, command: Sequence[str]) -> Manifest:
             "metadata": {"labels": {"app.kubernetes.io/name": request.name}},
             "spec": {
                 "restartPolicy": "OnFailure" if elastic else "Never",
+                **_account(request),
                 "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
                 "containers": [container],
                 "volumes": [_secret_volume(request)],
@@ -188,11 +226,12 @@ def _train_job(request: Request) -> list[Manifest]:
         "args": list(request.command),
         "numNodes": request.num_nodes,
         "numProcPerNode": request.slots,
-        "env": [_secret_variable()],
+        "env": _variables(request),
     }
     if _resources(request):
         trainer["resourcesPerNode"] = _resources(request)
     pods = {
+        **_account(request),
         "terminationGracePeriodSeconds": request.leave_s + _GRACE_SLACK_S,
         "volumes": [_secret_volume(request)],
         "containers": [{"name": "node", "volumeMounts": [_secret_mount()]}],

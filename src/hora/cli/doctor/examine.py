@@ -18,7 +18,7 @@ from typing import Any
 
 from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.cli.doctor.probe import MARK
-from hora.launch.agent.store import Store, StoreError
+from hora.launch.agent.store import StoreError, open_store
 from hora.launch.environment import module_command, variables
 from hora.launch.host.connection import wait_or_kill
 from hora.launch.host.ssh import Ssh, reachable_address
@@ -157,13 +157,12 @@ def _examine(names: list[str], ssh: Ssh) -> int:
 
 def _store(url: str) -> Finding:
     """Judge the store of the jobs' state, as it answers from here."""
-    store = Store.from_url(url)
+    store = open_store(url, variables())
     try:
-        store.revoke(store.grant(store.ttl_s))
-        store.get("leader")
+        store.read()
     except StoreError as error:
-        return Finding("problem", str(error), "check HORA_STORE, and that etcd runs there and can be reached from here")
-    return Finding("ok", f"etcd answers (HORA_STORE), keys below {store.prefix}")
+        return Finding("problem", str(error), "check HORA_STORE, and that it runs there and can be reached from here")
+    return Finding("ok", f"the store (HORA_STORE) answers: {store}")
 
 
 def _own_address(remote: list[str], ssh: Ssh) -> str:

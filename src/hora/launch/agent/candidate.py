@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from hora.launch.agent.leadership import Leadership, Over, View, next_step
 from hora.launch.agent.place import Place
-from hora.launch.agent.store import Store, StoreError
+from hora.launch.agent.store import StoreError, open_store
 from hora.launch.control.interrupt import ended_by_signals
 from hora.launch.control.leaving import LEFT
 from hora.launch.environment import module_command
@@ -30,8 +30,7 @@ from hora.net.wire import derived_secret, new_secret
 
 __all__ = ["Candidate"]
 
-_KEEPER_LIMIT_S = 60.0
-_ENDED_LIMIT_S = 30.0
+_KEEPER_LIMIT_S, _OVER_LIMIT_S = 60.0, 10.0
 
 _log = logging.getLogger("hora.launch")
 
@@ -43,7 +42,7 @@ class Candidate:
         self._options, self._environ, self._place, self._secret = options, environ, place, secret
         # All nodes find the same keys, which tell nobody else what they are for.
         self._job = derived_secret(secret, f"hora store {place.host}:{place.port}").hex()[:24]
-        self._store = Store.from_url(environ["HORA_STORE"]).below(self._job)
+        self._store = open_store(environ["HORA_STORE"], environ).below(self._job)
         self._poll_s = self._store.ttl_s / 3
         self._leaderless_s = float(options.effective("elastic_timeout"))
         self._left = False
@@ -62,10 +61,10 @@ class Candidate:
                 signals.first = lambda: self._leave(keeper)
                 step: str | Over = "follow"
                 try:
-                    leader, over = self._store.get("leader"), self._store.get("over")
-                    if leader is not None and (state := self._store.get("state")) is not None:
-                        self._followed = str(state.value["run"])
-                    step = next_step(View(leader is not None, over.value if over else None, former))
+                    found = self._store.read()
+                    if found.term and "state" in found.values:
+                        self._followed = str(found.values["state"]["run"])
+                    step = next_step(View(bool(found.term), found.values.get("over"), former))
                     seen_at, complained = time.monotonic(), False
                 except StoreError as error:
                     if not complained:
@@ -79,7 +78,7 @@ class Candidate:
                         return status
                     seen_at = time.monotonic()
                 if keeper.poll() is not None:
-                    return self._without_keeper(former)
+                    return self._without_keeper(keeper)
                 if time.monotonic() > seen_at + self._leaderless_s:
                     raise RuntimeError(
                         f"the store (HORA_STORE) has not answered for {self._leaderless_s:g} s (--elastic-timeout)"
@@ -91,8 +90,7 @@ class Candidate:
         deadline = time.monotonic() + float(self._options.effective("start_timeout"))
         while True:
             try:
-                over = self._store.get("over")
-                return "" if over is None else str(over.value["run"])
+                return str(self._store.read().values.get("over", {}).get("run", ""))
             except StoreError as error:
                 if "refuses" in str(error) or time.monotonic() > deadline:
                     raise RuntimeError(str(error)) from None
@@ -114,6 +112,7 @@ class Candidate:
         keeper = subprocess.Popen(
             module_command(sys.executable, "hora.launch.agent.keeper"),
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             env=env,
             start_new_session=True,
         )
@@ -123,10 +122,10 @@ class Candidate:
                 keeper.stdin.write(json.dumps(order).encode() + b"\n")
                 keeper.stdin.close()
             yield keeper
-        except BaseException:
-            keeper.terminate()
-            raise
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that no leader has taken has nothing to wait for
+                keeper.wait(_OVER_LIMIT_S)
         finally:
+            keeper.terminate()
             wait_or_kill(keeper, _KEEPER_LIMIT_S)
 
     def _leave(self, keeper: subprocess.Popen[bytes]) -> None:
@@ -144,15 +143,15 @@ class Candidate:
     def _stand(self, lead: Callable[[Leadership], object]) -> int | None:
         """Stand for election and, if it is won, lead; the job's status when it is over."""
         try:
-            leadership = Leadership.won(self._store, self._place.name, self._store.ttl_s)
+            leadership = Leadership.won(self._store, self._place.name)
             if leadership is None:
                 return None
-            state = self._store.get("state")
+            state = self._store.read().values.get("state")
         except StoreError as error:
             _log.warning("%s", error)
             return None
-        leadership.state = None if state is None else state.value
-        leadership.run = new_secret().hex() if state is None else str(state.value["run"])
+        leadership.state = None if state is None else dict(state)
+        leadership.run = new_secret().hex() if state is None else str(state["run"])
         leadership.followed, self._followed = leadership.run == self._followed, leadership.run
         self._leadership, status = leadership, 0
         try:
@@ -171,18 +170,14 @@ class Candidate:
                 leadership.end(status)
             leadership.resign()
 
-    def _without_keeper(self, former: str) -> int:
-        """The keeper has ended: because the job is over, as the store tells, because we were asked to end, or it was
+    def _without_keeper(self, keeper: subprocess.Popen[bytes]) -> int:
+        """The keeper has ended: because the job is over, as it has heard, because we were asked to end, or it was
         killed.
         """
         if self._left:
             return LEFT
-        deadline = time.monotonic() + _ENDED_LIMIT_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(StoreError):
-                over = self._store.get("over")
-                step = next_step(View(True, over.value if over else None, former))
-                if isinstance(step, Over):
-                    return step.status
-            time.sleep(self._poll_s)
-        raise RuntimeError("the keeper of this node's workers has ended, and they with it")
+        assert keeper.stdout is not None
+        said = keeper.stdout.read()
+        if not said:
+            raise RuntimeError("the keeper of this node's workers has ended, and they with it")
+        return int(said)

@@ -30,7 +30,8 @@ from hora.launch.agent.agents import PROTOCOL, credentials, job_secret
 from hora.launch.agent.node import completed, end_supervisor
 from hora.launch.agent.nodes import own_address
 from hora.launch.agent.relay import Relay
-from hora.launch.agent.store import Store, StoreError
+from hora.launch.agent.store import Store, StoreError, open_store
+from hora.launch.environment import variables
 from hora.launch.host import supervisor
 from hora.launch.host.connection import local_supervisor_command, wait_or_kill
 from hora.launch.host.processes import Processes, environment_value
@@ -80,11 +81,12 @@ class Keeper:
         self._term = 0
         self._welcome: Mapping[str, Any] = {}
         self._over: threading.Event = threading.Event()
+        self._status: int | None = None  # of the job, once it is over
         self._leaving = False
         self._ended_at: float | None = None  # when the supervisor has ended
 
-    def run(self) -> int:
-        """Serve leaders until the job is over."""
+    def run(self) -> int | None:
+        """Serve leaders until the job is over; its status. None when nobody leads it, or this node has left."""
         signal.signal(signal.SIGTERM, lambda *_: self._leave())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the process of the node decides
         alone_since = time.monotonic()
@@ -98,9 +100,9 @@ class Keeper:
                 if time.monotonic() > alone_since + limit_s:
                     name = self._place["name"]
                     print(f"hora: node {name}: nobody has led the job for {limit_s:g} s", file=sys.stderr)
-                    return 1
+                    return None
                 self._over.wait(_TURN_S)
-            return 0
+            return self._status
         finally:
             self._relay.close()
             self._end_workers()
@@ -108,15 +110,20 @@ class Keeper:
     def _leader(self) -> tuple[int, str, int] | None:
         """The present leader's term, and where it listens; None if there is none, or nobody knows."""
         try:
-            leader, where, over = self._store.get("leader"), self._store.get("where"), self._store.get("over")
+            found = self._store.read()
         except StoreError:
             return None
-        if over is not None and over.value["run"] == self._run:
-            self._over.set()
+        where, over = found.values.get("where"), found.values.get("over")
+        if over is not None and over["run"] == self._run:
+            self._end(int(over["status"]))
             return None
-        if leader is None or where is None or where.value["term"] != leader.term or leader.term < self._term:
+        if not found.term or where is None or where["term"] != found.term or found.term < self._term:
             return None
-        return leader.term, str(where.value["host"]), int(where.value["port"])
+        return found.term, str(where["host"]), int(where["port"])
+
+    def _end(self, status: int) -> None:
+        self._status = status
+        self._over.set()
 
     # ---- one leader -----------------------------------------------------------------------------------------
 
@@ -191,13 +198,12 @@ class Keeper:
                 elif header["op"] == "taken":
                     self._taken(int(header["bytes"]))
                 elif header["op"] == "bye":
-                    self._over.set()
+                    self._end(int(header["status"]))
                     return
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + self._poll_s
                 with contextlib.suppress(StoreError):
-                    leader = self._store.get("leader")
-                    if leader is not None and leader.term > self._term:
+                    if self._store.read().term > self._term:
                         return  # another one leads
 
     def _leave(self) -> None:
@@ -346,12 +352,18 @@ def _receive(session: ClientSession, messages: queue.SimpleQueue[tuple[Mapping[s
 
 
 def main() -> int:
-    """`python -m hora.launch.agent.keeper`: a line of JSON on standard input says what to keep."""
+    """`python -m hora.launch.agent.keeper`: a line of JSON on standard input says what to keep.
+
+    What it prints is the job's status.
+    """
     given = json.loads(sys.stdin.readline())
-    store = Store.from_url(given["store"]).below(given["job"])
+    store = open_store(given["store"], variables()).below(given["job"])
     limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "parent")}
     given["place"]["name"] = given["place"]["name"] or socket.gethostname()
-    return Keeper(given["place"], bytes.fromhex(given["secret"]), store, **limits).run()
+    status = Keeper(given["place"], bytes.fromhex(given["secret"]), store, **limits).run()
+    with contextlib.suppress(BrokenPipeError):
+        print("" if status is None else status, end="", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hora.launch.agent.store import Store, StoreError
+from hora.launch.agent.store import Office, Store, StoreError
 from hora.launch.job import LaunchEvents, LeadershipLostError
 
 if TYPE_CHECKING:
@@ -72,26 +72,24 @@ class Leadership:
     `lost`: called, in a thread of its own, when it is lost.
     """
 
-    def __init__(self, store: Store, *, term: int, lease: int, ttl_s: float, since_s: float) -> None:
-        self.store, self.term = store, term
+    def __init__(self, store: Store, office: Office, *, since_s: float) -> None:
+        self.store, self.term = store, office.term
         self.state: dict[str, Any] | None = None
         self.run, self.followed = "", False
         self.lost: Callable[[], None] = lambda: None
-        self._lease, self._ttl_s = lease, ttl_s
-        self._valid_until = since_s + ttl_s
+        self._office, self._ttl_s = office, store.ttl_s
+        self._valid_until = since_s + store.ttl_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="hora-leadership", daemon=True)
 
     @classmethod
-    def won(cls, store: Store, name: str, ttl_s: float) -> Leadership | None:
+    def won(cls, store: Store, name: str) -> Leadership | None:
         """Stand for election; None if another one leads. StoreError."""
         since_s = now_s()
-        lease = store.grant(max(int(ttl_s), 1))
-        term = store.lead({"name": name}, lease)
-        if term is None:
-            store.revoke(lease)
+        office = store.lead(name)
+        if office is None:
             return None
-        leadership = cls(store, term=term, lease=lease, ttl_s=ttl_s, since_s=since_s)
+        leadership = cls(store, office, since_s=since_s)
         leadership._thread.start()
         return leadership
 
@@ -100,7 +98,7 @@ class Leadership:
         if self._over.is_set() or now_s() >= self._valid_until:
             raise LeadershipLostError
 
-    def save(self, key: str, value: Mapping[str, Any], *, lease_s: int = 0) -> None:
+    def save(self, key: str, value: Mapping[str, Any], *, lasting_s: int = 0) -> None:
         """Write what must survive this leader.
 
         LeadershipLostError if it does not lead any more, or cannot write in time.
@@ -108,8 +106,7 @@ class Leadership:
         while True:
             self.check()
             try:
-                lease = self.store.grant(lease_s) if lease_s else 0
-                if self.store.put(key, value, term=self.term, lease=lease):
+                if self.store.put(key, value, term=self.term, lasting_s=lasting_s):
                     return
                 raise LeadershipLostError
             except StoreError as error:
@@ -119,7 +116,7 @@ class Leadership:
     def end(self, status: int) -> None:
         """The job is over: the other nodes end with this status."""
         try:
-            self.save("over", {"run": self.run, "status": status}, lease_s=_OVER_S)
+            self.save("over", {"run": self.run, "status": status}, lasting_s=_OVER_S)
             self.store.delete("state", term=self.term)
         except (LeadershipLostError, StoreError) as error:
             _log.warning("the other nodes could not be told that the job is over (%s)", error or type(error).__name__)
@@ -129,7 +126,7 @@ class Leadership:
         self._over.set()
         self._thread.join(self._ttl_s + 10.0)
         with contextlib.suppress(StoreError):  # it expires by itself
-            self.store.revoke(self._lease)
+            self.store.resign(self._office)
 
     def give_up(self) -> None:
         """Have the controller let go. From any thread."""
@@ -141,7 +138,7 @@ class Leadership:
         while not self._over.wait(self._ttl_s / 3):
             asked_s = now_s()
             try:
-                if not self.store.renew(self._lease):
+                if not self.store.renew(self._office):
                     break
                 self._valid_until = asked_s + self._ttl_s
             except StoreError as error:

@@ -1,215 +1,55 @@
-"""The store: an etcd cluster where the state of a job lives that its leader must not take along when it dies.
+"""The store: where the state of a job lives that its leader must not take along when it dies.
 
-`HORA_STORE=etcd://user:password@host:2379,host2:2379/prefix`; `etcds://`, or `?ca=FILE&cert=FILE&key=FILE`, is TLS, and
-`?ttl=3` says after how many seconds a leader that does not renew its lease is replaced. It speaks etcd's v3 API as JSON
-(its gRPC gateway), with the standard library alone. Values are small and hold no secret.
-
-A leader is who holds the key `leader` under a lease that it renews. The revision in which it was made is the leader's
-*term*: later leaders have greater ones, and a write in the name of a term succeeds only while its leader leads.
+`HORA_STORE=etcd://user:password@host:2379,host2:2379/prefix`; `etcds://`, or `?ca=FILE&cert=FILE&key=FILE`, is TLS.
+Inside Kubernetes `HORA_STORE=kubernetes://name`: a Lease and a Secret of that name. `?ttl=3` says after how many
+seconds a leader that does not renew its lease is replaced. Values are small and hold no secret.
 """
 
 from __future__ import annotations
 
-import base64
-import http.client
-import json
-import ssl
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Any, Protocol
 
-__all__ = ["Entry", "Store", "StoreError"]
+from hora.launch.agent.etcd import Etcd
+from hora.launch.agent.lease import LeaseStore
+from hora.launch.agent.office import Contents, Office, StoreError
 
-_PORT = 2379
-_ANSWER_S = 2.0  # for one member; then the next one is asked
-_BAD_PASSWORD, _BAD_TOKEN = "authentication failed", "invalid auth token"
+__all__ = ["Contents", "Office", "Store", "StoreError", "open_store"]
 
 
-class StoreError(OSError):
-    """The store cannot be reached, or refuses."""
+class Store(Protocol):
+    """Interface of stores. All methods raise StoreError, and may be called from several threads."""
 
+    @property
+    def members(self) -> tuple[tuple[str, int], ...]:
+        """The addresses of its servers."""
 
-@dataclass(frozen=True)
-class Entry:
-    """A value in the store. `term`: the revision in which its key was made."""
-
-    value: dict[str, Any]
-    term: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Store:
-    """A cluster and the prefix of a job's keys. Safe to use from several threads."""
-
-    members: tuple[tuple[str, int], ...]
-    prefix: str
-    user: str = ""
-    password: str = field(default="", repr=False)
-    tls: ssl.SSLContext | None = field(default=None, repr=False)
-    ttl_s: int = 3
-    _mutable: dict[str, Any] = field(default_factory=dict, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    @classmethod
-    def from_url(cls, url: str) -> Store:
-        """ValueError, without the password, for an address that cannot be meant."""
-        parts = urlsplit(url)
-        options = dict(parse_qsl(parts.query))
-        if parts.scheme not in ("etcd", "etcds") or not parts.netloc:
-            raise ValueError("HORA_STORE must look like etcd://user:password@host:2379,host2:2379/prefix")
-        unknown = sorted(options.keys() - {"ca", "cert", "key", "ttl"})
-        if unknown:
-            raise ValueError(f"HORA_STORE knows ?ca=, cert=, key= and ttl=, but not {', '.join(unknown)}")
-        ttl = options.pop("ttl", "3")
-        if not ttl.isdecimal() or not 1 <= int(ttl) <= 600:
-            raise ValueError(f"HORA_STORE: ttl= must lie in 1..600 seconds, but it is {ttl!r}")
-        login, _, hosts = parts.netloc.rpartition("@")
-        user, _, password = login.partition(":")
-        members = []
-        for text in hosts.split(","):
-            host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-            if (colon and not port.isdecimal()) or not (host if colon else text):
-                raise ValueError(f"HORA_STORE names a member {text!r}: host or host:port is expected")
-            members.append(((host if colon else text).strip("[]"), int(port) if colon else _PORT))
-        prefix = f"/{parts.path.strip('/') or 'hora'}/"
-        tls = _tls(options) if parts.scheme == "etcds" or options else None
-        user, password = unquote(user), unquote(password)
-        return cls(members=tuple(members), prefix=prefix, user=user, password=password, tls=tls, ttl_s=int(ttl))
+    @property
+    def ttl_s(self) -> int:
+        """Seconds after which a leader that does not renew its lease is replaced."""
 
     def below(self, name: str) -> Store:
-        """The same with a prefix below this one."""
-        return replace(self, prefix=f"{self.prefix}{name}/")
+        """The part of a job."""
 
-    # ---- values ---------------------------------------------------------------------------------------------
+    def read(self) -> Contents:
+        """The leader's term, and all values that were there since."""
 
-    def get(self, key: str) -> Entry | None:
-        found = self._ask("kv/range", {"key": self._key(key)}).get("kvs", [])
-        if not found:
-            return None
-        return Entry(json.loads(base64.b64decode(found[0]["value"])), int(found[0]["create_revision"]))
-
-    def put(self, key: str, value: Mapping[str, Any], *, term: int, lease: int = 0) -> bool:
-        """Set a value in the name of a leader; False if another one leads, or none."""
-        put = {"key": self._key(key), "value": _encode(value), "lease": str(lease)}
-        led = {"key": self._key("leader"), "target": "CREATE", "result": "EQUAL", "create_revision": str(term)}
-        answer = self._ask("kv/txn", {"compare": [led], "success": [{"requestPut": put}]})
-        return bool(answer.get("succeeded"))
+    def put(self, key: str, value: Mapping[str, Any], *, term: int, lasting_s: int = 0) -> bool:
+        """Set a value in the name of a leader; False if a later one leads. `lasting_s`: how long it is needed."""
 
     def delete(self, key: str, *, term: int) -> bool:
         """Remove a value in the name of a leader."""
-        led = {"key": self._key("leader"), "target": "CREATE", "result": "EQUAL", "create_revision": str(term)}
-        delete = [{"requestDeleteRange": {"key": self._key(key)}}]
-        return bool(self._ask("kv/txn", {"compare": [led], "success": delete}).get("succeeded"))
 
-    # ---- leases ---------------------------------------------------------------------------------------------
+    def lead(self, name: str) -> Office | None:
+        """Become the leader, unless there is one."""
 
-    def grant(self, ttl_s: int) -> int:
-        """A new lease's number."""
-        return int(self._ask("lease/grant", {"TTL": str(ttl_s)})["ID"])
+    def renew(self, office: Office) -> bool:
+        """Return whether this leader still leads; its lease then begins anew."""
 
-    def renew(self, lease: int) -> bool:
-        """Return whether the lease still exists, which then begins anew."""
-        answer = self._ask("lease/keepalive", {"ID": str(lease)})
-        return int(answer.get("result", {}).get("TTL", 0)) > 0
-
-    def revoke(self, lease: int) -> None:
-        self._ask("lease/revoke", {"ID": str(lease)})
-
-    def lead(self, value: Mapping[str, Any], lease: int) -> int | None:
-        """Become the leader, unless there is one: the term, or None."""
-        key = self._key("leader")
-        nobody = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
-        put = {"key": key, "value": _encode(value), "lease": str(lease)}
-        answer = self._ask("kv/txn", {"compare": [nobody], "success": [{"requestPut": put}]})
-        return int(answer["header"]["revision"]) if answer.get("succeeded") else None
-
-    # ---- the wire -------------------------------------------------------------------------------------------
-
-    def _key(self, name: str) -> str:
-        return base64.b64encode((self.prefix + name).encode()).decode()
-
-    def _ask(self, path: str, question: Mapping[str, Any]) -> dict[str, Any]:
-        """One request, of the member that answered last and then of the others. StoreError says what each replied."""
-        with self._lock:
-            first = int(self._mutable.get("member", 0))
-        problems = []
-        for number in range(len(self.members)):
-            member = (first + number) % len(self.members)
-            try:
-                answer = self._authorized(self.members[member], path, question)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                if isinstance(error, StoreError):
-                    raise
-                problems.append(f"{self.members[member][0]}:{self.members[member][1]}: {error or type(error).__name__}")
-                continue
-            with self._lock:
-                self._mutable["member"] = member
-            return answer
-        raise StoreError(f"no member of the store (HORA_STORE) answers: {'; '.join(problems)}")
-
-    def _authorized(self, member: tuple[str, int], path: str, question: Mapping[str, Any]) -> dict[str, Any]:
-        for attempt in (1, 2):
-            with self._lock:
-                token = self._mutable.get("token", "")
-            if self.user and not token:
-                login = {"name": self.user, "password": self.password}
-                status, answer = self._post(member, "auth/authenticate", login, "")
-                self._raise_for(status, answer)
-                token = str(answer["token"])
-                with self._lock:
-                    self._mutable["token"] = token
-            status, answer = self._post(member, path, question, token)
-            if _BAD_TOKEN in str(answer.get("error", "")) and attempt == 1:  # it has expired, or the member is new
-                with self._lock:
-                    self._mutable.pop("token", None)
-                continue
-            self._raise_for(status, answer)
-            return answer
-        raise AssertionError("unreachable")
-
-    def _raise_for(self, status: int, answer: Mapping[str, Any]) -> None:
-        if status == 200 and "error" not in answer:
-            return
-        text = str(answer.get("message") or answer.get("error") or f"status {status}")
-        if _BAD_PASSWORD in text or "user name is empty" in text or "permission denied" in text:
-            who = f"user {self.user!r}" if self.user else "a client without a user"
-            raise StoreError(
-                f"the store (HORA_STORE) refuses {who}: {text}; check the user, the password and the user's "
-                f"role for {self.prefix}"
-            )
-        if "lease not found" in text:
-            raise StoreError(text)
-        raise OSError(text)  # a member without a leader, say: the next one is asked
-
-    def _post(
-        self, member: tuple[str, int], path: str, question: Mapping[str, Any], token: str
-    ) -> tuple[int, dict[str, Any]]:
-        connection: http.client.HTTPConnection
-        if self.tls is None:
-            connection = http.client.HTTPConnection(*member, timeout=_ANSWER_S)
-        else:
-            connection = http.client.HTTPSConnection(*member, timeout=_ANSWER_S, context=self.tls)
-        try:
-            headers = {"Content-Type": "application/json", **({"Authorization": token} if token else {})}
-            connection.request("POST", f"/v3/{path}", json.dumps(question), headers)
-            response = connection.getresponse()
-            answer = json.loads(response.read())
-            return response.status, answer if isinstance(answer, dict) else {}
-        finally:
-            connection.close()
+    def resign(self, office: Office) -> None:
+        """Lead no more."""
 
 
-def _encode(value: Mapping[str, Any]) -> str:
-    return base64.b64encode(json.dumps(value).encode()).decode()
-
-
-def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=options.get("ca"))
-        if "cert" in options:
-            context.load_cert_chain(options["cert"], options.get("key"))
-    except OSError as error:
-        raise ValueError(f"HORA_STORE: its ca=, cert= and key= cannot be used ({error})") from None
-    return context
+def open_store(url: str, environ: Mapping[str, str]) -> Store:
+    """ValueError, without the password, for an address that cannot be meant."""
+    return LeaseStore.from_url(url, environ) if url.startswith("kubernetes:") else Etcd.from_url(url)
