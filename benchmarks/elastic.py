@@ -71,14 +71,17 @@ def work_hora(folder: Path) -> None:
     state = hvd.elastic.TorchState(model=net, optimizer=optimizer, step=0, per_step=True)
     state.register_reset_callbacks([lambda: log(folder, what="met", size=hvd.size())])
 
+    worlds: list[str] = []
+
     def steps(state: Any) -> None:
         log(folder, what="synced", size=hvd.size())
+        worlds.append(os.environ["HORA_GENERATION"])
         while not (folder / "stop").exists():
             optimizer.zero_grad()
             net(torch.randn(32, 256)).square().mean().backward()
             optimizer.step()
             state.step += 1
-            log(folder, what="step", size=hvd.size(), number=state.step, rank=hvd.rank())
+            log(folder, what="step", size=hvd.size(), number=state.step, rank=hvd.rank(), world=worlds[-1])
             state.commit()
             time.sleep(0.01)
 
@@ -115,7 +118,8 @@ def work_torchrun(folder: Path) -> None:
         model(torch.randn(32, 256)).square().mean().backward()
         optimizer.step()
         step += 1
-        log(folder, what="step", size=dist.get_world_size(), number=step)
+        world = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        log(folder, what="step", size=dist.get_world_size(), number=step, world=world)
         if dist.get_rank() == 0:
             content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(content, folder / "partial")
@@ -169,7 +173,8 @@ def work_torchft(folder: Path) -> None:
         model(torch.randn(32, 256)).square().mean().backward()
         optimizer.step()
         if manager.current_step() > before:
-            log(folder, what="step", size=manager.num_participants(), number=manager.current_step())
+            size, number = manager.num_participants(), manager.current_step()
+            log(folder, what="step", size=size, number=number, world=str(manager._quorum_id))
         time.sleep(0.01)
     os._exit(0)  # the ranks see the stop file at different steps
 
@@ -371,7 +376,7 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
 
 def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, float]]:
     """For each kill the seconds until the first worker reached each phase."""
-    measured = []
+    measured, victims = [], set()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         with running([*command, "--folder", temporary, "--worker", worker], folder) as job:
@@ -386,30 +391,33 @@ def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, 
                 victim = random.choice(sorted({e["pid"] for e in steps[-3:]}))
                 rank = next((e.get("rank", -1) for e in reversed(steps) if e["pid"] == victim), -1)
                 time.sleep(random.uniform(0, 0.1))
+                victims.add(victim)
+                before = {e["world"] for e in events(folder) if e["what"] == "step"}
                 killed = time.time()
                 os.kill(victim, signal.SIGKILL)
 
-                def after(victim: int = victim, rank: int = rank, since: float = killed) -> dict[str, float]:
+                def after(before: set[str] = before, rank: int = rank, since: float = killed) -> dict[str, float]:
                     reached: dict[str, float] = {}
-                    later = [e for e in events(folder) if e["at"] > since and e["pid"] != victim]
-                    begun = [e for e in later if e["what"] in ("met", "synced")]
-                    for event in [e for e in later if e["what"] == "noticed"] + begun:
-                        reached.setdefault(event["what"], event["at"] - since)
-                    first = min((e["at"] for e in begun if e["what"] == "synced"), default=float("inf"))
-                    steps = [
-                        e for e in later if e["what"] == "step" and (e["at"] > first or (not begun and e["size"] < 3))
-                    ]
-                    if not steps:
-                        return {}
-                    done = max(e["number"] for e in events(folder) if e["what"] == "step" and e["at"] <= since)
-                    lost = max(done - steps[0]["number"] + 1, 0)
-                    return reached | {"step": steps[0]["at"] - since, "lost": lost, "rank": rank}
+                    for event in events(folder):
+                        if event["at"] > since and (event["what"] != "step" or event["world"] not in before):
+                            reached.setdefault(event["what"], event["at"] - since)
+                    return reached | {"rank": rank} if "step" in reached else {}
 
                 measured.append(wait_for("a step after the kill", after, job))
             seen = events(folder)
+            measured[-1]["lost"] = steps_lost(seen, victims)
             measured[-1]["newcomer"] = statistics.median(newcomers(seen) or [float("nan")])
             measured[-1]["guests"] = statistics.median(pauses(seen) or [float("nan")])
     return measured
+
+
+def steps_lost(seen: list[dict[str, Any]], victims: set[int]) -> int:
+    """Count the steps that survivors had done and that were done once more in another world."""
+    worlds: dict[int, set[str]] = {}
+    for event in seen:
+        if event["what"] == "step" and event["pid"] not in victims:
+            worlds.setdefault(event["number"], set()).add(event["world"])
+    return sum(len(its) - 1 for its in worlds.values())
 
 
 def newcomers(seen: list[dict[str, Any]]) -> list[float]:
@@ -511,10 +519,10 @@ def recovery_of(name: str, command: list[str], num_kills: int) -> float:
     first = [m["step"] for m in measured if m["rank"] == 0]
     if first:
         print(f"{name:9} step     after {statistics.median(first):6.3f} s where rank 0 was killed ({len(first)} times)")
-    lost, last = sum(m["lost"] for m in measured), measured[-1]
+    last = measured[-1]
     print(
-        f"{name:9} {len(measured)} kills, {lost:.0f} steps lost; a newcomer's first step after {last['newcomer']:.1f} "
-        f"s, which the others waited for {last['guests']:.3f} s"
+        f"{name:9} {len(measured)} kills, {last['lost']} steps lost; a newcomer's first step after "
+        f"{last['newcomer']:.1f} s, which the others waited for {last['guests']:.3f} s"
     )
     return statistics.median(m["step"] for m in measured)
 
