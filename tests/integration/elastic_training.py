@@ -41,6 +41,10 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
     if plan.get("durable"):
         state.persist(plan["durable"], keep=3)
     start = f"{os.environ['HOROVOD_HOSTNAME']}/{os.environ['HORA_WORKER']}"
+    if engine.is_newcomer():
+        alone = hvd.allreduce(torch.tensor(2.0), op=hvd.Sum).item()
+        note(plan, f"prepares rank {hvd.rank()} of {hvd.size()} device {hvd.local_rank()} alone {alone}")
+        wait_for_steps(plan, plan.get("preparation_steps", 0))
     _loop(state, plan, start)
     outer = []
     if plan.get("diloco"):
@@ -225,6 +229,15 @@ def progress(plan: dict[str, Any], state: Any) -> None:
     (Path(plan["folder"]) / "progress").write_text(f"{state.steps} {hvd.size()}")
     note(plan, f"committed step {state.steps} on {hvd.size()}")
     time.sleep(plan.get("pause_s", 0.0))
+
+
+def wait_for_steps(plan: dict[str, Any], number: int) -> None:
+    """Return when the others have committed so many steps more."""
+    file, limit = Path(plan["folder"]) / "progress", time.monotonic() + 60.0
+    wanted = number and int(file.read_text().split()[0]) + number
+    while wanted and int((file.read_text() or "0").split()[0]) < wanted:
+        assert time.monotonic() < limit, "the others do not train while a newcomer prepares itself"
+        time.sleep(0.01)
 
 
 def note(plan: dict[str, Any], text: str) -> None:

@@ -12,6 +12,7 @@ from elastic_job import ElasticJob, assert_good_ending, assert_no_step_lost
 from job_process import run_command, running
 
 import horovod
+from waiting import wait_until
 
 SILENCE_S = 6
 SILENCE = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(SILENCE_S)}
@@ -35,13 +36,19 @@ def test_rank_1_of_3_fails_at_step_4_and_the_others_go_on(tmp_path: Path, how: s
 
 
 def test_rank_0_is_killed_in_its_commit_and_a_newcomer_takes_its_place(tmp_path: Path):
-    plan = {"faults": [fault(0, 5, "kill", "commit")], "epochs": 6, "pause_s": 0.1}
+    """The others train on while it prepares itself."""
+    plan = {"faults": [fault(0, 5, "kill", "commit")], "epochs": 10**6, "pause_s": 0.1, "preparation_steps": 5}
     job = ElasticJob(tmp_path, plan, num_proc=3, min_num_proc=2, cooldown_range=(1, 2))
+    wait_until("worker 3 trains", lambda: any(note.endswith("/3") for note in job.notes()), limit_s=90)
+    (job.folder / "last_epoch").touch()
     results = job.results()
+    job.plan["epochs"] = results[0]["epoch"]
     assert_good_ending(job, results)
     assert [result["worker"] for result in results][:2] == [1, 2]
     assert 2 in results[0]["sizes"]
     assert results[0]["sizes"][-1] == 3, "the slot came back after its time out"
+    (prepared,) = job.notes("prepares")
+    assert prepared.endswith("rank 2 of 3 device 0 alone 2.0")
 
 
 def test_two_of_four_die_at_once(tmp_path: Path):

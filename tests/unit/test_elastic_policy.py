@@ -391,10 +391,10 @@ def test_local_ranks_follow_slots_and_ranks_follow_age():
     assert {places[n].size for n in places} == {3}
 
 
-def test_a_newcomer_knows_its_slot():
-    slot = provisional("a", 2, 4)
-    assert (slot.rank, slot.size, slot.local_rank, slot.local_size) == (0, 1, 2, 4)
-    assert provisional("a", 5, 4).local_size == 6  # the host shrank in the meantime
+def test_a_newcomer_knows_its_slot_and_that_it_is_not_the_first():
+    slot = provisional("a", 2, 4, num_ranks=3)
+    assert (slot.rank, slot.size, slot.local_rank, slot.local_size) == (3, 4, 2, 4)
+    assert provisional("a", 5, 4, num_ranks=3).local_size == 6  # the host shrank in the meantime
 
 
 # ---- the blacklist --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from hora.engine.process import (
     has_elastic_launcher,
     init,
     is_initialized,
+    is_newcomer,
     restart,
     shutdown,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "has_elastic_launcher",
     "init",
     "is_initialized",
+    "is_newcomer",
     "restart",
     "shutdown",
 ]

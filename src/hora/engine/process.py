@@ -28,6 +28,7 @@ __all__ = [
     "has_elastic_launcher",
     "init",
     "is_initialized",
+    "is_newcomer",
     "restart",
     "shutdown",
 ]
@@ -65,7 +66,10 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
             sets = [tuple(sorted(ranks)) for ranks in process_sets or ()]
         elastic = has_elastic_launcher(place)
         if elastic and place.generation < 0:
-            place = _next_place(place, config)
+            # A newcomer prepares its training in a world of its own while the others train on, and `restart` takes it
+            # to them. Process sets can be had among them alone.
+            alone = replace(place, rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+            place = _next_place(place, config) if sets or _last_place is not None else alone
         while _runtime is None or _runtime.pid != os.getpid():
             try:
                 _runtime = _start(place, config, sets)
@@ -104,10 +108,21 @@ def has_elastic_launcher(place: World | None = None) -> bool:
     return place.elastic and place.meeting.kind == "hora"
 
 
+def is_newcomer(place: World | None = None) -> bool:
+    """Return whether this process has no place among the ranks of its job yet: `restart` waits for one."""
+    place = place or _place()
+    return place.elastic and place.generation < 0
+
+
+def _as_told(world: World) -> World:
+    """Return what to tell of this world: a newcomer's own is that of its device and of the rank that it will have."""
+    return World.from_env() if is_newcomer(world) else world
+
+
 def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) -> Runtime:
     global _last_place, _starting
     _last_place = place
-    logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=place.rank)
+    logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
     if config.keep_freed_memory:
         keep_freed_memory()
     if place.elastic or (place.size > 1 and place.meeting.kind == "hora"):
@@ -128,7 +143,8 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
     finally:
         _starting = None
     meter.restart_step()
-    start_reporting(place, config)
+    if not is_newcomer(place):
+        start_reporting(place, config)
     return runtime
 
 
@@ -179,9 +195,11 @@ def current_runtime() -> Runtime:
 
 
 def current_world() -> World | None:
-    """This process's place in the running world; in a forked child (a DataLoader's worker) that of its parent."""
+    """This process's place in the running world; in a forked child (a DataLoader's worker) that of its parent, and in a
+    newcomer the one that it is likely to have.
+    """
     runtime = _runtime or _inherited
-    return None if runtime is None else runtime.world
+    return None if runtime is None else _as_told(runtime.world)
 
 
 def _forget_in_child() -> None:

@@ -5,7 +5,6 @@ The engine does the work. This module is also what old code reaches as `mpi_ops.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 import torch
@@ -47,10 +46,6 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessS
     _check_comm(comm)
     wanted = _check_process_sets(process_sets)
     if not engine.is_initialized():
-        if World.from_env().generation < 0:
-            # A newcomer, for whom the others wait from here on: torch imports this when an optimizer is made, for
-            # seconds.
-            importlib.import_module("torch._dynamo")
         forget_handles()
         sets.unbind()
         if isinstance(wanted, str):

@@ -223,7 +223,9 @@ class _Controller:
                 continue
             # The leader before has died between its decision and the order.
             newcomer = worker.number not in self._places
-            slot = self._places.get(worker.number) or provisional(worker.host, worker.slot, worker.slot + 1)
+            slot = self._places.get(worker.number) or provisional(
+                worker.host, worker.slot, worker.slot + 1, num_ranks=len(self._places)
+            )
             never_started.append((slot, self._world(worker.number, slot, -1 if newcomer else self._generation)))
         if never_started:
             self.run.start(never_started)
@@ -294,7 +296,7 @@ class _Controller:
         assert self._hosts is not None
         newcomers: list[tuple[Slot, World]] = []
         for host, number in places:
-            slot = provisional(host, number, self._hosts.num_slots(host))
+            slot = provisional(host, number, self._hosts.num_slots(host), num_ranks=len(self._places))
             worker = self._roster.add(host, number, WorkerState.STARTING, now)
             newcomers.append((slot, self._world(worker, slot, -1)))
         self._save(now)

@@ -109,14 +109,16 @@ def assign(workers: Sequence[Worker]) -> dict[int, Slot]:
     return {worker.number: slot for worker, slot in zip(workers, slots, strict=True)}
 
 
-def provisional(host: str, slot: int, num_slots: int) -> Slot:
-    """Return a newcomer's place before a generation has one for it: the device that will be its own."""
+def provisional(host: str, slot: int, num_slots: int, *, num_ranks: int) -> Slot:
+    """Return a newcomer's place before a generation has one for it: the device that will be its own, and the rank after
+    those that there are.
+    """
     return Slot(
         hostname=host,
-        rank=0,
+        rank=num_ranks,
         local_rank=slot,
         cross_rank=0,
-        size=1,
+        size=num_ranks + 1,
         local_size=max(num_slots, slot + 1),
         cross_size=1,
     )

@@ -59,6 +59,9 @@ def run_fn(func: Training, reset: Callable[[], None]) -> Training:
 def _loop(
     func: Training, reset: Callable[[], None], state: State, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    if engine.is_newcomer():  # everything is loaded and made: now the others are interrupted, at a commit
+        reset()
+        state.on_reset()
     notification_manager.init()
     notification_manager.register_listener(state)
     skip_sync = False

@@ -58,8 +58,8 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Divide what is left among the ranks of the world as it is now."""
-        if engine.is_initialized():
-            world = engine.current_runtime().world
+        world = engine.current_world()
+        if world is not None:
             self.num_replicas, self.rank = world.size, world.rank
         order = list(range(len(self.dataset)))
         if self.shuffle:

@@ -63,7 +63,7 @@ class TorchState(ObjectState):
             object.__setattr__(self, name, handler.value)
         plain = {name: value for name, value in kwargs.items() if name not in handlers}
         super().__init__(broadcast_object, rank, **plain)
-        has_come = engine.is_initialized() and engine.current_runtime().world.generation > 0
+        has_come = engine.is_initialized() and engine.current_runtime().world.generation != 0
         if has_come and not TorchState._established:
             self._origin = _NEWCOMER
         if _wants_steps(handlers, per_step):

@@ -109,7 +109,8 @@ def _kind_of_optimizer(
     if options.op == ReduceOp.ADASUM:
         if options.process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet")
-        if engine.current_runtime().world.size > 1:
+        world = engine.current_runtime().world
+        if world.size > 1 or world.elastic:
             from hora.torch.optimizer.adasum import DeltaOptimizer
 
             return DeltaOptimizer
