@@ -121,8 +121,7 @@ def on_databricks(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bool = True) -> None:
-    """Warn that something is not protected. With HORA_STRICT=1 it is not done: ValueError. `warn`: not if only one of
-    many processes needs to."""
+    """Warn (if `warn`) that something is unprotected; with HORA_STRICT=1 raise ValueError instead of doing it."""
     env = os.environ if environ is None else environ
     strict = env.get("HORA_STRICT", "")
     if strict not in ("", "0", "1"):

@@ -59,9 +59,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 class BadCallError(TypeError, ValueError):
-    """A function cannot be called with what was given for it: what Python says at the call, said before anything
-    starts.
-    """
+    """A function cannot be called with these arguments: Python's own message, raised before anything starts."""
 
 
 class AuthenticationError(ConnectionError):

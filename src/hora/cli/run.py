@@ -97,9 +97,7 @@ def _run(options: Options, extra: Mapping[str, str] | None = None) -> None:
 
 
 def on_workers(job: Job) -> Job:
-    """Ranks at the addresses of a session's workers (`launch_workers`) use the GPUs of these workers, and end with
-    them.
-    """
+    """Ranks at the addresses of a session's workers (`launch_workers`) use these workers' GPUs and end with them."""
     hosts = {slot.hostname for slot in job.slots}
     # Workers of this machine have loopback addresses of their own; those of a cluster are known by what the environment
     # says.

@@ -90,8 +90,7 @@ class Shard:
         return max(1, math.ceil(math.ceil(self.total_rows / self.shard_count) / batch_size))
 
     def even_sizes(self, batch_size: int) -> list[int]:
-        """The sizes of `num_steps` batches. A shard that has a row less than others may have one too few for the last
-        step: it sees one again."""
+        """Sizes of `num_steps` batches; a shard with a row less than others may repeat one in the last step."""
         return [max(size, 1) for size in even_batches(self.num_rows, self.num_steps(batch_size))]
 
     def _pools(self, order: Sequence[int], rng: np.random.Generator | None) -> Iterator[Rows]:

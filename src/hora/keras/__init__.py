@@ -1,3 +1,1 @@
-"""The `hvd` surface for Keras, of whichever version and backend: what `horovod.keras` and `horovod.tensorflow.keras`
-share.
-"""
+"""The `hvd` surface shared by `horovod.keras` and `horovod.tensorflow.keras`, for any Keras version and backend."""

@@ -1,6 +1,4 @@
-"""Methods of Horovod's Keras callbacks; `horovod.keras` and `horovod.tensorflow.keras` add the base class of their
-Keras.
-"""
+"""Horovod's Keras callbacks as mixins; `horovod.keras` and `horovod.tensorflow.keras` add their Keras's base class."""
 
 from __future__ import annotations
 

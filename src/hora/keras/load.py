@@ -30,9 +30,7 @@ def load_model(
 
 
 def _restore_from_hdf5(model: Any, filepath: str) -> None:
-    """Give the optimizer the state that Keras 3 leaves in a file of HDF5: it builds one for the variables of no
-    layer.
-    """
+    """Restore the optimizer's state from an HDF5 file: Keras 3 itself builds it for the variables of no layer."""
     optimizer = model.optimizer
     if not filepath.endswith((".h5", ".hdf5")) or not hasattr(optimizer, "apply"):
         return

@@ -66,9 +66,7 @@ class _Keras3(_Distributed):
 
 class _Keras2(_Distributed):
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-        """Reduce the gradients over the ranks, for a LossScaleOptimizer around this one: it then decides alike on
-        all.
-        """
+        """Reduce the gradients over the ranks, so that a LossScaleOptimizer around this one decides alike on all."""
         pairs, aggregation = list(grads_and_vars), cast(Any, self._hora)
         variables = [variable for _, variable in pairs]
         return list(zip(aggregation.reduced([gradient for gradient, _ in pairs], variables), variables, strict=True))

@@ -19,9 +19,7 @@ _WARN_AT, _RAISE_AT = 2, 64
 
 
 class StartCheck:
-    """Called with the variables before each reduction: compares them twice; ranks that still differ then are an
-    error.
-    """
+    """Compares the variables before a reduction: once with a warning, much later with an error."""
 
     def __init__(self) -> None:
         self._num_calls = 0

@@ -27,9 +27,7 @@ def variables() -> dict[str, str]:
 
 
 def first_variables() -> dict[str, str]:
-    """Return the environment that this process, or the one that it was forked from, was started with: nothing that
-    was set since.
-    """
+    """Return the environment with which this process, or the one it was forked from, was started."""
     with open("/proc/self/environ", "rb") as file:
         pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
         return {os.fsdecode(name): os.fsdecode(value) for name, mark, value in pairs if mark}

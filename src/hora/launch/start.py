@@ -191,9 +191,7 @@ def _directory() -> str:
 def make_launcher(
     hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
 ) -> HostLauncher:
-    """The launcher for these hosts, all of them checked: plain processes here, ssh when one is elsewhere, or its
-    agent.
-    """
+    """Return the launcher for these hosts, all validated: local processes, ssh if one is remote, or the agent."""
     silence_s, verbose = float(options.effective("silence_timeout")), bool(options.verbose)
     if nodes is not None:
         return HostLauncher(agents=nodes, listen=nodes.address, silence_limit_s=silence_s, verbose=verbose)

@@ -1,6 +1,4 @@
-"""`horovod.runner.elastic.driver`: the intervals, which may be changed here, and what programs ask of an elastic
-job.
-"""
+"""`horovod.runner.elastic.driver`: its intervals, which may be set here, and the queries of an elastic job."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class ElasticDriver:
             return self._places.get((host, local_rank), _NOWHERE)
 
     def get_worker_client(self, slot: Slot) -> Slot | None:
-        """Something true if the process has its place in the current generation, so that a change would be told to
-        it.
-        """
+        """Return a true value if the process is a member of the current generation and would be notified of changes."""
         with self._lock:
             return self._places.get((slot.hostname, slot.local_rank))
 

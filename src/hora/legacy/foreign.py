@@ -1,6 +1,4 @@
-"""Another distribution that also owns the import name `horovod`: looked for when `horovod` is imported or a job is
-launched.
-"""
+"""Detect another distribution that owns the import name `horovod`, when it is imported or a job is launched."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def foreign_horovod() -> str | None:
 
 
 def foreign_message() -> str | None:
-    """Say that two distributions claim `horovod`, whose files are in use, and what to do; None if Hora is the only
-    one.
-    """
+    """Describe the conflict of two distributions that claim `horovod` and its remedy; None if Hora is the only one."""
     found = foreign_horovod()
     if found is None:
         return None

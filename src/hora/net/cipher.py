@@ -40,9 +40,7 @@ class Records:
         self._begin()
 
     def in_clear(self) -> Records:
-        """Return the records of the same direction that hide nothing: authenticated as others are, under a key of their
-        own.
-        """
+        """Return this direction's records in plain text: authenticated as others are, under a key of their own."""
         found = Records(self._key)
         found._key, found.hides = _expand(self._key, b"hora in clear"), False
         found._begin()

@@ -183,9 +183,7 @@ class ClientSession:
 
 
 class SessionPeer:
-    """The server's end of a session, as a handler sees it: what it has of a `Peer`, whatever becomes of the
-    connection.
-    """
+    """The server's end of a session as handlers see it: a `Peer` that outlives its connection."""
 
     def __init__(self, sessions: Sessions, name: str, peer: Peer) -> None:
         self.host, self.where, self.speaker = peer.host, peer.where, peer.speaker

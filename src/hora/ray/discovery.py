@@ -1,6 +1,4 @@
-"""Nodes of a Ray cluster, and the number of workers that fit on each: in all, whatever else runs there at the
-moment.
-"""
+"""Nodes of a Ray cluster and each one's capacity in workers, whatever else runs there at the moment."""
 
 from __future__ import annotations
 

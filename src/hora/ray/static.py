@@ -240,9 +240,7 @@ class StaticAdapter(Adapter):
         raise (causes or list(errors.values()))[0]
 
     def _stop(self, why: str) -> None:
-        """The page's user ends it, in the page's thread: a caller that waits for the workers hears that they have
-        died.
-        """
+        """End the job from the page, in the page's thread: a caller that waits for the workers gets their death."""
         self._stop_reason, self._broken = why, f"the job was stopped: {why}"
         self._end_workers()
 

@@ -117,9 +117,7 @@ def recording() -> bool:
 
 
 def reserve_threads() -> None:
-    """Let several operations of functions wait at once, unless the user has said how many may or TensorFlow runs
-    already.
-    """
+    """Let several function operations wait at once, unless the user set the number or TensorFlow has started."""
     if tf.config.threading.get_inter_op_parallelism_threads() == 0:
         try:
             tf.config.threading.set_inter_op_parallelism_threads(max(os.cpu_count() or 1, _MIN_THREADS))

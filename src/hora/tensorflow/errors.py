@@ -19,9 +19,7 @@ __all__ = ["ArgumentError", "CollectiveError", "own_errors", "translate_errors"]
 
 
 class CollectiveError(HorovodInternalError, tf.errors.FailedPreconditionError, tf.errors.UnknownError):
-    """A collective could not complete; pickled as the plain HorovodInternalError, which needs no TensorFlow to be
-    read.
-    """
+    """A collective failed; pickled as the plain HorovodInternalError, which can be read without TensorFlow."""
 
     def __init__(self, node_def: Any, op: Any, message: str, *details: Any) -> None:
         tf.errors.OpError.__init__(self, node_def, op, message, tf.errors.UNKNOWN, *details)

@@ -125,9 +125,7 @@ def _reduce(
     name: str | None,
     process_set: ProcessSet,
 ) -> list[Any]:
-    """Run an allreduce or a reducescatter of the torch front, grouped or not, on what the compressor makes of the
-    tensors.
-    """
+    """Run an allreduce or a reducescatter of the torch front, grouped or not, on the compressed tensors."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in pairs]
     scales = {"op": op, "prescale_factor": prescale, "postscale_factor": postscale, "process_set": process_set}

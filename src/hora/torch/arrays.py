@@ -16,9 +16,7 @@ __all__ = ["as_numpy", "as_torch"]
 
 
 def as_torch(array: Any) -> Tensor:
-    """Return a tensor on the array's memory; a copy if torch cannot hold its layout, or might write where it must
-    not.
-    """
+    """Return a tensor on the array's memory; a copy of layouts that torch lacks and of read-only arrays."""
     array = np.asarray(array)
     if not (array.flags.c_contiguous and array.flags.writeable):
         array = array.copy(order="C")

@@ -156,9 +156,7 @@ def wire_dtype(compression: type[Compressor] | Compressor) -> torch.dtype | None
 
 
 def code_for(compression: type[Compressor] | Compressor, tensors: Sequence[torch.Tensor], *, op: int) -> str:
-    """The engine's code for sums and averages of these tensors between hosts; empty for other tensors and
-    compressors.
-    """
+    """The engine's code for sums and averages of these tensors between hosts; empty if there is none."""
     if isinstance(compression, ErrorFeedback):
         compression = compression.compression
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):

@@ -1,6 +1,4 @@
-"""The page as it travels: one HTML with its styles inside, so that the first paint waits for nothing, and one
-script.
-"""
+"""The page as it is served: one HTML file with its styles inlined, for an early first paint, and one script."""
 
 from __future__ import annotations
 

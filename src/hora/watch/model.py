@@ -236,9 +236,7 @@ class Run:
             self.stacks[place.rank] = {"at": entry.at, "threads": threads}
 
     def _profile(self, entry: Entry) -> None:
-        """{"num_samples": n, "seconds": s, "stacks": [[count, frames], …]}: where its training thread was found how
-        often.
-        """
+        """{"num_samples": n, "seconds": s, "stacks": [[count, frames], …]}: samples of the rank's training thread."""
         place = self._by_worker.get(entry.worker)
         if place is not None:
             news = json.loads(entry.data)

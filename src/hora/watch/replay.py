@@ -1,6 +1,4 @@
-"""`hora view`: a recorded run, or a timeline, in the same page as a live one, with nothing to stop and nobody to
-ask.
-"""
+"""`hora view`: a recorded run or a timeline in the page of a live one, without its controls."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ _SHARES = {"data": 0.06, "forward": 0.30, "backward": 0.52, "optimizer": 0.12}
 
 @dataclass(frozen=True)
 class Slowness:
-    """From `begin` to `end` (seconds of the run) one part of a rank's step takes more: `factor` is of its whole
-    work.
-    """
+    """From `begin` to `end` (seconds) a part of a rank's step takes longer, by `factor` of its whole work."""
 
     rank: int
     factor: float

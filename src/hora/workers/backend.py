@@ -1,6 +1,4 @@
-"""Interface to the place where a session's workers run: this machine (`LocalWorkers`, here) or Spark
-(`spark_backend`).
-"""
+"""Interface to the machines of a session's workers: this one (`LocalWorkers`, here) or Spark (`spark_backend`)."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ class Backend(Protocol):
         """Wait until it is known whether `n` more workers fit. The session's lock is not held."""
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The request as `n` workers can have it: where cores are too few, a share of them and a `note` that says
-        so.
-        """
+        """The request as `n` workers can have it: where cores are too few, a share of them and a `note` about it."""
 
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
         """Set something aside for this worker; raises Refused."""

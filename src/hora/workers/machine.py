@@ -1,6 +1,4 @@
-"""Resources of this machine: cores and memory this process may use, and its GPUs, less those that other sessions gave
-away.
-"""
+"""Resources of this machine: usable cores and memory, and its GPUs less those that other sessions assigned."""
 
 from __future__ import annotations
 

@@ -207,9 +207,7 @@ class _Launch:
         )
 
     def _end_rest(self, reason: str) -> None:
-        """Report the end of every worker that is left: of those that were stopped, and of those that failed for
-        `reason`.
-        """
+        """Report the end of every remaining worker: the stopped ones, and those that failed for `reason`."""
         with self._lock:
             left = sorted(self._left)
         for number in left:

@@ -416,9 +416,7 @@ class _TallyHandler(StateHandler):
 
 
 class _ReferenceHandler(SnapshotHandler):
-    """A value that changes between steps only, and whose state is replaced, never changed in place: nothing is
-    copied.
-    """
+    """A value that changes between steps only and whose state is replaced, never mutated: nothing is copied."""
 
     def save(self) -> None:
         self._saved = self.value.state_dict()

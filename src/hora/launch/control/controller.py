@@ -265,9 +265,7 @@ class _Controller:
         return replace(worker, silent_since=max(heard, self._ping_at))
 
     def _one_waits_for_another(self) -> bool:
-        """Return whether a member works on while another worker is ready for the next generation, has finished or
-        died.
-        """
+        """Return whether a member still works while another worker has ended or waits for the next generation."""
         working = any(w.generation == self._generation and w.state is WorkerState.WORKING for w in self._roster)
         return working and any(w.needs_the_others(self._generation) for w in self._roster)
 

@@ -62,9 +62,7 @@ class Hosts:
         self._failures: dict[str, int] = {}  # host -> how many
 
     def watch(self, changed: Callable[[Sequence[HostInfo]], None]) -> None:
-        """Have the discovery script asked again and again, if there is one; `changed` is called in a thread of its
-        own.
-        """
+        """Poll the discovery script, if there is one; `changed` is called in a thread of its own."""
         if self._spec.script is not None:
             self._spec.script.watch(self._spec.hosts, changed)
 

@@ -223,9 +223,7 @@ class JobRun:
             self.call(lambda: self._news.on_raise(worker, report))
 
     def _runs_a_function(self, worker: int) -> bool:
-        """Results and exceptions are unpickled here: only those of workers that run the caller's own function are
-        taken.
-        """
+        """Unpickle results and exceptions, only of workers that run the caller's own function."""
         return self._job.function is not None and worker >= 0
 
     def on_log_line(self, worker: int, text: str) -> None:

@@ -165,9 +165,7 @@ class _Lines:
         return text
 
     def _dress_returns(self, text: bytes, prefix: bytes) -> bytes:
-        """With a prefix for every line but those that are nothing but a return: many bars begin with it, none needs
-        it.
-        """
+        """Prefix every line but a bare carriage return, with which many progress bars begin."""
         pieces = _LINE_WITH_END.findall(text)
         bare = [piece == b"\r" or (number == 0 and self._inside) for number, piece in enumerate(pieces)]
         return b"".join(piece if is_bare else prefix + piece for piece, is_bare in zip(pieces, bare, strict=True))
@@ -247,8 +245,7 @@ class LogFile:
 
 
 class _Console:
-    """A stream for people. A line that is not finished yet is closed before another worker's begins, and its rest
-    begins with its prefix again."""
+    """A stream for people: an unfinished line is closed before another worker's; its rest gets a prefix again."""
 
     def __init__(self, stream: IO[Any] | None) -> None:
         # None: a process that was started without a console.

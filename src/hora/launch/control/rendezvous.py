@@ -75,9 +75,7 @@ class RendezvousEvents(Protocol):
 
 
 class OnlyLines:
-    """Implements RendezvousEvents where somebody else started the workers and hears how they end: prints what they
-    say.
-    """
+    """Implements RendezvousEvents for workers that another launcher started and supervises: prints their output."""
 
     def joined(self, worker: int) -> None: ...
     def returned(self, worker: int, result: bytes) -> None: ...

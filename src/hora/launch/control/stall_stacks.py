@@ -1,6 +1,4 @@
-"""Stacks of the ranks that keep others waiting: asked when a rank reports a stall, and told the user, page or no
-page.
-"""
+"""Stacks of the ranks that keep others waiting: requested when a rank reports a stall, and logged for the user."""
 
 from __future__ import annotations
 

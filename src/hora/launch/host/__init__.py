@@ -1,3 +1,1 @@
-"""Processes on hosts, this one or others over ssh: the supervisor of a host, its workers, and the launcher that reaches
-it.
-"""
+"""Processes on hosts, local or over ssh: a host's supervisor, its workers, and the launcher that reaches it."""

@@ -42,9 +42,7 @@ sys.exit(main())
 
 
 def local_supervisor_command(executable: str = sys.executable) -> tuple[str, ...]:
-    """Return the command that starts a supervisor on this machine: isolated and without site-packages, because that is
-    fast.
-    """
+    """Return the command that starts a supervisor here: isolated and without site-packages, which is faster."""
     source = str(Path(supervisor.__file__).resolve().parents[3])
     return (executable, "-I", "-S", "-c", _RUN_SUPERVISOR, source)
 

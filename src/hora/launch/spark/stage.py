@@ -66,9 +66,7 @@ class SparkStage:
         return not self.ended.is_set()
 
     def on_leaving_executors(self) -> dict[int, int]:
-        """The tasks that run where Spark is about to take the executor away (decommissioning), with their attempts'
-        numbers.
-        """
+        """Tasks on executors that Spark is decommissioning, with their attempts' numbers."""
         from py4j.protocol import Py4JError
 
         try:

@@ -162,8 +162,7 @@ class _TaskAgent:
 
 
 def python_path() -> str:
-    """PYTHONPATH for ranks: files that Spark shipped (addPyFile, --py-files) are on this interpreter's path, not in its
-    environment."""
+    """PYTHONPATH for ranks: files that Spark shipped (--py-files) are on sys.path, not in the environment."""
     return os.pathsep.join(path for path in sys.path if path)
 
 

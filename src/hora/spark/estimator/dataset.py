@@ -124,9 +124,7 @@ def open_dataset(
     with_validation: bool,
     any_type: bool = False,
 ) -> Dataset:
-    """The dataset that lies in the store; measured the first time, unless `columns` are given, and remembered next to
-    it.
-    """
+    """The dataset in the store; unless `columns` are given, measured once and remembered next to it."""
     path = store.get_train_data_path(index)
     if not store.is_parquet_dataset(path):
         raise ValueError(f"there is no Parquet dataset at {path}; write one there, or use fit(df)")
@@ -193,9 +191,7 @@ def _split(validation: float | str | None) -> list[Any]:
 
 
 def _write(rows: DataFrame, store: Store, path: str) -> None:
-    """Parquet at `path`, instead of what is there: by Spark, or by its tasks where only the store knows the file
-    system.
-    """
+    """Replace the Parquet at `path`: by Spark, or by its tasks where only the store knows the file system."""
     try:
         rows.write.mode("overwrite").parquet(path)
     except Exception as error:

@@ -144,9 +144,7 @@ def weighted_loss(
     loss_fns: Sequence[Loss],
     sample_weights: torch.Tensor | None = None,
 ) -> Any:
-    """Return the sum of the labels' losses, each times its weight; rows of larger weight count for more in their
-    means.
-    """
+    """Return the weighted sum of the labels' losses; rows of larger weight count for more in their means."""
     total: Any = 0
     for loss, share, output, label in zip(loss_fns, loss_weights, outputs, labels, strict=True):
         if sample_weights is None:

@@ -55,9 +55,7 @@ class ParamsWriter(MLWriter):
         rows.coalesce(1).write.mode("overwrite" if self.shouldOverwrite else "error").text(_place(path))
 
     def _handleOverwrite(self, path: str) -> None:  # noqa: N802 - pyspark's name
-        """Remove what was there: all of it by Spark's own way, which a Connect client has not, else what is written
-        anew.
-        """
+        """Remove an earlier model: all of it through Spark's JVM; for a Connect client, the files to be rewritten."""
         if connect_session(self._sparkSession) is None:
             super()._handleOverwrite(path)
 

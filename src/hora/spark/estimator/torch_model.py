@@ -55,9 +55,7 @@ class TorchModel(HorovodModel):
             self._setDefault(outputCols=[f"{label}__output" for label in label_columns])
 
     def get_prediction_fn(self) -> PredictRow:
-        """A function `(model, row) -> tensor, or one for each label`, with the gradients off and the model in eval
-        mode.
-        """
+        """Return a function `(model, row) -> tensor, or one per label`, run without gradients in eval mode."""
         features = list(self.getOrDefault("feature_columns") or ())
         shapes = list(self.getOrDefault("input_shapes") or [(1, -1)] * len(features))
 
@@ -173,9 +171,7 @@ class _Predict:
 
 
 class _PredictRow:
-    """The user's function with the model, which is unpacked where it is first called: a row in, an array for each
-    output.
-    """
+    """The user's function with the model, unpacked at its first call: a row in, an array per output."""
 
     def __init__(self, model: bytes, function: PredictRow) -> None:
         self._packed, self._function = model, function
@@ -193,9 +189,7 @@ class _PredictRow:
 
 
 def _evaluated_by_rows(predict: _PredictRow, frame: DataFrame, num_labels: int) -> Column:
-    """The same column, by a function of whole rows as the DataFrame has them: its vectors are vectors, its structs
-    rows.
-    """
+    """The same column from a function of whole rows, with the DataFrame's vectors and structs as they are."""
     import pyspark
     from pyspark.sql import functions as sql
 

@@ -1,6 +1,4 @@
-"""Training of a Keras estimator on every rank: `model.fit` over the rank's rows, a checkpoint in the store, a
-report.
-"""
+"""Per-rank training of a Keras estimator: `model.fit` over the rank's rows, a checkpoint in the store, a report."""
 
 from __future__ import annotations
 

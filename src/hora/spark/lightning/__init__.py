@@ -1,3 +1,1 @@
-"""`horovod.spark.lightning`: fit a LightningModule on a Spark DataFrame; and the strategy for Lightning's own
-Trainer.
-"""
+"""`horovod.spark.lightning`: an estimator for LightningModules, and the strategy for Lightning's own Trainer."""

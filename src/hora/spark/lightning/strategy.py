@@ -36,9 +36,7 @@ def horovod_strategy(package: Package) -> type[Any]:
 
 
 class _Horovod:
-    """Trains on the ranks of `hvd`: the learning rate is multiplied by their number, rank 0's parameters are
-    everybody's.
-    """
+    """Trains on the ranks of `hvd`: multiplies the learning rate by their number, broadcasts rank 0's parameters."""
 
     # What Lightning's own class gives: this one is mixed in before it.
     lightning_module: Any

@@ -1,3 +1,1 @@
-"""`DistributedOptimizer` and what it is made of: how gradients are grouped, in which order, and how they are
-reduced.
-"""
+"""`DistributedOptimizer` and its parts: the grouping, the order and the reduction of gradients."""

@@ -45,9 +45,7 @@ _DIRECT_BYTES = 256 * 1024
 
 
 def view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """`parameter.numel()` elements of `flat` from `offset`, in the shape and, if possible, the strides of
-    `parameter`.
-    """
+    """`parameter.numel()` elements of `flat` from `offset`, in the shape and, if possible, strides of `parameter`."""
     elements = flat[offset : offset + parameter.numel()]
     if not parameter.is_contiguous() and (
         (parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last))
@@ -150,9 +148,7 @@ class Bucket:
     def _note_residuals(
         self, indices: Sequence[int], places: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
     ) -> None:
-        """Keep what the cast has lost, to be added in the next step; of what is not finite the ranks hear in this
-        one.
-        """
+        """Keep the cast's rounding error for the next step; values that are not finite reach the ranks in this one."""
         for index in indices:
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:

@@ -118,9 +118,7 @@ def _kind_of_optimizer(
 
 
 def of_class(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """A new object of a class made for it, sharing groups and state with `optimizer`, whatever its constructor
-    needs.
-    """
+    """Return an object of a new class that shares groups and state with `optimizer`, without its constructor."""
     base = type(optimizer)
     names = {"__module__": "horovod.torch.optimizer", "__qualname__": base.__qualname__, "_base_class": base}
     return bare_copy(optimizer, type(base.__name__, (mixin, base), names))

@@ -39,9 +39,7 @@ _numbers = itertools.count()
 
 
 class AgreedOrder(NamedTuple):
-    """The order agreed by the members: parameters in order of arrival, how many of them every member had, the sparse
-    ones.
-    """
+    """The order agreed by the members: parameters by arrival, how many of them all members had, the sparse ones."""
 
     label: str  # another one for every agreement of the set
     parameters: list[torch.Tensor]
@@ -50,9 +48,7 @@ class AgreedOrder(NamedTuple):
 
 
 class BucketOrder:
-    """Decides, equally on all members, which reducer the next step uses: buckets in the order that was agreed on
-    last.
-    """
+    """Decides, equally on all members, which reducer the next step uses: buckets in the order agreed last."""
 
     def __init__(
         self,

@@ -55,9 +55,7 @@ class PowerSGDMemory:
         return rank if worth_it else 0
 
     def factors(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The factors Q of these parameters, which are all that are compressed; drawn anew unless there are some of
-        all.
-        """
+        """The factors Q of these parameters, which are all that are compressed; drawn anew unless all have one."""
         shapes = {p: (p.numel() // p.shape[0], self.rank_of(p)) for p in parameters}
         if any(p not in self._factors or self._factors[p].shape != shapes[p] for p in parameters):
             generator = torch.Generator("cpu").manual_seed(self.settings.seed)

@@ -56,9 +56,7 @@ class ReduceOptions:
         return Reduce(self.op, 1.0 / factor, factor)
 
     def code_for(self, tensors: Sequence[torch.Tensor]) -> str:
-        """The engine's code for the way between hosts; empty where the compressor itself has to do it, or there is
-        none.
-        """
+        """The engine's code for transfers between hosts; empty if the compressor does it itself, or there is none."""
         code = code_for(self.compression, tensors, op=self.op)
         return code if code and engine.current_runtime().spans_hosts(self.process_set_id) else ""
 

@@ -58,9 +58,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
 
 
 def _check_same_groups(optimizer: Optimizer) -> None:
-    """ValueError on all ranks if their parameters differ, instead of waiting for tensors that the root will not
-    send.
-    """
+    """Raise ValueError on all ranks if their parameters differ, instead of waiting for tensors the root lacks."""
     mine = [len(group["params"]) for group in optimizer.param_groups]
     of_all = allgather_object(mine, "broadcast_optimizer_state.groups")
     for other, counts in enumerate(of_all):
