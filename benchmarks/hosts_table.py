@@ -1,12 +1,10 @@
-"""Everything that was promised of several hosts, in one table: `python -m benchmarks.hosts_bars`, as root, about half
-an hour.
+"""Collectives and training steps between hosts in one table: `python -m benchmarks.hosts_table`, as root, half an hour.
 
-    python -m benchmarks.hosts_bars --rows plain,wire --json bars.json    some of it; the file keeps earlier runs
-    python -m benchmarks.hosts_bars --rounds 1 --steps 0                    whether it works
+    python -m benchmarks.hosts_table --rows plain,wire --json hosts.json    some rows; the file keeps earlier runs
+    python -m benchmarks.hosts_table --rounds 1 --steps 0                   a quick trial
 
-Each row is a run of `benchmarks.hosts`; "bar" is what was promised, and a `!` marks what falls short of it. In
-brackets: the smallest and the largest round. `load` is the machine's load average before the run, `stolen` the share of
-its processor time that its own host kept from it meanwhile.
+Each row is a run of `benchmarks.hosts`. In brackets: the smallest and the largest round. `load` is the machine's load
+average before the run, `stolen` the share of its processor time that its own host kept from it meanwhile.
 """
 
 from __future__ import annotations
@@ -59,77 +57,47 @@ def by_size(results: Sequence[dict], what: str, case: str = "sum") -> dict[int, 
     return {result["bytes"]: result[what] for result in results if result["case"] == case}
 
 
-def show(name: str, values: dict[int, float], bars: dict[int, float], spread: Sequence[dict[int, float]] = ()) -> None:
+def show(name: str, values: dict[int, float], spread: Sequence[dict[int, float]] = ()) -> None:
     for size, value in values.items():
-        bar = bars.get(size)
-        promised = "" if bar is None else f"bar {bar:.2f} {'' if value >= bar else '!'}"
         text = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
         between = " ({:.2f} to {:.2f})".format(*(each[size] for each in spread)) if spread else ""
-        print(f"{name:44s} {text:>8s} {value:6.2f}{between}  {promised}".rstrip(), flush=True)
+        print(f"{name:44s} {text:>8s} {value:6.2f}{between}", flush=True)
 
 
-def show_plain(found: Found) -> None:
-    times, *spread = (by_size(found["plain"], what) for what in ("times", "times_least", "times_most"))
-    show("unshaped, gloo's time / ours, plain", times, dict.fromkeys(times, 1.0), spread)
+def show_against_gloo(found: Found, row: str, name: str) -> None:
+    times, *spread = (by_size(found[row], what) for what in ("times", "times_least", "times_most"))
+    show(f"{name}, gloo's time / ours, {'encrypted' if 'encrypted' in row else 'plain'}", times, spread)
 
 
 def show_encrypted(found: Found) -> None:
     plain, encrypted = by_size(found["plain"], "hvd_us"), by_size(found["encrypted"], "hvd_us")
     ratios = {size: plain[size] / encrypted[size] for size in encrypted if size in plain}
-    show("unshaped, encrypted / plain, throughput", ratios, dict.fromkeys(ratios, 0.7))
+    show("unshaped, encrypted / plain, throughput", ratios)
 
 
-def show_wire(found: Found) -> None:
-    bars = {MIB: 0.7, 16 * MIB: 0.85, 64 * MIB: 0.9}
-    show("1 Gbit/s, share of the wire's own time", by_size(found["wire"], "of_the_wire"), bars)
-
-
-def show_encrypted_wire(found: Found) -> None:
-    bars = {MIB: 0.65, 16 * MIB: 0.8, 64 * MIB: 0.85}
-    show("1 Gbit/s, encrypted, the same", by_size(found["encrypted wire"], "of_the_wire"), bars)
+def show_wire(found: Found, row: str) -> None:
+    encrypted = ", encrypted" if "encrypted" in row else ""
+    show(f"1 Gbit/s{encrypted}, share of the wire's own time", by_size(found[row], "of_the_wire"))
 
 
 def show_compressed(found: Found) -> None:
-    half = {16 * MIB: 1.6, 64 * MIB: 1.8}
-    for case, bars in (("fp16", half), ("bf16", half), ("int8", {16 * MIB: 2.5, 64 * MIB: 3.2})):
-        show(f"1 Gbit/s, {case}: times faster than fp32", by_size(found["compressed"], "times_float32", case), bars)
+    for case in ("fp16", "bf16", "int8"):
+        show(f"1 Gbit/s, {case}: times faster than fp32", by_size(found["compressed"], "times_float32", case))
 
 
-BARS_OF_TRAINING = {
-    ("training", MLP, "overlap"): 1.3,
-    ("training", MLP, "bf16"): 2.3,
-    ("training", MLP, "int8"): 4.0,
-    ("training", "ResNet18", "overlap"): 1.0,
-    ("training", "ResNet18", "bf16"): 1.0,
-    ("training", "ResNet18", "int8"): 1.0,
-    ("encrypted training", MLP, "overlap"): 1.3,
-    ("unshaped training", MLP, "overlap"): 1.3,
-    ("unshaped encrypted training", MLP, "overlap"): 1.0,
-}
-
-
-def show_training(found: Found, row: str = "training") -> None:
+def show_training(found: Found, row: str) -> None:
     """DDP, whose bytes are never encrypted, beside ours."""
     where = f"{'unshaped' if row.startswith('unshaped') else '1 Gbit/s'}{', encrypted' if 'encrypted' in row else ''}"
     for result in found[row]:
         times, losses = result["ms"], result["losses"]
         for name in ("overlap", "bf16", "int8"):
             ratio = statistics.median([ddp / own for ddp, own in zip(times["DDP"], times[name], strict=True)])
-            bar = BARS_OF_TRAINING.get((row, result["task"], name))
-            promised = "" if bar is None else f"bar {bar:.2f} {'' if ratio >= bar else '!'}"
             loss = ""
             if result["steps"] and name != "overlap":
                 away = abs(losses[name] / losses["overlap"] - 1)
-                loss = f"loss after {result['steps']} steps {100 * away:.2f} % from fp32's{' !' if away > 0.01 else ''}"
+                loss = f"loss after {result['steps']} steps {100 * away:.2f} % from fp32's"
             what = f"{where}, {result['task']}, {name}: DDP's time / ours"
-            print(f"{what:62s} {ratio:6.2f}  {promised}  {loss}".rstrip(), flush=True)
-
-
-def show_four_hosts(found: Found, row: str = "four hosts") -> None:
-    times, *spread = (by_size(found[row], what) for what in ("times", "times_least", "times_most"))
-    bars = dict.fromkeys(times, 1.0) if row == "four hosts" else {}
-    encrypted = ", encrypted" if "encrypted" in row else ", plain"
-    show(f"four hosts x 1 rank, gloo's time / ours{encrypted}", times, bars, spread)
+            print(f"{what:62s} {ratio:6.2f}  {loss}".rstrip(), flush=True)
 
 
 def show_bad_network(found: Found) -> None:
@@ -142,17 +110,12 @@ def show_bad_network(found: Found) -> None:
 
 
 SHOWS: dict[str, Callable[[Found], None]] = {
-    "plain": show_plain,
+    "plain": partial(show_against_gloo, row="plain", name="unshaped"),
     "encrypted": show_encrypted,
-    "wire": show_wire,
-    "encrypted wire": show_encrypted_wire,
+    **{row: partial(show_wire, row=row) for row in RUNS if row.endswith("wire")},
     "compressed": show_compressed,
-    "training": show_training,
-    "encrypted training": partial(show_training, row="encrypted training"),
-    "unshaped training": partial(show_training, row="unshaped training"),
-    "unshaped encrypted training": partial(show_training, row="unshaped encrypted training"),
-    "four hosts": show_four_hosts,
-    "four hosts encrypted": partial(show_four_hosts, row="four hosts encrypted"),
+    **{row: partial(show_training, row=row) for row in RUNS if row.endswith("training")},
+    **{row: partial(show_against_gloo, row=row, name="four hosts x 1 rank") for row in RUNS if "four" in row},
     "bad network": show_bad_network,
 }
 
