@@ -134,7 +134,7 @@ def accept_risk(text: str, environ: Mapping[str, str] | None = None, *, warn: bo
 
 @contextmanager
 def changed_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables inside the block, for libraries that have no other way to be told; then the old ones again."""
+    """Set these variables inside the block, for libraries configured by the environment alone; restore them after."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

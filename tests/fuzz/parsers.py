@@ -129,8 +129,8 @@ def rendezvous() -> Target:
         "keys",
         "returned",
         "raised",
-        "said",
-        "told",
+        "log_line",
+        "telemetry",
         "bye",
     ]
     fields = {"id": 1, "key": "k", "keys": ["k"], "amount": 1, "rank": 1, "size": 2, "timeout_s": 0.1, "worker": 1}

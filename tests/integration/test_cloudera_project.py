@@ -91,7 +91,7 @@ def test_it_runs_as_it_is_and_a_second_terminal_stops_the_workers(project):
     assert re.search(r"hora: process \d on host 127\.0\.1\.\d failed .*its worker \w+ was stopped", job.text())
     assert f"status {143 << 8} ['stopped', 'stopped']" in job.text()
     if len(os.sched_getaffinity(0)) < 4:
-        assert "workers with 2 CPU cores each were asked for" in job.text()
+        assert "workers with 2 CPU cores each were requested" in job.text()
     job.assert_nothing_left()
 
 

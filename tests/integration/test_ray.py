@@ -261,7 +261,7 @@ def test_the_callers_own_placement_group_is_used_and_left_alone(settings):
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
     caller = ray.remote(num_cpus=0)(Caller).options(scheduling_strategy=strategy).remote()
     assert ray.get(caller.run.remote(2), timeout=LIMIT_S) == (False, [group.id.hex()] * 2)
-    with pytest.raises(ValueError, match=r"has room for 2 workers of .*, but 3 are asked for"):
+    with pytest.raises(ValueError, match=r"has room for 2 workers of .*, but 3 are requested"):
         ray.get(caller.run.remote(3), timeout=LIMIT_S)
     ray.kill(caller)
     assert ray.util.placement_group_table(group)["state"] == "CREATED"

@@ -190,7 +190,7 @@ def test_workers_run_on_the_cluster_and_tell_how_they_ended(seen):
     assert told == [["succeeded", 0, "127.0.0.1"], ["failed", 3, "127.0.0.1"]]
     assert own == [True]
     assert num_running == 2
-    assert refused == "a Spark task slot was asked for, but 0 of 2 are free"
+    assert refused == "a Spark task slot was requested, but 0 of 2 are free"
     assert states == ["succeeded", "failed", "stopped", "running"]
 
 

@@ -329,7 +329,7 @@ def test_on_the_command_line(tmp_path):
         assert "1000 CPU cores" in refused.stdout
         together = ("-n", "2", "--cpu", str(len(os.sched_getaffinity(0)) - 1), "--all-or-nothing", "--wait", "0.1")
         nothing = hora("launch", *together, "--code", "pass", check=False)
-        assert nothing.stdout.count("CPU cores were asked for") == 2
+        assert nothing.stdout.count("CPU cores were requested") == 2
         assert nothing.stderr == ""
         settings = ("--env", "A=1", "--env", "B=x=y", "--cpu", "0.5")
         (other,) = json.loads(hora("--json", "launch", *settings, "--code", "!echo $A $B").stdout)

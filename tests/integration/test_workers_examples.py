@@ -54,7 +54,7 @@ def test_start_trains_across_workers_and_stop_ends_them(folder):
 def test_start_says_what_does_not_fit(folder):
     started = run(folder, EXAMPLES / "workers" / "start.py", "-n", "2", "--cpu", "1000")
     assert started.returncode == 1
-    assert "1000 CPU cores were asked for" in started.stderr
+    assert "1000 CPU cores were requested" in started.stderr
     assert run(folder, "-m", "hora", "workers", "list").stdout == ""
 
 

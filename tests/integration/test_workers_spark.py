@@ -58,7 +58,7 @@ def test_running_stopping_and_a_slot_that_is_free_again(spark, spark_cluster):
     launched = launch()
     result = workers.await_workers(launched, wait_for_completion=False, timeout_seconds=90)
     assert [worker["ip_address"] for worker in result["workers"]] == ["127.0.0.1"] * 2
-    with pytest.warns(UserWarning, match="a Spark task slot was asked for, but 0 of 2 are free"):
+    with pytest.warns(UserWarning, match="a Spark task slot was requested, but 0 of 2 are free"):
         (refused,) = launch(1)
     assert "id" not in refused
     (stopped,) = workers.stop_workers(launched[0])
@@ -79,13 +79,13 @@ def test_over_asking_is_refused_in_words(spark):
         warnings.simplefilter("ignore")
         first, second, third = launch(3, code="print('hello')")
         assert ("id" in first, "id" in second, "id" in third) == (True, True, False)
-        assert third["message"] == "a Spark task slot was asked for, but 0 of 2 are free"
+        assert third["message"] == "a Spark task slot was requested, but 0 of 2 are free"
         assert len(workers.await_workers([first, second], timeout_seconds=90)["workers"]) == 2
         assert all("id" not in worker for worker in launch(3, all_or_nothing=True))
         (cores,) = launch(1, cpu=2)
         (gpus,) = launch(1, nvidia_gpu=1)
-    assert cores["message"] == "2 CPU cores were asked for, but a Spark task here has 1 (spark.task.cpus)"
-    assert "1 GPUs were asked for, but a Spark task here has 0" in gpus["message"]
+    assert cores["message"] == "2 CPU cores were requested, but a Spark task here has 1 (spark.task.cpus)"
+    assert "1 GPUs were requested, but a Spark task here has 0" in gpus["message"]
     assert len(workers.list_workers()) == 2
 
 

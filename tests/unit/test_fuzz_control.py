@@ -190,10 +190,10 @@ OPERATIONS = [
     "check",
     "gather",
     "keys",
-    "told",
+    "telemetry",
     "returned",
     "raised",
-    "said",
+    "log_line",
     "next_world",
 ]
 FIELDS = [

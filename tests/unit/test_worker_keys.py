@@ -114,7 +114,7 @@ def test_a_worker_registers_reports_and_leaves_for_itself_alone(job: Job):
         hostile.send({"op": "hello", "id": 1, "name": "worker 0", "worker": 1})
         assert "error" not in hostile.receive(limit_s=LIMIT_S)[0]
         hostile.send({"op": "returned", "id": 2, "worker": 0}, b"mine")
-        hostile.send({"op": "told", "kind": "stack", "worker": 0}, b"mine")
+        hostile.send({"op": "telemetry", "kind": "stack", "worker": 0}, b"mine")
         error = {"type": "E", "message": "m", "traceback": "t", "consequence": False}
         hostile.send({"op": "raised", "id": 3, "worker": 0} | error)
         hostile.send({"op": "next_world", "id": 4, "worker": 0, "generation": 0, "timeout_s": LIMIT_S})

@@ -18,7 +18,7 @@ def test_grants_never_share_a_gpu():
     first = MACHINE.grant("a", cpu=1, memory_gib=1, num_gpus=1)
     second = first.grant("b", cpu=1, memory_gib=1, num_gpus=1)
     assert second.grants["a"].gpus != second.grants["b"].gpus
-    with pytest.raises(Refused, match="1 GPUs were asked for, but 0 of 2 are free"):
+    with pytest.raises(Refused, match="1 GPUs were requested, but 0 of 2 are free"):
         second.grant("c", cpu=1, memory_gib=1, num_gpus=1)
     again = second.release("a").grant("c", cpu=1, memory_gib=1, num_gpus=1)
     assert again.grants["c"].gpus == ("0",)
@@ -27,8 +27,8 @@ def test_grants_never_share_a_gpu():
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"cpu": 5, "memory_gib": 1, "num_gpus": 0}, "5 CPU cores were asked for, but 4 of 4"),
-        ({"cpu": 1, "memory_gib": 17, "num_gpus": 0}, "17 GiB of memory were asked for, but 16 of 16"),
+        ({"cpu": 5, "memory_gib": 1, "num_gpus": 0}, "5 CPU cores were requested, but 4 of 4"),
+        ({"cpu": 1, "memory_gib": 17, "num_gpus": 0}, "17 GiB of memory were requested, but 16 of 16"),
         ({"cpu": 1, "memory_gib": 1, "num_gpus": 3}, "3 GPUs"),
         ({"cpu": 0, "memory_gib": 1, "num_gpus": 0}, "cpu must be a positive number"),
         ({"cpu": 1, "memory_gib": -1, "num_gpus": 0}, "memory must be a positive number"),

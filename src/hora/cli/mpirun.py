@@ -61,53 +61,53 @@ def _run(argv: Sequence[str]) -> None:
     from hora.launch.start import start
 
     environ = environment.variables()
-    asked = parse(argv, environ)
-    if asked.version:
+    parsed = parse(argv, environ)
+    if parsed.version:
         from hora.version import version
 
         print(f"mpirun (Hora {version()}, which takes the command line of Open MPI)")
         return
     # In a scheduler's allocation (Slurm, LSF) a line without hosts means all of it, as it does to Open MPI.
-    allocated = not asked.hosts and bool(environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID"))
-    placed = [] if allocated else asked.placed(len(os.sched_getaffinity(0)))
-    if asked.num_proc is None and not asked.hosts and not allocated:
+    allocated = not parsed.hosts and bool(environ.get("SLURM_JOB_ID") or environ.get("LSB_JOBID"))
+    placed = [] if allocated else parsed.placed(len(os.sched_getaffinity(0)))
+    if parsed.num_proc is None and not parsed.hosts and not allocated:
         _say(f"no -np and no hosts: one process for each of {len(placed)} cores")
-    if asked.left_out:
-        _say(f"without effect here: {'; '.join(asked.left_out)}")
-    unset = [name for name in asked.passed_variables if name not in environ]
+    if parsed.left_out:
+        _say(f"without effect here: {'; '.join(parsed.left_out)}")
+    unset = [name for name in parsed.passed_variables if name not in environ]
     if unset:
         _say(f"-x {' -x '.join(unset)}: not set here, so there is nothing to pass on")
-    environ |= asked.set_variables
-    if asked.ssh_options or asked.ssh_program:
-        program = asked.ssh_program or "ssh"
+    environ |= parsed.set_variables
+    if parsed.ssh_options or parsed.ssh_program:
+        program = parsed.ssh_program or "ssh"
         name = "HORA_SSH" if os.path.basename(program.split()[0]) == "ssh" else "HORA_RSH_AGENT"
-        environ.setdefault(name, f"{program} {asked.ssh_options}")
-    if asked.directory is not None:
-        os.chdir(asked.directory)
-    options = _options(asked, placed)
+        environ.setdefault(name, f"{program} {parsed.ssh_options}")
+    if parsed.directory is not None:
+        os.chdir(parsed.directory)
+    options = _options(parsed, placed)
     set_up_log(options)
     _end_with_the_session(environ.get("HORA_COMPAT_PID", ""))
-    if asked.limit_s is not None:
-        _end_after(asked.limit_s)
-    start(options, environ, adjust=lambda job: _adjusted(job, asked, placed))
+    if parsed.limit_s is not None:
+        _end_after(parsed.limit_s)
+    start(options, environ, adjust=lambda job: _adjusted(job, parsed, placed))
 
 
 def _say(text: str) -> None:
     print(f"hora mpirun: {text}", file=sys.stderr, flush=True)
 
 
-def _options(asked: MpiCommand, placed: Sequence[str]) -> Options:
+def _options(parsed: MpiCommand, placed: Sequence[str]) -> Options:
     hosts = {name: placed.count(name) for name in placed}
     # Processes of this machine alone talk over loopback, whatever interface the line names.
     elsewhere = any(not address.is_local(name) for name in hosts)
-    nics = _interfaces(asked.interface) if asked.interface and elsewhere else None
+    nics = _interfaces(parsed.interface) if parsed.interface and elsewhere else None
     return Options(
-        command=asked.command,
-        num_proc=len(placed) or asked.num_proc,
+        command=parsed.command,
+        num_proc=len(placed) or parsed.num_proc,
         hosts=",".join(f"{name}:{slots}" for name, slots in hosts.items()) or None,
         nics=nics,
-        output_filename=asked.output_directory,
-        verbose=asked.verbose or None,
+        output_filename=parsed.output_directory,
+        verbose=parsed.verbose or None,
     )
 
 
@@ -132,16 +132,16 @@ def _interfaces(text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def _adjusted(job: Job, asked: MpiCommand, placed: Sequence[str]) -> Job:
+def _adjusted(job: Job, parsed: MpiCommand, placed: Sequence[str]) -> Job:
     output = OutputOptions(
-        prefix=asked.tagged or asked.timestamped,
-        timestamp=asked.timestamped,
+        prefix=parsed.tagged or parsed.timestamped,
+        timestamp=parsed.timestamped,
         tag="1,",
-        directory=asked.output_directory,
-        stderr=sys.stdout if asked.merged else None,
+        directory=parsed.output_directory,
+        stderr=sys.stdout if parsed.merged else None,
     )
     slots = tuple(place_ranks(placed)) if placed else job.slots
-    if asked.verbose:
+    if parsed.verbose:
         _say("ranks on hosts: " + ", ".join(f"{slot.rank} {slot.hostname}" for slot in slots))
     return on_workers(replace(job, slots=slots, output=output, mpi_names=True))
 

@@ -150,7 +150,7 @@ def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = No
 
 
 def set_up_log(options: Options) -> None:
-    """Show the launcher's own messages, and whose they are, from the asked level on (warnings, unless asked)."""
+    """Show the launcher's own messages, and whose they are, from the given level on (default: warnings)."""
     when = "%(asctime)s " if options.log_level is not None and options.log_with_timestamp is not False else ""
     logging.basicConfig(format=f"{when}hora %(levelname)s: %(message)s")
     if options.log_level is not None:

@@ -1,4 +1,4 @@
-"""`BaseDataLoader` and `AsyncDataLoaderMixin`: loaders that subclasses fill, batch by batch, in a thread if asked.
+"""`BaseDataLoader` and `AsyncDataLoaderMixin`: loaders that subclasses fill, batch by batch, optionally in a thread.
 
 Users know them from `horovod.data`. Ours own reading (`shard`) does not use them.
 """

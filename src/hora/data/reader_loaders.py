@@ -2,7 +2,7 @@
 imported.
 
 A reader gives rows, or batches of rows, as named tuples; it knows when it has given all (`last_row_consumed`) and
-begins again when it is asked to (`reset`). Hora's own reading is `shard`.
+starts over on `reset`. Hora's own reading is `shard`.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def make_job(
     function: bytes | None = None,
     executable: str | None = None,
 ) -> Job:
-    """The job that `options` ask for, with our environment and what was asked for: exactly `-np` ranks, or one for
+    """The job that `options` ask for, with our environment and settings: exactly `-np` ranks, or one for
     every slot of an elastic job's first hosts.
     """
     if elastic is None:

@@ -1,4 +1,4 @@
-"""Observation of a job: from what the user asked for to the observer that the controller is given.
+"""Observation of a job: from the user's settings to the controller's observer.
 
 The one place of this room that knows `hora.watch`; it is imported when somebody wants to watch, and not before.
 """
@@ -37,14 +37,14 @@ class Watching:
         listen: str | None = None,
         record: str | None = None,
     ) -> Watching | None:
-        """Read what was asked for by arguments, by HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by
+        """Read the settings from arguments, from HORA_DASHBOARD (1, 0, or the address) and HORA_RECORD, or by
         Kubeflow's variables; None: nothing.
         """
-        asked = environ.get("HORA_DASHBOARD", "")
+        setting = environ.get("HORA_DASHBOARD", "")
         if page is None:
-            page = asked not in ("", "0") or bool(listen)
-        if not listen and asked not in ("", "0", "1"):
-            listen = asked
+            page = setting not in ("", "0") or bool(listen)
+        if not listen and setting not in ("", "0", "1"):
+            listen = setting
         record = record or environ.get("HORA_RECORD") or None
         controller = _controller(environ) if "KUBEFLOW_TRAINER_SERVER_URL" in environ else None
         if not page and not record and controller is None:

@@ -16,7 +16,7 @@ _NOWHERE = Slot(hostname="", rank=-1, local_rank=-1, cross_rank=-1, size=-1, loc
 
 
 class ElasticDriver:
-    """An elastic job, as far as it can be asked about from outside: who has which place."""
+    """An elastic job, as seen from outside: who has which place."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

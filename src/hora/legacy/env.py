@@ -67,7 +67,7 @@ def is_exportable(v: str) -> bool:
 
 
 def is_kubeflow_mpi() -> bool:
-    """Return whether Open MPI was told to reach its hosts by the mpi-operator's old way."""
+    """Return whether Open MPI is configured to reach its hosts in the mpi-operator's old way."""
     return os.environ.get("OMPI_MCA_plm_rsh_agent") == KUBEFLOW_MPI_EXEC  # noqa: SIM112 - Open MPI's name
 
 

@@ -1,7 +1,7 @@
 """The Keras callback that shows a training's progress in the driver. Keras is imported only when it is
 asked for.
 
-Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it speaks through `log_to_driver` and does
+Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it prints through `log_to_driver` and does
 nothing else.
 """
 

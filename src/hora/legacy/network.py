@@ -62,6 +62,6 @@ def get_driver_ip(nics: Collection[str] | None) -> str:
     if nics:
         return interface_address(nics)
     try:
-        return source_address("192.0.2.1")  # a documentation address: the default route's interface is asked for
+        return source_address("192.0.2.1")  # a documentation address: selects the default route's interface
     except OSError:
         return _LOOPBACK

@@ -42,7 +42,7 @@ class RendezvousServer:
         self._plans = 0
 
     def start(self, handler_cls: type = RendezvousHandler) -> int:
-        """Listen, at every address of this machine: which of them the workers are told is the program's business."""
+        """Listen, at every address of this machine: the program chooses which of them the workers use."""
         if handler_cls is not RendezvousHandler:
             raise ValueError(f"handler_cls={handler_cls!r}: handlers of requests have no place here; leave it out")
         if self._rendezvous is not None:

@@ -33,8 +33,8 @@ class Timeout:
     def check_time_out_for(self, activity: str) -> None:
         """TimeoutException if the limit has passed; `{activity}` in the message becomes what was waited for."""
         if self.timed_out():
-            said = self._message.format(activity=activity)
-            raise TimeoutException(f"{said} Timeout after {self._timeout:g} seconds.")
+            message = self._message.format(activity=activity)
+            raise TimeoutException(f"{message} Timeout after {self._timeout:g} seconds.")
 
     def __getstate__(self) -> tuple[float, str, float]:
         return self._timeout, self._message, self.remaining()

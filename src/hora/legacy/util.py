@@ -1,7 +1,7 @@
 """Implementation of `horovod.common.util`: which fronts and back ends exist, and tools that old scripts use.
 
 Not a place for Hora's own code: only `horovod.common.util` and `horovod.torch.mpi_ops` re-export it. It imports torch
-only when a question about torch is asked.
+only by queries about torch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def gloo_built(verbose: bool = False) -> bool | None:
 
 
 def is_gloo_used(use_gloo: bool | None = None, use_mpi: bool | None = None, use_jsrun: bool | None = None) -> bool:
-    """True: whatever was asked for, a job is started by Hora's own controller, which goes by that name."""
+    """True: whatever was selected, a job is started by Hora's own controller, which goes by that name."""
     return True
 
 

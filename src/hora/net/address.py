@@ -19,7 +19,7 @@ _ANY_PORT = 9  # a UDP connect needs some port number; nothing is ever sent to i
 
 
 def resolve(hostname: str, family: socket.AddressFamily = socket.AF_INET) -> list[str]:
-    """The addresses of a name, IPv4 unless told otherwise; empty when it has none (an alias of ssh, perhaps)."""
+    """The addresses of a name, IPv4 by default; empty when it has none (an alias of ssh, perhaps)."""
     try:
         found = socket.getaddrinfo(hostname, None, family, socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -43,7 +43,7 @@ def _is_own(address: str) -> bool:
 
 
 def listening_address(hostname: str, *, one_host: bool) -> str:
-    """Return the address to listen on, so that all who were told this name for us reach us, and nobody else more
+    """Return the address to listen on, so that whoever has this name of ours can connect, and nobody else more
     than can be helped.
 
     That is one address, but where the name does not tell which: it is that of a service in front of us, or it means
@@ -84,7 +84,7 @@ def interface_address(nics: Collection[str]) -> str:
 
 
 def _ipv6_addresses(nic: str) -> list[str]:
-    """Those that other hosts can reach without saying through which of their interfaces."""
+    """Those that other hosts can reach without naming an interface of their own."""
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:

@@ -40,7 +40,7 @@ _QUICK_S = 60.0
 _MESSAGE_BYTES, _TRACEBACK_BYTES = 12 * 1024, 40 * 1024
 
 _PAUSE_S = 0.1
-# What cannot be asked twice: the other ranks of an all-gather were told that it failed, and an amount may be added
+# Not idempotent: the other ranks of an all-gather got its failure, and an amount may be added
 # already.
 _ONCE = ("gather", "add")
 
@@ -216,12 +216,12 @@ class ControlClient:
         self._ask(header | {"consequence": consequence}, pickled, limit_s=limit_s)
 
     def say(self, text: str) -> None:
-        """Show a line where the job was started. Does not wait."""
-        self._send({"op": "said"}, text.encode(errors="replace"))
+        """Print a line where the job was started. Does not wait."""
+        self._send({"op": "log_line"}, text.encode(errors="replace"))
 
     def tell(self, kind: str, data: bytes, *, worker: int) -> None:
-        """Tell the launcher how this worker does (`hora.telemetry`). Does not wait."""
-        self._send({"op": "told", "kind": kind, "worker": worker}, data)
+        """Send this worker's telemetry (`hora.telemetry`) to the launcher. Does not wait."""
+        self._send({"op": "telemetry", "kind": kind, "worker": worker}, data)
 
     # ---- worlds that change -------------------------------------------------------------------------------
 

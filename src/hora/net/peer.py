@@ -23,7 +23,7 @@ class Peer:
     `speaker`: the number of the worker or rank whose key it has proven to hold (-1: a key that all share). `name`, and
     the `number` of the worker, task or rank of which this is the connection, belong to the server's handler. `host`:
     the address from which it comes, or its process where that is local; `where`: the same in more detail, for messages.
-    `broken`: nobody answers there any more; the end of a process is told by its kernel. `flush` and `drop` are the
+    `broken`: nobody answers there any more; the kernel reports the end of a process. `flush` and `drop` are the
     server's; it calls them in its thread.
     """
 

@@ -70,9 +70,9 @@ class Timer:
 
 
 class Server:
-    """Serves the places where it is told to `listen`, from `start` until closed.
+    """Serves the addresses given to `listen`, from `start` until closed.
 
-    `name`: of its thread. `failed` is told of an error that ended the thread: a mistake of ours.
+    `name`: of its thread. `failed` gets an error that ended the thread: a mistake of ours.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from hora.net.wire import VALUE_LENGTH, Credentials, CredentialsOf, Header
 
 __all__ = ["NAME_CHARACTERS", "Operation", "Parked", "Table"]
 
-_TOLD = 16  # ranks that a message names
+_SHOWN = 16  # ranks that a message names
 # What a process says ends up in the headers of messages to others, which have room for so much.
 _KEY_CHARACTERS, NAME_CHARACTERS = 4096, 200
 
@@ -67,7 +67,7 @@ class _Gather:
     def missing(self) -> str:
         """The ranks that have not come: not all of them, should there be thousands."""
         missing = (rank for rank in range(self.size) if rank not in self.parked)
-        first = list(itertools.islice(missing, _TOLD))
+        first = list(itertools.islice(missing, _SHOWN))
         rest = self.size - len(self.parked) - len(first)
         return f"ranks {first} are missing" + (f", and {rest} others" if rest else "")
 
@@ -222,8 +222,8 @@ class Table:
 
     def _obituary(self) -> str:
         """Describe how ranks ended: not of all, should there be thousands, because a message's header is small."""
-        told = [f"rank {rank} {how}" for rank, how in sorted(self._gone.items())]
-        return "; ".join([*told[:_TOLD], f"and {len(told) - _TOLD} others"] if len(told) > _TOLD else told)
+        causes = [f"rank {rank} {how}" for rank, how in sorted(self._gone.items())]
+        return "; ".join([*causes[:_SHOWN], f"and {len(causes) - _SHOWN} others"] if len(causes) > _SHOWN else causes)
 
     def _fail_gather(self, key: str, why: str) -> None:
         for parked in self._gathers.pop(key).parked.values():

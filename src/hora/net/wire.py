@@ -112,7 +112,7 @@ class Credentials:
         return Handshake(self.secret, self.begin + _LONG.pack(len(name)) + name, initiator=initiator)
 
 
-CredentialsOf = Callable[[int], Credentials]  # a server's: those of the one for whom a client says that it speaks
+CredentialsOf = Callable[[int], Credentials]  # a server's: the credentials of the speaker that a client names
 
 
 class Session(NamedTuple):
@@ -153,7 +153,7 @@ class ServerHandshake:
         if self._unconfirmed is None:
             return self._answer(received)
         if list(self._unconfirmed.opener.bodies(received)) != [b""]:
-            raise AuthenticationError("it does not hold the job's secret: what it said was recorded")
+            raise AuthenticationError("it does not hold the job's secret: its messages are a replay")
         self.session = self._unconfirmed
         return b""
 

@@ -37,7 +37,7 @@ class BaseParams:
 
 
 class Adapter(ABC):
-    """The part of an executor that speaks with Ray. Under Ray Client it is an actor in the cluster.
+    """The part of an executor that uses Ray. Under Ray Client it is an actor in the cluster.
 
     `queue`: where `ray_logger.log` puts what workers log.
     """
@@ -78,4 +78,4 @@ class Adapter(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the workers and give everything back. May be said again."""
+        """End the workers and give everything back. Idempotent."""

@@ -51,7 +51,7 @@ class _MeetingEvents(OnlyLines):
 class Coordinator:
     """`register` every rank, in their order; the two dicts then tell each its place, and all of them where they meet.
 
-    `end(why)` ends the workers, for the live page; without it they are told that none of them is to be waited for.
+    `end(why)` ends the workers, for the live page; without it they are released from waiting for each other.
     """
 
     def __init__(self, settings: Any, end: Callable[[str], None] | None = None) -> None:
@@ -132,7 +132,7 @@ class Coordinator:
         }
 
     def begin_anew(self) -> None:
-        """All ranks are there, as far as is known: what was said of lost ones is forgotten."""
+        """Forget lost ranks: all ranks are there, as far as is known."""
         assert self.rendezvous is not None
         worlds = {slot.rank: slot.world(self._meeting) for slot in self._slots()}
         # People know hosts by their names, not by Ray's ids of its nodes.

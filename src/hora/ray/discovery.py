@@ -47,7 +47,7 @@ class RaySlotDiscovery(RayHostDiscovery):
 
 
 def _draining_nodes() -> set[str]:
-    """The nodes that their cloud has told Ray will go."""
+    """Nodes whose cloud has announced their preemption to Ray."""
     if not ray.is_initialized() or ray.util.client.ray.is_connected():
         return set()
     from ray._private.state import state  # there is no public way to ask

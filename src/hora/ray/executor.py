@@ -167,7 +167,7 @@ class RayExecutor:
         return self._call("execute_single", fn)
 
     def shutdown(self) -> None:
-        """End the workers and give everything back. May be said again, and `start` after it."""
+        """End the workers and give everything back. Idempotent; `start` may follow."""
         adapter, self.adapter = self.adapter, None
         if adapter is None or not ray.is_initialized():
             return

@@ -82,5 +82,5 @@ def _deliver(queue: Any, callbacks: Sequence[Callback]) -> None:
                 callback(value)
             except Exception:  # a callback of the user's must not keep the others from theirs
                 if number not in failed:
-                    _log.exception("the callback %r failed; this is said once", callback)
+                    _log.exception("the callback %r failed (logged once)", callback)
                 failed.add(number)

@@ -25,7 +25,7 @@ from hora.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 
 __all__ = ["StaticAdapter", "StaticParams", "logger"]
 
-# How long the others may take to end by themselves after a rank has raised, and after they were told that it is lost.
+# How long the others may take to end by themselves after a rank has raised, and after they were notified of the loss.
 _GRACE_S, _LIMIT_S = 2.0, 10.0
 
 logger = logging.getLogger("hora.ray")
@@ -194,7 +194,7 @@ class StaticAdapter(Adapter):
         ranks = {reference: rank for rank, reference in enumerate(references)}
         values: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
-        left, limit, told = list(references), None, False
+        left, limit, notified = list(references), None, False
         while left:
             wait_s = None if limit is None else max(limit - time.monotonic(), 0.0)
             ready, left = ray.wait(left, timeout=wait_s)
@@ -206,10 +206,10 @@ class StaticAdapter(Adapter):
             if errors and limit is None:
                 limit = time.monotonic() + _GRACE_S
             died = any(isinstance(error, RayActorError) for error in errors.values())
-            if errors and not told and (died or (limit is not None and time.monotonic() >= limit)):
-                told, limit = True, time.monotonic() + _LIMIT_S
+            if errors and not notified and (died or (limit is not None and time.monotonic() >= limit)):
+                notified, limit = True, time.monotonic() + _LIMIT_S
                 self._tell_of(errors)
-            elif not ready and told:
+            elif not ready and notified:
                 break
         if errors:
             self._fail(errors)

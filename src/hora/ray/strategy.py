@@ -9,7 +9,7 @@ import ray
 from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hora.launch.ray.place import Place
+from hora.launch.ray.actor_process import ActorProcess
 from hora.launch.slots import visible_gpus
 from hora.ray.worker import BaseHorovodWorker
 
@@ -47,7 +47,7 @@ class BaseStrategy:
         self.gpus_per_worker = (gpus_per_worker or 1) if use_gpu else 0
         self.placement_group: Any = None
         self.workers: list[Any] = []
-        self.places: list[Place] = []
+        self.places: list[ActorProcess] = []
         self._created_placement_group = False
 
     @property
@@ -74,17 +74,17 @@ class BaseStrategy:
         """Have a placement group; the bundle of each rank (-1: any)."""
         raise NotImplementedError
 
-    def _find_places(self) -> list[Place]:
+    def _find_places(self) -> list[ActorProcess]:
         limit_s = self.settings.placement_group_timeout_s + self.settings.start_timeout.remaining()
-        asked = [worker.place.remote() for worker in self.workers]
-        _, missing = ray.wait(asked, num_returns=len(asked), timeout=limit_s)
+        places = [worker.place.remote() for worker in self.workers]
+        _, missing = ray.wait(places, num_returns=len(places), timeout=limit_s)
         if missing:
-            ranks = [rank for rank, reference in enumerate(asked) if reference in missing]
+            ranks = [rank for rank, reference in enumerate(places) if reference in missing]
             raise TimeoutError(
-                f"ranks {ranks} of {len(asked)} have not started within {limit_s:g} s (placement_group_timeout_s and "
+                f"ranks {ranks} of {len(places)} have not started within {limit_s:g} s (placement_group_timeout_s and "
                 f"timeout_s); Ray has free: {ray.available_resources()}"
             )
-        return list(ray.get(asked))
+        return list(ray.get(places))
 
     def get_node_workers(self, workers: Sequence[Any]) -> list[Any]:
         """One worker of each host name."""
@@ -151,7 +151,7 @@ class PGStrategy(BaseStrategy):
         if need and room < self.num_workers:
             raise ValueError(
                 f"the placement group that this runs in has room for {room} workers of {need}, but {self.num_workers} "
-                f"are asked for; its bundles are {bundles}. Enlarge it, or say use_current_placement_group=False"
+                f"are requested; its bundles are {bundles}. Enlarge it, or say use_current_placement_group=False"
             )
         return [-1] * self.num_workers
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from hora.launch.environment import set_variables, variables
-from hora.launch.ray.place import Place, find_place, node_id
+from hora.launch.ray.actor_process import ActorProcess, node_id, this_process
 from hora.ray import ray_logger
 from hora.world import keep_secret
 
@@ -32,9 +32,9 @@ class BaseHorovodWorker:
     def hostname(self) -> str:
         return socket.gethostname()
 
-    def place(self) -> Place:
+    def place(self) -> ActorProcess:
         """All that the executor has to know, in one answer."""
-        return find_place()
+        return this_process()
 
     def get_gpu_ids(self) -> list[Any]:
         return list(ray.get_gpu_ids())

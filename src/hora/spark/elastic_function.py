@@ -22,9 +22,9 @@ def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None
 
     Functions of its own module that it names or is given count too.
     """
-    said = getattr(main, "elastic", None)
-    if isinstance(said, bool):
-        return said
+    declared = getattr(main, "elastic", None)
+    if isinstance(declared, bool):
+        return declared
     names: set[str] = set()
     home = {function.__module__ for function in _functions(main)}
     waiting: list[object] = [main, *(kwargs or {}).values()]

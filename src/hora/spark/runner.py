@@ -1,6 +1,6 @@
 """`HorovodRunner`: run a training function on the processes of a Spark cluster, or on some of this machine.
 
-It checks what the user asked for and hands over to the launch path; no process is started and no socket
+It checks the arguments and hands over to the launch path; no process is started and no socket
 opened here. Users import it as `sparkdl.HorovodRunner`; `hora.launch.run.run` is the launcher-neutral sister.
 """
 
@@ -117,7 +117,7 @@ def _run_on_spark(
 
 
 def _run_elastic(context: Any, job: SparkJob) -> JobResult:
-    """With as many tasks as were asked for, on those that live while Spark replaces the others."""
+    """With the requested number of tasks, on those that live while Spark replaces the others."""
     from hora.launch.spark.elastic import run_elastic_on_spark
 
     return run_elastic_on_spark(

@@ -80,7 +80,7 @@ class Meter:
         )
 
     def step_done(self) -> None:
-        """A step has ended; what was told since the last one belongs to it."""
+        """A step has ended; samples since the last one belong to it."""
         now = time.perf_counter()
         lasted_s = now - self._last_end
         self._last_end = now

@@ -1,4 +1,4 @@
-"""Stacks of this process's threads: asked for by a person, or by the launcher when the job stands still.
+"""Stacks of this process's threads: requested by a person, or by the launcher when the job stands still.
 
 A frame is [file, line, function, code], the innermost first. Any thread may ask; the training thread is not disturbed.
 """

@@ -72,7 +72,7 @@ class Reduction:
         `first` is called before each reduction of all gradients together.
         """
         results = list(gradients)
-        if _alone():
+        if _single_process():
             return results
         if engine.current_runtime().config.nan_check:
             _check_finite(gradients, variables)
@@ -283,7 +283,7 @@ def _buckets(tensors: Sequence[Any]) -> list[list[Any]]:
     return buckets
 
 
-def _alone() -> bool:
+def _single_process() -> bool:
     """Return whether this process is, and will be, the only one."""
     world = engine.current_runtime().world
     return world.size == 1 and not world.elastic

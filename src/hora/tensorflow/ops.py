@@ -381,7 +381,7 @@ def _collective(
     gradient: Gradient,
     kept: list[Any] | None = None,
 ) -> list[Any]:
-    """Run a collective, with its gradient where one may be asked for.
+    """Run a collective, with its gradient where one may be taken.
 
     `kept`: filled with the outputs after the first.
     """

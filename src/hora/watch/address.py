@@ -1,7 +1,7 @@
 """Addresses of the page: the addresses it answers to, the one to print, and how this user's `hora top` finds it.
 
 Every live page also listens on a socket in the abstract namespace, which disappears with its process and asks the
-kernel for the caller's user. Only the job's own user (and root) is told the address and the token there, so neither is
+kernel for the caller's user. Only the job's own user (and root) gets the address and the token there, so neither is
 ever in a file.
 """
 
@@ -58,7 +58,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def urls_of(host: str, port: int) -> tuple[str, frozenset[str]]:
-    """The address to print, and the values of the Host header under which the page may be asked for."""
+    """The address to print, and the values of the Host header under which the page may be requested."""
     names = {"127.0.0.1", "localhost"} if host in ("127.0.0.1", "localhost", "0.0.0.0") else {_bracketed(host)}
     if host in ("0.0.0.0", "::"):
         machine = socket.gethostname()

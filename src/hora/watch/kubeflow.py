@@ -45,7 +45,7 @@ class Controller:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Controller | None:
-        """The one that the variables name; None outside a TrainJob, or where it does not want to be told."""
+        """The one that the variables name; None outside a TrainJob, or where it does not want reports."""
         url, token_file = environ.get("KUBEFLOW_TRAINER_SERVER_URL"), environ.get("KUBEFLOW_TRAINER_SERVER_TOKEN")
         if not url or not token_file:
             return None

@@ -106,7 +106,7 @@ class Dashboard:
     def on_telemetry(self, worker: int, kind: str, data: bytes) -> None:
         """A worker's telemetry, or its answer to a question."""
         if kind == "committed" and self._stop_at_commit:
-            self._job.stop("after a commit, as somebody asked on its page")
+            self._job.stop("after a commit, as requested on its page")
         elif kind in ("report", "stack", "profile"):
             self._server.feed(Entry(time.time(), kind, worker, data))
 
@@ -150,7 +150,7 @@ class Dashboard:
         if commit:
             self._job.ask({"question": "commit"})
             self._stop_at_commit = True
-            self._say("event", -1, {"kind": "note", "text": "asked to stop after the next commit"})
+            self._say("event", -1, {"kind": "note", "text": "stops after the next commit"})
         else:
             self._job.stop("somebody stopped it on its page")
 

@@ -16,7 +16,7 @@ from hora.telemetry import Report, Sample
 from hora.watch.grid import Grid
 from hora.watch.lateness import Straggler, Timed, find_stragglers
 
-__all__ = ["Entry", "Event", "Line", "Place", "Run"]
+__all__ = ["Entry", "Event", "Line", "RankState", "Run"]
 
 MAX_LINES = 4000
 MAX_LINE_CHARS = 2000
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Place:
+class RankState:
     """A rank, and the worker that has it now."""
 
     rank: int
@@ -101,7 +101,7 @@ class Run:
         self.now = self.began
         self.grid = Grid(self.began)
         self.generation = -1
-        self.places: dict[int, Place] = {}  # by rank, of the current generation
+        self.places: dict[int, RankState] = {}  # by rank, of the current generation
         self.hosts: dict[str, dict[str, Any]] = {}
         self.worlds: deque[tuple[float, int, int]] = deque(maxlen=MAX_EVENTS)  # when, generation, size
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -114,7 +114,7 @@ class Run:
         self.stepped = False  # somebody has ended a step in this generation
         self.num_lines = 0
         self.num_events = 0
-        self._by_worker: dict[int, Place] = {}
+        self._by_worker: dict[int, RankState] = {}
         self._recent: dict[int, deque[Timed]] = {}
         self._named: dict[int, float] = {}
 
@@ -137,7 +137,7 @@ class Run:
         generation, former = int(news["generation"]), self._by_worker
         if not 0 <= generation < _MAX_GENERATION:
             raise ValueError("no generation has this number")
-        places = [Place(int(rank), int(worker), str(host)[:200]) for worker, rank, host in news["places"]]
+        places = [RankState(int(rank), int(worker), str(host)[:200]) for worker, rank, host in news["places"]]
         self.generation, self.places, self._by_worker = generation, {}, {}
         for place in places:
             if not 0 <= place.rank < _MAX_RANKS:
@@ -281,7 +281,7 @@ class Run:
 
     def pending(self) -> list[Pending]:
         """Collectives in which some ranks wait and others are missing, the oldest first."""
-        waiting: dict[str, list[Place]] = {}
+        waiting: dict[str, list[RankState]] = {}
         for place in self.places.values():
             if place.waiting is not None and place.state == "here":
                 waiting.setdefault(place.waiting[0], []).append(place)

@@ -254,7 +254,7 @@ class Server:
         """Report an unexpected error in full, once: whoever can cause one must not fill the job's log."""
         if not self._has_complained and isinstance(error, Exception):
             self._has_complained = True
-            _log.error("the live page failed to answer a request (told once)", exc_info=error)
+            _log.error("the live page failed to answer a request (logged once)", exc_info=error)
 
     async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         extra = self._access.headers()

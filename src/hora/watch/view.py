@@ -14,7 +14,7 @@ from typing import Any
 
 from hora.telemetry import PARTS, Sample
 from hora.watch.lateness import Straggler, added, lateness
-from hora.watch.model import Place, Run
+from hora.watch.model import RankState, Run
 
 __all__ = ["as_json", "columns", "events", "everything", "head", "lines", "sentence"]
 
@@ -155,7 +155,7 @@ def _straggler(run: Run, straggler: Straggler) -> dict[str, Any]:
     }
 
 
-def _rank(place: Place, recent: Sample | None) -> dict[str, Any]:
+def _rank(place: RankState, recent: Sample | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "rank": place.rank,
         "host": place.host,

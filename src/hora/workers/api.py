@@ -80,7 +80,7 @@ class RemoteSession:
         return found
 
     def wait(self, ids: Iterable[str], *, for_completion: bool, timeout_s: float) -> dict[str, Any]:
-        limit_s = timeout_s + 30.0 if timeout_s else None  # 0 waits for ever: that is what the caller asked for
+        limit_s = timeout_s + 30.0 if timeout_s else None  # 0: no limit
         found: dict[str, Any] = ask(
             self.name,
             self.key,
@@ -117,7 +117,7 @@ def _session(*, launching: bool = False) -> _Sessions:
 
 
 def _given_name() -> tuple[str, str] | None:
-    """Name and key of the session that the environment speaks of, if it is one of ours."""
+    """Name and key of the session that the environment names, if it is one of ours."""
     environ = variables()
     url, key = environ.get("CDSW_API_URL", ""), environ.get("CDSW_API_KEY", "")
     return (url.removeprefix("unix:"), key) if url.startswith("unix:hora-") else None
@@ -182,7 +182,7 @@ def launch_workers(
 ) -> list[dict[str, Any]]:
     """Start `n` workers with `cpu` cores and `memory` GiB each; returns one dict per worker without waiting for them.
 
-    `script` wins over `code`. Where there are fewer cores than were asked for, the workers share them, with a warning;
+    `script` wins over `code`. Where there are fewer cores than requested, the workers share them, with a warning;
     `strict` refuses instead, as memory and GPUs that are not there always are. A launch that was refused is a dict
     without `id`, with `message` (and a warning; with `raise_on_error` a RuntimeError). `all_or_nothing`: if one does
     not fit, none is started; `wait_seconds` is how long to wait for room before that. `backend`: `local` processes,
@@ -192,7 +192,7 @@ def launch_workers(
     if kernel not in ("python3", "python2", "r", "scala", ""):
         raise ValueError(f"kernel must be python3, but it is {kernel!r}")
     if kernel not in ("python3", ""):
-        raise ValueError(f"only the python3 kernel can run here, but {kernel!r} was asked for")
+        raise ValueError(f"only the python3 kernel can run here, but {kernel!r} was requested")
     if backend not in ("auto", "local", "spark"):
         raise ValueError(f"backend must be auto, local or spark, but it is {backend!r}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:

@@ -94,12 +94,12 @@ class LocalBackend:
         pass  # what this machine has is known
 
     def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        asked, there_are, free = request["cpu"], len(self._capacity.cores), self._capacity.free_cores
-        if not n * asked > free + 1e-9:
+        wanted, there_are, free = request["cpu"], len(self._capacity.cores), self._capacity.free_cores
+        if not n * wanted > free + 1e-9:
             return request
-        share = self._capacity.fair_share(n, asked)
+        share = self._capacity.fair_share(n, wanted)
         note = (
-            f"{n} workers with {asked:g} CPU cores each were asked for, but {max(free, 0):g} of {there_are} are free: "
+            f"{n} workers with {wanted:g} CPU cores each were requested, but {max(free, 0):g} of {there_are} are free: "
             f"each has {share:g}, and shares them (strict=True refuses instead)"
         )
         return {**request, "cpu": share, "share_cores": True, "note": note}

@@ -14,7 +14,7 @@ __all__ = ["Capacity", "Grant", "Refused"]
 
 
 class Refused(ValueError):  # noqa: N818 - an answer, not a crash
-    """The request does not fit. The text says what was asked for, what is free and what there is."""
+    """The request does not fit. The text says what was requested, what is free and what there is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Capacity:
             ("GPUs", num_gpus, len(self._free_gpus()), len(self.gpus)),
         ):
             if wanted > free + 1e-9:
-                raise Refused(f"{wanted:g} {what} were asked for, but {free:g} of {there_is:g} are free")
+                raise Refused(f"{wanted:g} {what} were requested, but {free:g} of {there_is:g} are free")
         gpus = self._claimed(num_gpus, claim)
         grant = Grant(cpu=cpu, memory_gib=memory_gib, cores=self._cores(cpu), gpus=gpus)
         return Capacity(
@@ -97,7 +97,7 @@ class Capacity:
                 gpus += [] if holder else [gpu]
         if len(gpus) < num_gpus:
             raise Refused(
-                f"{num_gpus} GPUs were asked for, but {len(gpus)} of {len(self.gpus)} are free; {len(others)} are in "
+                f"{num_gpus} GPUs were requested, but {len(gpus)} of {len(self.gpus)} are free; {len(others)} are in "
                 f"use by workers of other sessions ({', '.join(others)})"
             )
         return tuple(gpus)

@@ -59,10 +59,10 @@ class ConnectBackend:
         ):
             has = float(self._session.conf.get(setting, default))
             if wanted > has:
-                raise Refused(f"{wanted:g} {what} were asked for, but a Spark task here has {has:g} ({setting})")
+                raise Refused(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
         if len(self._held) >= self._slots:
             raise Refused(
-                f"a Spark task slot was asked for, but {self._slots - len(self._held)} of {self._slots} are free"
+                f"a Spark task slot was requested, but {self._slots - len(self._held)} of {self._slots} are free"
             )
         self._held.add(worker)
 

@@ -50,7 +50,7 @@ def start(folder: str) -> tuple[str, str]:
             raise RuntimeError(
                 f"the session of workers of {folder} runs where this process cannot see it: in another container"
             )
-        raise RuntimeError(f"the session of workers did not start (it said {line!r}, status {status})")
+        raise RuntimeError(f"the session of workers did not start (output {line!r}, status {status})")
     return found
 
 
@@ -74,7 +74,7 @@ def end(folder: str) -> bool:
 
 
 def main() -> None:
-    """Serve until told to end, or until there has been no worker for an hour."""
+    """Serve until the end is requested, or until there has been no worker for an hour."""
     from hora.launch.environment import variables
     from hora.launch.job import OutputOptions
     from hora.workers.directory import publish

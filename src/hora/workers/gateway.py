@@ -36,7 +36,7 @@ class Gateway:
 
     def __init__(self, name: str, key: str) -> None:
         self.name = name
-        self.idle = threading.Event()  # a caller has asked for the end of the session
+        self.idle = threading.Event()  # a caller has requested the end of the session
         self._key = key
         self._session: Session | None = None
         self._lock = threading.Lock()

@@ -78,7 +78,7 @@ def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]
 def lease_of(hosts: Collection[str]) -> Lease | None:
     """The lease of a job on these hosts; None where none of them is an address of a worker.
 
-    The workers are those of the session that the environment speaks of, else of this folder's.
+    The workers are those of the session that the environment names, else of this folder's.
     """
     session = _session(variables())
     if session is None:

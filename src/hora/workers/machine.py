@@ -73,6 +73,6 @@ def _holder(gpu: str) -> str:
         try:
             sock.connect(f"\0hora-gpu-{gpu}")
         except OSError:
-            return "a process that cannot be asked"
+            return "a process that does not answer"
         process = process_at(sock)
     return f"process {process.pid} of user {process.uid}"

@@ -103,7 +103,7 @@ def _resident_pages(pid: int) -> int:
 
 
 def main() -> None:
-    """Run what the session asked for, in a fresh `__main__`."""
+    """Run the requested script or code, in a fresh `__main__`."""
     sys.excepthook = _show_error
     order = json.loads(Path(variables()[ORDER_VARIABLE]).read_text())
     if order["cores"]:

@@ -249,7 +249,7 @@ class Session:
         return GRACE_S + _STOP_SLACK_S
 
     def _backend(self, request: Mapping[str, Any]) -> Backend:
-        """Return the backend where these workers shall run. ValueError if Spark was asked for and is not there."""
+        """Return the backend where these workers shall run. ValueError if Spark was requested and is not there."""
         wanted = request.get("backend", "auto")
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
             return self._local

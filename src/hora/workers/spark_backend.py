@@ -69,10 +69,10 @@ class SparkBackend:
             ("GPUs", request["nvidia_gpu"], gpus, "spark.task.resource.gpu.amount"),
         ):
             if wanted > has:
-                raise Refused(f"{wanted:g} {what} were asked for, but a Spark task here has {has:g} ({setting})")
+                raise Refused(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
         slots = count_slots(self._context)
         if len(self._held) >= slots:
-            raise Refused(f"a Spark task slot was asked for, but {slots - len(self._held)} of {slots} are free")
+            raise Refused(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
         self._held.add(worker)
 
     def start(self, planned: Sequence[PlannedWorker]) -> None:

@@ -1,4 +1,4 @@
-"""Objective of a training: a batch's loss and metrics. Asked by `step`, for training and validation.
+"""Objective of a training: a batch's loss and metrics.
 
 `Objective` is what a step needs. Two follow it: `Supervised` here, for `fit` (one loss of outputs and target), and the
 Spark estimator's, which has a loss and metrics for each label column.

@@ -29,7 +29,7 @@ __all__ = ["main"]
 
 _PROBE_LIMIT_S = 180.0
 _LEAVE_LIMIT_S = 5.0
-_LAST_WORDS_S = 2.0  # what a dead probe has said may still be on its way; what it has started may keep the line open
+_LAST_WORDS_S = 2.0  # a dead probe's output may still be in the pipe, which its children may keep open
 
 
 def main(argv: Sequence[str]) -> int:

@@ -79,7 +79,7 @@ def _draw(options: ImageOptions, trained: ImageRun) -> Figure:
         image = data.test_images[index].permute(1, 2, 0)
         panel.imshow(image.squeeze(-1) if data.channels == 1 else image, cmap="gray_r")
         panel.set_axis_off()
-        said, truth = predictions[index].label, data.classes[int(data.test_labels[index])]
-        colour = INK if said == truth else COLOURS[1]
-        panel.set_title(said if said == truth else f"{said}, not {truth}", fontsize=9, color=colour)
+        predicted, truth = predictions[index].label, data.classes[int(data.test_labels[index])]
+        colour = INK if predicted == truth else COLOURS[1]
+        panel.set_title(predicted if predicted == truth else f"{predicted}, not {truth}", fontsize=9, color=colour)
     return figure

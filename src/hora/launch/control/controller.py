@@ -364,8 +364,8 @@ class _Controller:
         self._roster.write_off(number)
         failure = next(failure for failure in self._failures if failure.worker == number)
         self._hosts.bar(self._roster[number], failure.at)
-        said = f" ({failure.reason})" if failure.reason else ""
-        self.run.log(f"process {self._name(number)} failed with exit code {failure.code}{said}")
+        reason = f" ({failure.reason})" if failure.reason else ""
+        self.run.log(f"process {self._name(number)} failed with exit code {failure.code}{reason}")
 
     # ---- endings ------------------------------------------------------------------------------------------
 
@@ -412,10 +412,10 @@ class _Controller:
         worker, slot = self._roster[failure.worker], self._places.get(failure.worker)
         others = "; ending the others" if len(everyone) > 1 else ""
         reason = f" ({failure.reason})" if failure.reason else ""
-        told = (
+        message = (
             f"process {self._name(failure.worker)} on host {worker.host} failed with exit code {failure.code}{reason}"
         )
-        self.run.end(everyone, "" if worker.written_off else told + others)
+        self.run.end(everyone, "" if worker.written_off else message + others)
         raise job_failed(
             failure,
             name=self._name(failure.worker),

@@ -1,4 +1,4 @@
-"""Host discovery: a fixed list, or what a script says, asked again and again. Asked by `elastic`.
+"""Host discovery: a fixed list, or a script that is polled.
 
 The script is a shell command, as Horovod's users write it: one `host` or `host:slots` a line. A thread runs it and
 reports changes. It may take its time; the job does not wait for it.
@@ -58,7 +58,7 @@ class HostWatch(Protocol):
 
 
 class DiscoveryScript:
-    """A script that tells of hosts. `watch` has it asked every second, until closed."""
+    """A script that lists hosts. `watch` polls it every second, until closed."""
 
     def __init__(self, command: str, *, default_slots: int | None) -> None:
         self._command, self._default_slots = command, default_slots
@@ -122,9 +122,9 @@ class DiscoveryScript:
                 process.wait()
                 self._process = None
         if process.returncode != 0:
-            said = (err or out)[-_SHOWN_BYTES:].decode(errors="replace").strip() or "it said nothing"
+            output = (err or out)[-_SHOWN_BYTES:].decode(errors="replace").strip() or "no output"
             raise RuntimeError(
-                f"the host discovery script {self._command!r} failed with exit status {process.returncode}: {said}"
+                f"the host discovery script {self._command!r} failed with exit status {process.returncode}: {output}"
             )
         return parse_discovered(out.decode(errors="replace"), self._default_slots)
 

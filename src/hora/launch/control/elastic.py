@@ -25,7 +25,7 @@ __all__ = ["ElasticSpec", "Hosts"]
 class ElasticSpec:
     """`hosts`: where workers may run; `script` tells of changes.
 
-    `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job that is asked to end waits
+    `local_only`: the launcher starts workers on this machine only. `leave_s`: how long a job waits after SIGTERM
     for its ranks' next commit. `forgiven`: so many failures bar no place of a host, because a process that fails says
     little about a machine that a cluster manager looks after. `on_places`: called with the places, by the workers'
     numbers, of every generation.
@@ -48,8 +48,8 @@ class ElasticSpec:
         config = EngineConfig.from_env(
             {name: value for name, value in env.items() if name.startswith("HOROVOD_STALL_")}
         )
-        asked = config.stall_shutdown_s > 0 and not config.stall_check_disable
-        return replace(self.limits, stall_shutdown_s=config.stall_shutdown_s if asked else None)
+        enabled = config.stall_shutdown_s > 0 and not config.stall_check_disable
+        return replace(self.limits, stall_shutdown_s=config.stall_shutdown_s if enabled else None)
 
 
 class Hosts:
@@ -67,21 +67,21 @@ class Hosts:
             self._spec.script.watch(self._spec.hosts, changed)
 
     def close(self) -> None:
-        """Have it asked no more."""
+        """Stop polling."""
         if self._spec.script is not None:
             self._spec.script.close()
 
     def change(self, hosts: Sequence[HostInfo]) -> list[str]:
         """These are the hosts from now on; returns what to tell the user of it."""
         reachable = [host for host in hosts if not self._spec.local_only or address.is_local(host.hostname)]
-        told = [
+        messages = [
             f"host {host.hostname} cannot be used: the job began on this machine alone and listens nowhere "
             "else. Name the network with --network-interfaces, or begin with another host"
             for host in hosts
             if host not in reachable
         ]
         self._num_slots = _count_slots(reachable)
-        return [*told, f"the hosts are now {','.join(map(str, reachable)) or 'none'}"]
+        return [*messages, f"the hosts are now {','.join(map(str, reachable)) or 'none'}"]
 
     def saved(self, now: float) -> dict[str, Any]:
         """Return what another launcher must know of the hosts."""

@@ -1,6 +1,6 @@
 """Policy of a job whose workers come and go. Pure, like `policy`, where facts and states are explained.
 
-Newcomers boot while the others train on. Only when they are ready are the others told, who then interrupt their
+Newcomers boot while the others train on. Only when they are ready are the others notified, which then interrupt their
 training at the next commit and become ready too. After a failure the next generation begins as soon as no worker is
 working any more.
 

@@ -33,9 +33,9 @@ def job_failed(
 
     `name`: what the process is called; `tail`: the end of its output.
     """
-    told = _message(name, failure, report, tail)
+    message = _message(name, failure, report, tail)
     error = JobFailedError(
-        f"{preface}\n{told}" if preface else told,
+        f"{preface}\n{message}" if preface else message,
         rank=rank,
         exit_code=failure.code,
         remote_traceback=report.traceback if report else None,

@@ -102,7 +102,7 @@ class JobRun:
 
     @contextlib.contextmanager
     def observed(self, *, elastic: bool) -> Iterator[None]:
-        """Whatever becomes of the job, its observer is told."""
+        """Report the job's end to its observer, whatever the outcome."""
         if self._job.watching is not None:
             try:
                 facts = facts_of(self.id, title=self._job.title, command=self._job.command, elastic=elastic)
@@ -190,14 +190,14 @@ class JobRun:
             self.wait(limit)
 
     def leaving(self, why: str) -> None:
-        """The job is asked to end: what its workers do from now on tells of no failure."""
+        """Mark the job as ending: from now on exits of its workers are no failures."""
         self.ending, self._stop_reason = True, why
         self.log(why)
 
     def log(self, text: str) -> None:
         """A line of the launcher's own."""
         self.out.say(f"hora: {text}", stream="stderr")
-        self._events.launcher_said(text)
+        self._events.on_launcher_line(text)
 
     # ---- events, from other threads -----------------------------------------------------------------------
 

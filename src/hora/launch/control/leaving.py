@@ -1,4 +1,4 @@
-"""A job that is asked to end: its ranks commit and leave together, so that it can be started again where it was.
+"""Graceful end of a job (SIGTERM): its ranks commit and leave together, so that it can be started again where it was.
 
 Only elastic jobs have commits. Called by the controller at a first SIGTERM.
 """
@@ -14,14 +14,14 @@ from hora.launch.control.job_run import JobRun
 
 __all__ = ["LEFT", "leave"]
 
-_LEAVE = 4  # the change that ranks are told of (`hora.torch.elastic.notification` has the others)
+_LEAVE = 4  # the kind of change in the notice to ranks (`hora.torch.elastic.notification` has the others)
 LEFT = 75  # the exit status of ranks that have left, and of their job: EX_TEMPFAIL, start it again
 _ENDED = 128 + signal.SIGTERM
 
 
 def leave(run: JobRun, workers: Sequence[int], notify: Callable[[int], None], *, limit_s: float) -> NoReturn:
     """Have the ranks end at their next commit, and end: with `LEFT` if all of them came to it in time."""
-    run.leaving(f"asked to end: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)")
+    run.leaving(f"end requested: the ranks commit and leave, within {limit_s:g} s (--leave-timeout)")
     if all(run.rendezvous.heard_at(worker) is None for worker in workers):
         raise SystemExit(_ENDED)  # a command that knows nothing of commits
     alive = [worker for worker in workers if worker not in run.exits]

@@ -1,4 +1,4 @@
-"""An observer of a job: told what happens, in any thread, while the job goes on; the live page is one.
+"""An observer of a job: notified of its events, in any thread, while the job goes on; the live page is one.
 
 The job does not know its observers and never waits for them: whoever makes the job says who observes it
 (`Job.watching`). A job that nobody observes has `Nobody`.
@@ -64,11 +64,11 @@ class Nobody:
 
 
 class JobEvents(LaunchEvents, RendezvousEvents, Protocol):
-    """Everything a job is told."""
+    """Every event of a job."""
 
 
 class Observed:
-    """Passes what a job is told on to it, and to its observer. An observer that fails is left alone from then on."""
+    """Forwards a job's events to it and to its observer. An observer that fails gets no more of them."""
 
     def __init__(self, job: JobEvents) -> None:
         self._job = job
@@ -125,7 +125,7 @@ class Observed:
         places = [(worker, world.rank, world.hostname) for worker, world in sorted(worlds.items())]
         self._tell("world", generation, places)
 
-    def launcher_said(self, text: str) -> None:
+    def on_launcher_line(self, text: str) -> None:
         """A line of the launcher's own."""
         self._tell("output", -1, "stderr", text.encode(errors="replace") + b"\n")
 

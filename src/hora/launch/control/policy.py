@@ -7,7 +7,7 @@ workers come and go is decided in `elastic_policy`. A worker's states:
     starting --asks for a place--> ready --a generation has one for it--> working --+--> succeeded
                                      ^                                              +--> failed
                                      +----------- the world broke or changed -------+
-    left: told to go (no place any more, its host is barred); the job does not care for its end
+    left: dismissed (no place any more, its host is barred); the job does not care for its end
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class GiveUp(Decision):
 class Policy(Protocol):
     """Decides the next step of a job.
 
-    `elastic`: workers may come and go. `watches_silence`: workers are to be asked for signs of life.
+    `elastic`: workers may come and go. `watches_silence`: workers are polled for signs of life.
     """
 
     @property

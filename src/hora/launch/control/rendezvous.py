@@ -4,7 +4,7 @@ It is a table (`hora.net.table`) that knows which ranks are lost, hands out worl
 results, errors and log lines on to the controller (`RendezvousEvents`). It starts nothing and decides nothing. A worker
 that asks for more than a table gives may also be answered `removed` or `refused`.
 
-Every worker has a key of its own (`hora.net.keys`), so it is known who speaks: each says things of itself alone, comes
+Every worker has a key of its own (`hora.net.keys`), so the sender is known: each reports on itself alone, comes
 to a meeting as the rank that it is, and gets the keys of the generation in which it has a place.
 """
 
@@ -131,11 +131,11 @@ class Rendezvous(Table):
         self._server.call(lambda: self._dismiss(worker))
 
     def ask(self, question: Header, worker: int | None = None) -> None:
-        """Put a question to one worker, or to all that tell how they do; the answer comes as `told`."""
+        """Put a question to one worker, or to all that tell how they do; the answer comes as `telemetry`."""
         self._server.call(lambda: self._ask(question, worker))
 
     def publish(self, generation: int, worlds: Mapping[int, World]) -> None:
-        """Give workers (by number) their places in a new generation; a worker without one is told to leave."""
+        """Give workers (by number) their places in a new generation; a worker without one is dismissed."""
         self._server.call(lambda: self._publish(generation, dict(worlds)))
 
     # ---- in the server's thread -------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class Rendezvous(Table):
             "keys": self._keys,
             "returned": self._returned,
             "raised": self._raised,
-            "said": self._said,
-            "told": self._told,
+            "log_line": self._log_line,
+            "telemetry": self._telemetry,
             "next_world": self._next_world,
         }
 
@@ -222,7 +222,7 @@ class Rendezvous(Table):
             self._refuse(peer, header, f"this worker is not {place}: it is generation {self.generation} now")
             return
         if len(payload) > _KEYS_BYTES:
-            raise ValueError(f"keys towards {len(payload) // 4} ranks were asked for at once")
+            raise ValueError(f"keys towards {len(payload) // 4} ranks were requested at once")
         towards = struct.unpack(f">{len(payload) // 4}I", payload)
         world = world_secret(self._secret, f"{generation} {epoch}")
         peer.send({"re": header["id"]}, rank_keys(world, rank, towards))
@@ -242,10 +242,10 @@ class Rendezvous(Table):
         self._events.raised(peer.number, report)
         self._answer(peer, header["id"])
 
-    def _said(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _log_line(self, peer: Peer, header: Header, payload: bytes) -> None:
         self._events.on_log_line(peer.number, payload[:_LINE_BYTES].decode(errors="replace"))
 
-    def _told(self, peer: Peer, header: Header, payload: bytes) -> None:
+    def _telemetry(self, peer: Peer, header: Header, payload: bytes) -> None:
         worker = peer.speaker if peer.speaker >= 0 else int(header["worker"])
         if worker in self._given_up:
             return

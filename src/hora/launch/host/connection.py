@@ -186,7 +186,7 @@ class HostConnection:
         self._command(op="terminate", workers=[worker], grace_s=grace_s)
 
     def finish(self, *, grace_s: float) -> None:
-        """End every worker and descendant that is left, and the supervisor. Does not wait. May be said again."""
+        """End every worker and descendant that is left, and the supervisor. Does not wait. Idempotent."""
         self._command(op="finish", grace_s=grace_s)
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""The fork server: a process that loads, once, what ranks import anyway, and forks from there what it is asked for.
+"""The fork server: a process that loads, once, what ranks import anyway, and forks the requested processes from there.
 
 Sixteen ranks on a host then import torch once instead of sixteen times and share its memory. A supervisor has one for
 the workers that run a function (commands are executed), `hora.launch.worker --fork-server module …`; a Python worker of
@@ -39,7 +39,7 @@ Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
 
 
 def serve(modules: Iterable[str], role: Role) -> None:
-    """Load these modules, and more when asked to, and fork processes, which do the role, until the asker is gone."""
+    """Load these modules, and more on request, and fork processes, which do the role, until the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the forks end when they like
     _load_and_share(modules)
     with socket.socket(fileno=os.dup(0)) as asker:
@@ -133,7 +133,7 @@ _OWN = ("HOROVOD_", "HORA_")
 
 
 class WorkerForks:
-    """A supervisor's fork server and the workers that were asked of it. `process` is the server's."""
+    """A supervisor's fork server and the workers requested of it. `process` is the server's."""
 
     def __init__(self, executable: str, modules: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         argv = module_command(executable, "hora.launch.worker", "--fork-server", *modules)

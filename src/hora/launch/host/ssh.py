@@ -156,9 +156,7 @@ def check_hosts(hostnames: Iterable[str], ssh: Ssh, *, limit_s: float) -> None:
 def _check_input(hostname: str, ssh: Ssh, limit_s: float) -> None:
     """An agent must pass standard input on: that is where orders and the job's secret travel."""
     argv = ssh.command(hostname, ["cat"])
-    with contextlib.suppress(
-        OSError, subprocess.TimeoutExpired
-    ):  # whatever keeps it from running is said by the checks
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the checks report whatever keeps it from running
         done = subprocess.run(argv, input=_ECHOED, capture_output=True, timeout=limit_s, check=False)
         if done.returncode != 0 or _ECHOED in done.stdout:
             return
@@ -197,10 +195,10 @@ class _Check:
             code = self._process.wait(max(limit - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             return False, f"no answer within {limit_s:.0f} s (--start-timeout)"
-        said, complained = self._text(self._stdout), self._text(self._stderr)
-        if supervisor.MARK.decode() in said:
+        output, errors = self._text(self._stdout), self._text(self._stderr)
+        if supervisor.MARK.decode() in output:
             return True, ""
-        return code != _SSH_FAILED, complained or said or f"exit status {code}, no output"
+        return code != _SSH_FAILED, errors or output or f"exit status {code}, no output"
 
     @staticmethod
     def _text(file: IO[bytes]) -> str:

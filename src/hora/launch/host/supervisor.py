@@ -70,12 +70,12 @@ class _Supervisor:
         self._ending: float | None = None  # when everything left gets SIGKILL
         self._input = bytearray()
         self._output = bytearray()
-        self._told_to_end = False
+        self._end_requested = False
         self._paused = False  # the launcher is slow, workers' pipes are left unread
         self._deaf = False  # the launcher does not read any more
         self._private_files: dict[str, tuple[int, set[int]]] = {}  # content, in hexadecimal -> descriptor, readers
         self._forks: WorkerForks | None = None
-        self._asked: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
+        self._requested: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = guardian_pid, execute
         self._silence_limit_s = silence_limit_s
@@ -99,14 +99,14 @@ class _Supervisor:
             self._selector.register(launcher, selectors.EVENT_READ, lambda: self._launcher_died(launcher))
 
     def _on_signal(self, *_: object) -> None:
-        self._told_to_end = True  # a handler may run anywhere, even half-way through a start: only take note
+        self._end_requested = True  # a handler may run anywhere, even half-way through a start: only take note
 
     def run(self) -> None:
         self._send_raw(MARK)
         # A subreaper without children has no descendants.
         while self._ending is None or self._reap():
             self._turn()
-        for worker in self._asked:
+        for worker in self._requested:
             self._exited(worker, 128 + signal.SIGTERM, "")
         self._drain_pipes()
         limit = time.monotonic() + _FLUSH_LIMIT_S
@@ -121,8 +121,8 @@ class _Supervisor:
                 self._flush()
             else:
                 key.data()
-        if self._told_to_end or os.getppid() != self._guardian_pid:
-            self._told_to_end = False
+        if self._end_requested or os.getppid() != self._guardian_pid:
+            self._end_requested = False
             self._end(_DEFAULT_GRACE_S)
         if self._silence_limit_s is not None and time.monotonic() > self._heard + self._silence_limit_s:
             self._end(_DEFAULT_GRACE_S)
@@ -226,7 +226,7 @@ class _Supervisor:
                 self._listen_to(read_end, worker, kind)
         if not self._forks.suits(executable, modules, env):
             return False
-        self._asked[worker] = (command, env)
+        self._requested[worker] = (command, env)
         self._forks.ask(worker, env, command["cwd"])
         return True
 
@@ -234,8 +234,8 @@ class _Supervisor:
         assert self._forks is not None
         try:
             for worker, spawned in self._forks.forked():
-                if worker in self._asked:
-                    del self._asked[worker]
+                if worker in self._requested:
+                    del self._requested[worker]
                     self._adopt(worker, spawned)
                     if spawned.pid in self._strays:
                         self._ended(worker, self._strays.pop(spawned.pid))
@@ -247,8 +247,8 @@ class _Supervisor:
             self._selector.unregister(self._forks)
             self._forks.close()
             self._forks = None
-            asked, self._asked = self._asked, {}
-            for worker, (command, env) in asked.items():
+            requested, self._requested = self._requested, {}
+            for worker, (command, env) in requested.items():
                 if self._ending is None:
                     self._execute(command, env)
                 else:
@@ -331,7 +331,7 @@ class _Supervisor:
             worker = next((worker for worker, first in self._pids.items() if first == pid), None)
             if worker is not None:
                 self._ended(worker, status)
-            elif self._asked:
+            elif self._requested:
                 self._strays[pid] = status  # perhaps a worker of whose fork we have not heard yet
 
     def _ended(self, worker: int, status: int) -> None:
@@ -355,7 +355,7 @@ class _Supervisor:
     def _terminate(self, workers: list[int], grace_s: float) -> None:
         processes = Processes()
         for worker in workers:
-            if self._asked.pop(worker, None) is not None:
+            if self._requested.pop(worker, None) is not None:
                 self._exited(worker, 128 + signal.SIGTERM, "")
             processes.terminate(self._family(worker, processes))
             self._killing.setdefault(worker, time.monotonic() + grace_s)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hora.launch import worker
 from hora.launch.environment import set_variables
-from hora.launch.ray.place import Place, find_place
+from hora.launch.ray.actor_process import ActorProcess, this_process
 from hora.world import keep_secret
 
 __all__ = ["Call", "RayWorker", "perform"]
@@ -47,8 +47,8 @@ _call: Call | None = None
 class RayWorker:
     """A worker's process. It is not used again: what a training does to its process stays with that training."""
 
-    def place(self) -> Place:
-        return find_place()
+    def place(self) -> ActorProcess:
+        return this_process()
 
     def work(self, env: Mapping[str, str], secret: bytes, call: Call) -> int:
         """Be a worker of the job, to its end; the status with which a process would end."""

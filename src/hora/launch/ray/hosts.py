@@ -1,6 +1,6 @@
 """The hosts of an elastic job on Ray: what its discovery says, as far as Ray has granted it.
 
-Asked by the controller, in the way of a discovery script.
+Polled by the controller as a discovery script is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Discovery(Protocol):
 
 
 class RayHosts:
-    """`interval_s`: how long to wait between two questions; asked each time."""
+    """`interval_s`: the pause between two polls, read each time."""
 
     def __init__(self, discovery: Discovery, reservations: Reservations, interval_s: Callable[[], float]) -> None:
         self._discovery, self._reservations, self._interval_s = discovery, reservations, interval_s
@@ -88,6 +88,6 @@ class RayHosts:
             self._failing = False
         except Exception as error:  # whatever a user's own discovery does, the hosts stay as they were
             if not self._failing:
-                _log.warning("the host discovery failed (%r); it is asked again every %g s", error, self._interval_s())
+                _log.warning("the host discovery failed (%r); it is polled again every %g s", error, self._interval_s())
             self._failing = True
         return self._reservations.update(self._found, wait_s=wait_s)

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hora.launch.job import LaunchEvents, WorkerExit, WorkerSpec
 from hora.launch.ray.actor import RayWorker
-from hora.launch.ray.place import Place
+from hora.launch.ray.actor_process import ActorProcess
 from hora.launch.ray.reservations import Reservation, Reservations
 from hora.launch.slots import visible_gpus
 
@@ -38,7 +38,7 @@ class _Member:
     actor: Any
     reservation: Reservation
     company: list[_Member]
-    place: Place | None = None
+    place: ActorProcess | None = None
     status: int | None = None
     work: Any = field(default=None, repr=False)
     ended: bool = False
@@ -92,7 +92,7 @@ class RayLauncher:
         return self._actor_class.options(scheduling_strategy=strategy, **self._options).remote()
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
-        """At once: Ray knows no SIGTERM, and a worker that was asked to stop at a commit has left by itself."""
+        """At once: Ray knows no SIGTERM, and a worker that stops at a commit has left by itself."""
         with self._changed:
             chosen = [self._members[worker] for worker in workers if worker in self._members]
         for member in chosen:
@@ -127,7 +127,7 @@ class RayLauncher:
 
         reference.future().add_done_callback(done)
 
-    def _placed(self, member: _Member, place: Place | None, error: BaseException | None) -> None:
+    def _placed(self, member: _Member, place: ActorProcess | None, error: BaseException | None) -> None:
         if place is None:
             self._over(member, *_reason(error))
             return
@@ -184,6 +184,6 @@ class RayLauncher:
 def _reason(error: BaseException | None) -> tuple[int, str]:
     """An exit status and words for a call that failed."""
     if isinstance(error, RayActorError):
-        told = [line.strip() for line in str(error).splitlines() if line.startswith("The actor ") or "OOM" in line]
-        return _KILLED, " ".join(told[:1] or ["its Ray actor died"])
+        lines = [line.strip() for line in str(error).splitlines() if line.startswith("The actor ") or "OOM" in line]
+        return _KILLED, " ".join(lines[:1] or ["its Ray actor died"])
     return 1, f"its Ray actor could not run it: {str(error).strip().splitlines()[-1] if error else 'no reason given'}"

@@ -2,7 +2,7 @@
 
 A slot that Ray has not granted yet (another job holds the cores) is no slot: the job does not count on it, and nobody
 is blamed. A slot outlives the worker in it, so that a worker that failed is replaced in the same place. One that the
-hosts no longer have is given back when its worker has left. Asked by `hosts` and `launcher`.
+hosts no longer have is given back when its worker has left.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hora.launch.slots import HostInfo
 __all__ = ["Reservation", "Reservations"]
 
 _NODE_SHARE = 0.01  # of the resource that each node has under its own name: enough to be placed there
-# A host that has not granted a slot for so long is asked again only after the others.
+# A host that has not granted a slot for so long is tried again only after the others.
 _PATIENCE_S = 10.0
 
 
 @dataclass(eq=False)
 class Reservation:
-    """A slot that was asked for. `workers`: how many processes of the job are in it, 0 or 1 as a rule."""
+    """A requested slot. `workers`: how many processes of the job are in it, 0 or 1 as a rule."""
 
     group: Any
     asked_at: float = field(default_factory=time.monotonic)
@@ -49,7 +49,7 @@ class Reservations:
         self._resources, self._most = dict(resources), most
         self._lock = threading.Lock()
         self._granted: dict[str, list[Reservation]] = {}  # host -> its slots, in their order
-        self._asked: dict[str, list[Reservation]] = {}
+        self._requested: dict[str, list[Reservation]] = {}
         self._refused_at: dict[str, float] = {}
 
     def update(self, found: Mapping[str, int], *, wait_s: float = 0.0) -> list[HostInfo]:
@@ -82,8 +82,8 @@ class Reservations:
     def close(self) -> None:
         """Give everything back."""
         with self._lock:
-            groups = [one for held in (*self._granted.values(), *self._asked.values()) for one in held]
-            self._granted, self._asked = {}, {}
+            groups = [one for held in (*self._granted.values(), *self._requested.values()) for one in held]
+            self._granted, self._requested = {}, {}
         if ray.is_initialized():
             for reservation in groups:
                 _give_back(reservation)
@@ -100,33 +100,33 @@ class Reservations:
                 _give_back(held.pop())
         full = self._most is not None and self._num_granted() >= self._most
         now = time.monotonic()
-        for host, asked in self._asked.items():
-            for one in list(asked):
+        for host, requested in self._requested.items():
+            for one in list(requested):
                 late = self._most is not None and now - one.asked_at > _PATIENCE_S
-                if full or late or len(asked) + len(self._granted.get(host, [])) > found.get(host, 0):
-                    asked.remove(one)
+                if full or late or len(requested) + len(self._granted.get(host, [])) > found.get(host, 0):
+                    requested.remove(one)
                     _give_back(one)
                     if late:
                         self._refused_at[host] = now
 
     def _take(self, wait_s: float) -> None:
-        for host, asked in self._asked.items():
-            for one in list(asked):
+        for host, requested in self._requested.items():
+            for one in list(requested):
                 if one.is_granted(wait_s):
-                    asked.remove(one)
+                    requested.remove(one)
                     self._granted.setdefault(host, []).append(one)
                 else:
                     wait_s = 0.0
 
     def _ask(self, found: Mapping[str, int]) -> None:
-        num_asked = sum(len(asked) for asked in self._asked.values())
+        num_requested = sum(len(requested) for requested in self._requested.values())
         for host in sorted(found, key=lambda name: self._refused_at.get(name, 0.0)):
-            asked, held = self._asked.setdefault(host, []), self._granted.get(host, [])
-            while len(asked) + len(held) < found[host]:
-                if self._most is not None and self._num_granted() + num_asked >= self._most:
+            requested, held = self._requested.setdefault(host, []), self._granted.get(host, [])
+            while len(requested) + len(held) < found[host]:
+                if self._most is not None and self._num_granted() + num_requested >= self._most:
                     return
-                asked.append(Reservation(placement_group([{**self._resources, f"node:{host}": _NODE_SHARE}])))
-                num_asked += 1
+                requested.append(Reservation(placement_group([{**self._resources, f"node:{host}": _NODE_SHARE}])))
+                num_requested += 1
 
 
 def _give_back(reservation: Reservation) -> None:

@@ -92,7 +92,7 @@ def _call(session: Any, function: bytes) -> tuple[bytes, str]:
 
 
 class _Watch:
-    """Looks after a query that runs. Silence is said, and no more: it may be that only the client is out of reach."""
+    """Watches a running query. Silence is logged, no more: perhaps only the client is out of reach."""
 
     def __init__(self, log: LiveLog, tag: str, num_proc: int, limit_s: float) -> None:
         self._log, self._tag, self._num_proc, self._limit_s = log, tag, num_proc, limit_s
@@ -128,14 +128,14 @@ def _result(rows: dict[str, bytes]) -> JobResult:
 def check_protection(session: Any) -> None:
     """Say that others may read the stage's secret where they can; ValueError under HORA_STRICT=1."""
 
-    def said(name: str) -> str:
+    def setting(name: str) -> str:
         with contextlib.suppress(Exception):  # some servers keep their settings to themselves
             return str(session.conf.get(name, ""))
         return ""
 
     host = server_host(session)
     here = host == "localhost" or _is_loopback(host)
-    if said("spark.authenticate").lower() == "true" or (said("spark.master").startswith("local") and here):
+    if setting("spark.authenticate").lower() == "true" or (setting("spark.master").startswith("local") and here):
         return
     accept_risk(
         f"the Spark cluster behind {host} does not say that it authenticates its own traffic: whoever listens on its "

@@ -1,4 +1,4 @@
-"""The driver's side of a stage: has Spark run it, waits for its tasks, and speaks with them.
+"""The driver's side of a stage: has Spark run it, waits for its tasks, and exchanges messages with them.
 
 It listens for the stage's tasks (`task`), which prove that they hold the stage's secret before a byte of theirs is
 read. Where they run on this machine they read it from this process's memory; elsewhere it travels with Spark's task.
@@ -44,7 +44,7 @@ class Stage(Protocol):
 class TaskConnections:
     """The connections to the `num_tasks` tasks of a stage that Spark looks after itself. Left, its slots are free.
 
-    `on_message(task, header, payload)` gets what the tasks say after "here". A connection that ends is told as the
+    `on_message(task, header, payload)` gets the tasks' messages after "here". A connection that ends is reported as the
     message `{"kind": "gone"}`. Both are called in the server's thread. `return_s`: how long a task that was cut off may
     take to come back.
     """
@@ -55,7 +55,7 @@ class TaskConnections:
         self._places: dict[int, TaskPlace] = {}
         self._peers: dict[int, SessionPeer] = {}
         self._dismissed: set[int] = set()
-        self._lost_one = False  # a task ended before it was told to
+        self._lost_one = False  # a task ended before its end was requested
         self.on_message: Callable[[int, Header, bytes], None] = _ignore
         self.bind_address, self.address = bind_address, address
         self.secret = new_secret()
@@ -79,7 +79,7 @@ class TaskConnections:
     def meet(self, num_tasks: int, go_on: Callable[[], bool]) -> list[TaskPlace] | None:
         """Wait until this many tasks have arrived; the places of all that have.
 
-        None if the stage ends before, or when `go_on`, which is asked several times a second, says no.
+        None if the stage ends before, or when `go_on`, which is polled several times a second, returns False.
         """
         while True:
             with self._arrived:
@@ -117,7 +117,7 @@ class TaskConnections:
     def release(self) -> None:
         """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not.
 
-        May be said again.
+        Idempotent.
         """
         self._server.call(lambda: self._dismiss(list(self._peers)))
         if isinstance(self.stage, _Unseen):

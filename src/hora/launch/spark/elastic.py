@@ -133,7 +133,7 @@ class _Attempts(StageDriver):
         self._numbers = itertools.count()
         self.changed: Changed | None = None
         self.leaving: set[int] = set()
-        self._left: set[tuple[int, int]] = set()  # attempts that have been told
+        self._left: set[tuple[int, int]] = set()  # attempts that were notified
         super().__init__(
             context, num_tasks, group=group, stream_output=stream_output, barrier=barrier, return_s=return_s
         )

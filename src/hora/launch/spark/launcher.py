@@ -1,6 +1,6 @@
 """The Spark launcher: the ranks of a job as the tasks of one Spark stage. Spark is the cluster manager here.
 
-`run_on_spark` starts the stage, waits until every task has said where it runs, gives ranks to tasks and hands the job
+`run_on_spark` starts the stage, waits until every task has reported its host, gives ranks to tasks and hands the job
 to the controller like any other. `SparkLauncher` then starts, watches and ends processes through the tasks. Called by
 `HorovodRunner` and `horovod.spark.run`. Importing this module does not import pyspark.
 """

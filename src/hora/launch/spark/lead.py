@@ -69,22 +69,22 @@ class ConnectTasks:
         if self.preload is not None and not self.executable:
             standby.begin(self.preload, self.env, python_path())
         if number:
-            told = next(text for text in context.allGather("") if text)
-            self._task(told)(number)
+            facts = next(text for text in context.allGather("") if text)
+            self._task(facts)(number)
             return
         lead = _Lead(self, context.getTaskInfos()[0].address.rpartition(":")[0].strip("[]"))
         with lead.tasks:
-            context.allGather(lead.told)
-            own = threading.Thread(target=self._task(lead.told), args=(0,), name="hora-task-0", daemon=True)
+            context.allGather(lead.facts)
+            own = threading.Thread(target=self._task(lead.facts), args=(0,), name="hora-task-0", daemon=True)
             own.start()
             answer = lead.answer()
         own.join(_TASK_LIMIT_S)
         for kind, data in answer:
             yield from rows(kind, data)
 
-    def _task(self, told: str) -> SparkTask:
-        """The task that `_Lead` has told of."""
-        facts = json.loads(told)
+    def _task(self, text: str) -> SparkTask:
+        """Return the task that `_Lead.facts` describe."""
+        facts = json.loads(text)
         return SparkTask(
             address=facts["address"],
             port=facts["port"],
@@ -97,14 +97,14 @@ class ConnectTasks:
 
 
 class _Lead:
-    """Task 0's other half: the launcher of the job. `told` is what the other tasks must know."""
+    """Task 0's other half: the launcher of the job. `facts`: for the other tasks, as JSON."""
 
     def __init__(self, tasks: ConnectTasks, host: str) -> None:
         self._wanted = tasks
         job = f"connect-{secrets.token_hex(8)}"
         bind, address = listening_address(host)
         self.tasks = TaskConnections(tasks.num_proc, bind_address=bind, address=address, job=job)
-        self.told = json.dumps(
+        self.facts = json.dumps(
             {"address": address, "port": self.tasks.port, "job": job, "secret": self.tasks.secret.hex()}
         )
 

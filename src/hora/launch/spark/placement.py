@@ -1,6 +1,6 @@
 """Placement of ranks on Spark tasks, and the GPUs that they may see. Pure functions: no Spark, no process, no clock.
 
-Called by the Spark launcher once every task of a stage has said where it runs.
+Called by the Spark launcher once every task of a stage has reported its host.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ _beside: _Standby | None = None
 
 
 class _Supervisor:
-    """A supervisor that was asked for, with the subset of the Popen interface that a HostConnection needs."""
+    """A requested supervisor, with the subset of the Popen interface that a HostConnection needs."""
 
     stdin: IO[bytes] | None
     stdout: IO[bytes] | None
@@ -130,10 +130,10 @@ class _Supervisor:
                 ready, _, _ = select.select([self._control], [], [], timeout)
                 if not ready:
                     raise subprocess.TimeoutExpired("supervisor", timeout or 0.0)
-                said = b""
+                status = b""
                 with self._control, contextlib.suppress(OSError):
-                    said = self._control.recv(1)
-                self._code = said[0] if said else _NO_STATUS
+                    status = self._control.recv(1)
+                self._code = status[0] if status else _NO_STATUS
             return self._code
 
     def kill(self) -> None:
@@ -145,7 +145,7 @@ class _Supervisor:
 
 
 def _look_after_supervisor(request: dict[str, Any], descriptors: list[int], worker: socket.socket) -> NoReturn:
-    """In a fork: have a supervisor for a child, kill it when told to, and tell how it ended."""
+    """In a fork: have a supervisor for a child, kill it on request, and report its exit status."""
     worker.close()
     stdin, stdout, stderr, control = descriptors
     pid = fork()

@@ -1,4 +1,4 @@
-"""The environment variables of the Spark side: those the driver forwards, and those a rank is told.
+"""The environment variables of the Spark side: those the driver forwards, and those a rank gets.
 
 Not here: a rank's place in the world (`hora.world`) and the engine's settings (`hora.config`).
 """

@@ -1,6 +1,6 @@
 """Base of all estimators and their models: parameters, the way from a DataFrame to a model, saving and loading.
 
-`HorovodEstimator` checks what was asked for, has the data written to the store, runs a training through a backend and
+`HorovodEstimator` checks the parameters, has the data written to the store, runs a training through a backend and
 wraps what comes back. A subclass says which function trains (`_training`) and what its result means (`_create_model`).
 Other packages subclass these and override the methods with Horovod's names: `_get_or_create_backend`,
 `_fit_on_prepared_data`, `_read_checkpoint`, `get_model_class`, `_get_model_kwargs`; clients' tests look for
@@ -87,7 +87,7 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
     run_prefix: ClassVar[str] = "pytorch"
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
-        """Train on the Parquet data that already lies at the store's train (and, if asked for, validation) path."""
+        """Train on the Parquet data that already lies at the store's train (and, if there is one, validation) path."""
         return (self.copy(dict(params)) if params else self)._fit_on_parquet(dataset_idx)
 
     # ---- from data to a model: methods that other packages override have Horovod's names -----------------------------

@@ -36,7 +36,7 @@ class DataModule(abc.ABC):
 
     @abc.abstractmethod
     def train_data(self) -> Iterable[Any]:
-        """Batches, dicts of column to array or `(features, label)`; asked again at their end."""
+        """Batches, dicts of column to array or `(features, label)`; iterated anew at their end."""
 
     @abc.abstractmethod
     def val_data(self) -> Iterable[Any]:

@@ -45,7 +45,7 @@ class _Horovod:
     parallel_devices: list[torch.device] | None
     model: Any
     strategy_name = "horovod"
-    is_distributed = True  # Lightning gives every rank its own part of the data, unless told not to
+    is_distributed = True  # Lightning gives every rank its own part of the data by default
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from lightning_utilities.core import rank_zero
@@ -157,7 +157,7 @@ class _Horovod:
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     @property
-    def _alone(self) -> bool:
+    def _single_process(self) -> bool:
         """True where there is nobody to wait for: a rank that has raised tidies up while the others still train."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return hvd.size() == 1 or (trainer is not None and bool(trainer.interrupted))
@@ -175,20 +175,20 @@ class _Horovod:
         values = tensor if isinstance(tensor, torch.Tensor) else torch.tensor(tensor, device=self.root_device)
         if op == hvd.Average and not values.is_floating_point():
             values = values.float()
-        return values if self._alone else hvd.allreduce(values, op=op)
+        return values if self._single_process else hvd.allreduce(values, op=op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """All ranks' tensors, in a new first dimension; the tensor itself where there is one rank."""
         if group is not None:
             raise ValueError("a process group cannot be given to the Horovod strategy: hvd's process sets are others")
-        if self._alone:
+        if self._single_process:
             return tensor
         with contextlib.nullcontext() if sync_grads else torch.no_grad():
             return hvd.allgather(tensor.unsqueeze(0).contiguous())
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._alone:
+        if not self._single_process:
             hvd.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._alone else hvd.broadcast_object(obj, root_rank=src)
+        return obj if self._single_process else hvd.broadcast_object(obj, root_rank=src)

@@ -28,7 +28,7 @@ from hora.spark.lightning.strategy import horovod_strategy
 
 __all__ = ["LightningResult", "LightningSpec", "train"]
 
-# What `Trainer` was told before Lightning 2, and what it is told now instead; {}: nothing.
+# Arguments of `Trainer` before Lightning 2, and their successors; {}: none.
 _RENAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpus": lambda value: {},
     "num_processes": lambda value: {},
@@ -117,9 +117,9 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in _RENAMED:
             instead = _RENAMED[name](value)
-            said = f"use {', '.join(instead)}" if instead else "it is not needed here"
+            advice = f"use {', '.join(instead)}" if instead else "it is not needed here"
             warnings.warn(
-                f"trainer_args: {name} was removed in Lightning 2.0; {said}", DeprecationWarning, stacklevel=2
+                f"trainer_args: {name} was removed in Lightning 2.0; {advice}", DeprecationWarning, stacklevel=2
             )
             found |= instead
         elif not (name in ("accelerator", "strategy", "distributed_backend") and value == "horovod"):

@@ -1,4 +1,4 @@
-"""Location of a Ray actor, by its own account. Asked by the launcher and by the executors of a fixed size."""
+"""Location of a Ray actor, as reported by itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import socket
 from dataclasses import dataclass
 
-__all__ = ["Place", "find_place", "node_id"]
+__all__ = ["ActorProcess", "this_process", "node_id"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ActorProcess:
     """An actor's process. `node`: Ray's hexadecimal id of the node; `gpus`: the ids that Ray gave it there."""
 
     node: str
@@ -22,12 +22,12 @@ class Place:
         return f"process {self.pid} on {self.hostname} (Ray node {self.node[:12]})"
 
 
-def find_place() -> Place:
-    """This process's."""
+def this_process() -> ActorProcess:
+    """Return this process."""
     import ray
 
     gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
-    return Place(node=node_id(), hostname=socket.gethostname(), pid=os.getpid(), gpus=gpus)
+    return ActorProcess(node=node_id(), hostname=socket.gethostname(), pid=os.getpid(), gpus=gpus)
 
 
 def node_id() -> str:
