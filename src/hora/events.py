@@ -41,12 +41,7 @@ class Timeline:
         epoch = int(time.time() * 1e6)
         self._write(
             [
-                {
-                    "name": "process_name",
-                    "ph": "M",
-                    "pid": 0,
-                    "args": {"start_time_since_epoch_in_micros": epoch},
-                },
+                {"name": "process_name", "ph": "M", "pid": 0, "args": {"start_time_since_epoch_in_micros": epoch}},
                 {"name": "process_sort_index", "ph": "M", "pid": 0, "args": {"sort_index": 0}},
             ]
         )

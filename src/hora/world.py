@@ -243,12 +243,7 @@ def _planned_meeting(env: Mapping[str, str]) -> MeetingPoint:
 
 
 def _from_foreign(
-    env: Mapping[str, str],
-    launcher: str,
-    rank_name: str,
-    size_name: str,
-    local_rank_name: str,
-    local_size_name: str,
+    env: Mapping[str, str], launcher: str, rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
 ) -> World:
     rank, size = _integer(env, rank_name), _integer(env, size_name)
     if launcher == "slurm":

@@ -17,11 +17,7 @@ from types import ModuleType
 
 _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.common": (),
-    "horovod.common.basics": (
-        "hora.legacy.basics: HorovodBasics",
-        "hora.legacy.mpi: MPI",
-        "hora.torch.basics: *",
-    ),
+    "horovod.common.basics": ("hora.legacy.basics: HorovodBasics", "hora.legacy.mpi: MPI", "hora.torch.basics: *"),
     "horovod.common.elastic": (
         "hora.errors: HorovodInternalError HostsUpdatedInterrupt",
         "hora.torch.elastic: ObjectState State notification_manager run_fn",
@@ -190,10 +186,7 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "StateHandler get_handler_registry set_handler_registry",
         "hora.torch.elastic.torch_state: TorchState",
     ),
-    "horovod.torch.functions": (
-        "hora.torch.functions: *",
-        "hora.torch.optimizer.state: *",
-    ),
+    "horovod.torch.functions": ("hora.torch.functions: *", "hora.torch.optimizer.state: *"),
     "horovod.torch.optimizer": (
         "hora.torch.optimizer.adasum: _DistributedAdasumOptimizer=DeltaOptimizer",
         "hora.torch.optimizer.base: _DistributedOptimizer",

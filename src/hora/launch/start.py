@@ -168,10 +168,7 @@ def make_job(
         env=env,
         cwd=_directory(),
         executable=executable or sys.executable,
-        output=OutputOptions(
-            timestamp=bool(options.prefix_output_with_timestamp),
-            directory=options.output_filename,
-        ),
+        output=OutputOptions(timestamp=bool(options.prefix_output_with_timestamp), directory=options.output_filename),
         start_timeout_s=float(options.effective("start_timeout")),
         verbose=bool(options.verbose),
         secret=None if nodes is None else nodes.job_secret,

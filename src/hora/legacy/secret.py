@@ -8,14 +8,7 @@ from __future__ import annotations
 import hmac
 import secrets
 
-__all__ = [
-    "DIGEST_LENGTH",
-    "HOROVOD_SECRET_KEY",
-    "SECRET_LENGTH",
-    "check_digest",
-    "compute_digest",
-    "make_secret_key",
-]
+__all__ = ["DIGEST_LENGTH", "HOROVOD_SECRET_KEY", "SECRET_LENGTH", "check_digest", "compute_digest", "make_secret_key"]
 
 SECRET_LENGTH = 32
 DIGEST_LENGTH = 32

@@ -266,12 +266,7 @@ class ControlClient:
     # ---- the wire -----------------------------------------------------------------------------------------
 
     def _ask(
-        self,
-        header: Header,
-        payload: bytes = b"",
-        *,
-        waiting_for: str = "the launcher",
-        limit_s: float = _QUICK_S,
+        self, header: Header, payload: bytes = b"", *, waiting_for: str = "the launcher", limit_s: float = _QUICK_S
     ) -> tuple[Header, bytes]:
         number = next(self._ids)
         request = _Request(header | {"id": number}, payload)

@@ -28,13 +28,7 @@ class Peer:
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        host: str,
-        where: str,
-        flush: Callable[[Peer], None],
-        drop: Callable[[Peer], None],
+        self, sock: socket.socket, *, host: str, where: str, flush: Callable[[Peer], None], drop: Callable[[Peer], None]
     ) -> None:
         self.sock, self.host, self.where = sock, host, where
         self.since = time.monotonic()

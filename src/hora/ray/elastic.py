@@ -184,11 +184,7 @@ class ElasticAdapter(Adapter):
         return Job(
             slots=tuple(place_ranks([host.hostname for host in self._begin_with for _ in range(host.slots)])),
             function=pickle_call(perform),
-            env={
-                **nics_to_env_var(self.settings.nics or ()),
-                **self._env,
-                **self.limits.worker_env(),
-            },
+            env={**nics_to_env_var(self.settings.nics or ()), **self._env, **self.limits.worker_env()},
             start_timeout_s=self.settings.start_timeout.remaining(),
             verbose=bool(self.settings.verbose and self.settings.verbose > 1),
             title="horovod.ray",

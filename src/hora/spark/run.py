@@ -124,12 +124,7 @@ def run_elastic(
         watching=Watching.wanted(variables()),
     )
     result = run_elastic_on_spark(
-        context,
-        job,
-        min_num_proc=least,
-        max_num_proc=most,
-        elastic_timeout_s=timeout_s,
-        reset_limit=reset_limit,
+        context, job, min_num_proc=least, max_num_proc=most, elastic_timeout_s=timeout_s, reset_limit=reset_limit
     )
     return _values(result)
 

@@ -116,15 +116,7 @@ class Report:
                 _host(rest.get("h", {})),
                 min(max(int(rest.get("t", 0)), 0), _MAX_STEPS),
             )
-        except (
-            struct.error,
-            TypeError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except (struct.error, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"not a report: {error}") from None
 
 

@@ -20,10 +20,7 @@ __all__ = [
 
 
 def broadcast_variables(
-    variables: Sequence[Any],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
-    inplace: bool = False,
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
     """Assign the root's values to the variables (always in place). ValueError if ranks have different ones."""
     broadcast_(variables, root_rank, process_set=process_set)

@@ -67,12 +67,7 @@ def submit(collective: Collective, tensors: Sequence[Tensor], *, in_place: bool 
 
 
 def submit_repeated_allreduce_(
-    tensor: Tensor,
-    name: str | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
+    tensor: Tensor, name: str | None, op: int | None, prescale: float, postscale: float, process_set: ProcessSet
 ) -> int | None:
     """Start an allreduce in place like one before; None for any other. Flat, because programs start thousands."""
     runtime = engine.current_runtime()

@@ -29,9 +29,7 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broa
 
 
 def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Iterable[Any],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
+    params: Mapping[str, torch.Tensor] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
     """Overwrite parameters by the root's. `params`: a state_dict, or any iterable of (named) tensors."""
     handles = [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in _named_tensors(params)]

@@ -14,14 +14,7 @@ from torch import Tensor
 from hora import engine
 from hora.engine.request import Kind
 from hora.torch.autograd import differentiable
-from hora.torch.collective import (
-    Collective,
-    Tensors,
-    repeated_allreduce,
-    run,
-    submit,
-    submit_repeated_allreduce_,
-)
+from hora.torch.collective import Collective, Tensors, repeated_allreduce, run, submit, submit_repeated_allreduce_
 from hora.torch.compression import Compression, Compressor, NoneCompressor, PowerSGD, code_for
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 from hora.torch.reduce_op import Average, handle_average_backwards_compatibility

@@ -82,12 +82,7 @@ class Dashboard:
         access = Access(new_token(), hosts, framed=notebook)
         self.page = address.Page(url, access.token, str(facts.get("title", "")), os.getpid())
         self._server = Server(
-            self._run,
-            access,
-            controls=self,
-            bundle=self._bundle,
-            on_entry=self._recorder.take,
-            on_tick=self._look,
+            self._run, access, controls=self, bundle=self._bundle, on_entry=self._recorder.take, on_tick=self._look
         )
         self._server.start(sockets)
         if page:

@@ -40,8 +40,7 @@ class MLP(nn.Module):
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False),
-        nn.BatchNorm2d(outputs),
+        nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False), nn.BatchNorm2d(outputs)
     )
 
 

@@ -49,11 +49,7 @@ class Checkpoints:
         buffer = io.BytesIO()
         torch.save(dict(state), buffer)
         payload = buffer.getbuffer()
-        header = {
-            "format": _MAGIC,
-            "num_bytes": len(payload),
-            "sha256": hashlib.sha256(payload).hexdigest(),
-        }
+        header = {"format": _MAGIC, "num_bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
         self.folder.mkdir(parents=True, exist_ok=True)
         # Numbered in the order of writing: steps may start again from 0 in a folder that was used before.
         number = 1 + max((int(path.stem) for path in self.paths()), default=0)

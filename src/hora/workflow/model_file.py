@@ -127,11 +127,7 @@ def save(
         "features": [asdict(feature) for feature in features],
         "classes": list(classes),
         "notes": dict(notes or {}),
-        "weights": {
-            "file": f"weights-{digest[:16]}.safetensors",
-            "num_bytes": len(weights),
-            "sha256": digest,
-        },
+        "weights": {"file": f"weights-{digest[:16]}.safetensors", "num_bytes": len(weights), "sha256": digest},
     }
     # The card names the weights by their content: until the new card is in place, the old one finds its own.
     _write(folder / f"weights-{digest[:16]}.safetensors", weights)

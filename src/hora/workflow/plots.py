@@ -80,12 +80,7 @@ def plot_weights(
         raise ValueError("the model has no linear layer to show")
     widths = [layer.in_features + 2 for layer in layers]
     figure, panels = plt.subplots(
-        1,
-        len(layers),
-        figsize=(1.8 + 0.5 * sum(widths), 4.4),
-        width_ratios=widths,
-        squeeze=False,
-        layout="constrained",
+        1, len(layers), figsize=(1.8 + 0.5 * sum(widths), 4.4), width_ratios=widths, squeeze=False, layout="constrained"
     )
     image: Any = None
     limit = max(float(layer.weight.detach().abs().max()) for layer in layers)

@@ -74,12 +74,7 @@ class _Patient:
     def __init__(self, name: str, argv: list[str]) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
         )
         self.heard_at_s = 0.0  # by our clock, when its last answer came
         self._answers: queue.Queue[str | None] = queue.Queue()

@@ -194,14 +194,6 @@ def _read_python(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
             batch = _ArraysOnly(file, encoding="bytes").load()
         images, labels = batch[b"data"], batch[b"labels"]
         pixels = torch.from_numpy(np.array(images, dtype=np.uint8)).reshape(-1, 3, 32, 32)
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-    ) as error:
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is not a CIFAR-10 batch: {error}") from error
     return pixels, torch.tensor(labels, dtype=torch.int64)

@@ -49,14 +49,7 @@ class ImageOptions:
     num_steps: int = _flag(50, "timed steps of the synthetic run")
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "batch_size",
-            "batches_per_allreduce",
-            "image_size",
-            "num_classes",
-            "num_steps",
-        ):
+        for name in ("epochs", "batch_size", "batches_per_allreduce", "image_size", "num_classes", "num_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, but it is {getattr(self, name)}")
         for name in ("width", "clip_norm", "warmup_epochs", "checkpoint_steps", "threads"):

@@ -69,12 +69,7 @@ def train(options: ImageOptions) -> ImageRun:
         loggers=[TensorBoardLog(folder / "tensorboard")] if _has_tensorboard() else [],
     )
     if hvd.rank() == 0:
-        save(
-            folder / "model",
-            model,
-            classes=data.classes,
-            notes={"data": options.data, "epochs": len(history)},
-        )
+        save(folder / "model", model, classes=data.classes, notes={"data": options.data, "epochs": len(history)})
     return ImageRun(
         accuracy=history.last("valid_accuracy"),
         history=history,

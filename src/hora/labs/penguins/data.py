@@ -14,10 +14,7 @@ __all__ = ["FEATURES", "load_penguins"]
 
 
 def load_penguins(
-    csv: str | Path | None = None,
-    *,
-    spark: SparkSession | None = None,
-    preparation: Preparation | None = None,
+    csv: str | Path | None = None, *, spark: SparkSession | None = None, preparation: Preparation | None = None
 ) -> Penguins:
     """Read and prepare the penguins: with Spark DataFrames when a session is given, else with pandas."""
     chosen = preparation or Preparation()

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NEW_PENGUIN", "main"]
 
-NEW_PENGUIN = {
-    "Island": "Biscoe",
-    "CulmenLength": 50.4,
-    "CulmenDepth": 15.3,
-    "FlipperLength": 224,
-    "BodyMass": 5550,
-}
+NEW_PENGUIN = {"Island": "Biscoe", "CulmenLength": 50.4, "CulmenDepth": 15.3, "FlipperLength": 224, "BodyMass": 5550}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -83,13 +83,7 @@ def _map(axes: Axes, data: Penguins, model: ModelFile, observation: Mapping[str,
     for index, name in enumerate(data.species):
         birds = features[labels == index]
         axes.scatter(
-            birds[:, _X],
-            birds[:, _Y] * scale,
-            s=28,
-            color=colours[index],
-            edgecolor="white",
-            lw=0.5,
-            label=name,
+            birds[:, _X], birds[:, _Y] * scale, s=28, color=colours[index], edgecolor="white", lw=0.5, label=name
         )
     star = float(observation["CulmenLength"]), float(observation["FlipperLength"])
     axes.scatter(*star, marker="*", s=480, color="white", edgecolor=INK, linewidth=1.6, zorder=5)

@@ -9,17 +9,7 @@ from torch.utils.data import TensorDataset
 
 import hora.torch as hvd
 from hora.labs.penguins.steps import DIVISORS, FEATURES, Examples, Penguins
-from hora.workflow import (
-    Feature,
-    History,
-    Recipe,
-    Schedule,
-    accuracy,
-    fit,
-    make_loaders,
-    save,
-    seed_everything,
-)
+from hora.workflow import Feature, History, Recipe, Schedule, accuracy, fit, make_loaders, save, seed_everything
 from hora.workflow.architectures import MLP
 
 __all__ = ["PenguinRun", "features_of", "train"]

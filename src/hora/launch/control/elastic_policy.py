@@ -29,16 +29,7 @@ from hora.launch.control.policy import (
     root_cause,
 )
 
-__all__ = [
-    "RESET_LIMIT_EXCEEDED_MESSAGE",
-    "ElasticPolicy",
-    "End",
-    "Limits",
-    "Notify",
-    "Publish",
-    "Start",
-    "WriteOff",
-]
+__all__ = ["RESET_LIMIT_EXCEEDED_MESSAGE", "ElasticPolicy", "End", "Limits", "Notify", "Publish", "Start", "WriteOff"]
 
 # Horovod's words, which programs look for.
 RESET_LIMIT_EXCEEDED_MESSAGE = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
@@ -248,8 +239,7 @@ class ElasticPolicy:
             return Fail(root_cause(facts.failures), "" if facts.failures else why)
         if limits.reset_limit is not None and facts.num_resets >= limits.reset_limit:
             return Fail(
-                root_cause(facts.failures),
-                f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limits.reset_limit)} (--reset-limit)",
+                root_cause(facts.failures), f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limits.reset_limit)} (--reset-limit)"
             )
         survivors, newcomers = [w for w in ready if (w.host, w.slot) in usable], _newcomers(facts)
         loaded = [w for w in newcomers if w.state is WorkerState.READY]

@@ -179,11 +179,7 @@ class _Check:
         os.close(end)
         try:
             self._process = subprocess.Popen(
-                self._argv,
-                stdin=self._nothing,
-                stdout=self._stdout,
-                stderr=self._stderr,
-                start_new_session=True,
+                self._argv, stdin=self._nothing, stdout=self._stdout, stderr=self._stderr, start_new_session=True
             )
         except OSError as error:
             raise RuntimeError(f"cannot run {self._argv[0]!r}: {error.strerror}; is ssh installed?") from None

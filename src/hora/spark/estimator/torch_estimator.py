@@ -68,6 +68,4 @@ class TorchEstimator(HorovodEstimator):
         assert isinstance(result, TrainingResult), "rank 0 gave no result"
         model, optimizer = result.trained.unpack()
         metadata = metadata | {"output_sizes": list(result.output_sizes)}
-        return self.get_model_class()(
-            **self._get_model_kwargs(model, result.history, optimizer, run_id, metadata),
-        )
+        return self.get_model_class()(**self._get_model_kwargs(model, result.history, optimizer, run_id, metadata))

@@ -150,11 +150,7 @@ class _ParquetData:
 
         given = self._given
         filesystem, place = fsspec.core.url_to_fs(path, **dict(given["storage_options"] or {}))
-        wanted = (
-            given["transformation"],
-            given["transformation_edit_fields"],
-            given["transformation_removed_fields"],
-        )
+        wanted = (given["transformation"], given["transformation_edit_fields"], given["transformation_removed_fields"])
         transform = RowTransformation(*wanted) if any(wanted) else None
         return Shard(
             place,

@@ -95,11 +95,7 @@ def _check_powersgd(op: int, gradient_predivide_factor: float, groups: object) -
 
 
 def _kind_of_optimizer(
-    options: ReduceOptions,
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Sequence[torch.Tensor]],
-    *,
-    sharded: bool,
+    options: ReduceOptions, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[torch.Tensor]], *, sharded: bool
 ) -> type:
     if sharded:
         from hora.torch.sharded.optimizer import ShardedOptimizer, check_shardable
