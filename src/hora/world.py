@@ -41,10 +41,9 @@ class MeetingPoint:
     """Meeting point of a world's ranks.
 
     `kind` is `hora` (an authenticated rendezvous run by a Hora launcher; the key of worker number `worker` is read from
-    `secret_file`, or, where that is -1, a secret of all),
-    `return_s`: a worker whose connection to it breaks comes back within so long,
-    `tcp` (hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user gave a
-    `secret_file`) or `none` (a world of one).
+    `secret_file`, or, where that is -1, a secret of all), `return_s`: a worker whose connection to it breaks comes back
+    within so long, `tcp` (hosted at `address` by rank 0, or by torchrun if not `host_store`; authenticated if the user
+    gave a `secret_file`) or `none` (a world of one).
     """
 
     kind: str = "none"

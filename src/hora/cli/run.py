@@ -42,10 +42,7 @@ class HorovodArgs:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads a command line of `horovodrun` (this process's own by default).
-
-    ValueError for values that cannot be meant.
-    """
+    """Parse a command line of `horovodrun` (default: this process's own); ValueError for impossible values."""
     return _parse(sys.argv[1:] if argv is None else argv, prog="horovodrun")[0]
 
 

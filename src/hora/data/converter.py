@@ -256,10 +256,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _application(session: Any) -> str:
-    """Name the owner of the data.
-
-    A Connect client does not know the application, but its session has a name of its own.
-    """
+    """Name the owner of the data: the application, or the session of a Connect client."""
     connect = type(session).__module__.startswith("pyspark.sql.connect")
     return str(session.session_id if connect else session.sparkContext.applicationId)
 

@@ -143,10 +143,7 @@ def _spans(groups: Sequence[tuple[Any, int]], begin: int, end: int) -> Iterator[
 
 
 def _array(column: Any, name: str, *, any_type: bool) -> np.ndarray[Any, Any]:
-    """A column as an array: one dimension for numbers, two for lists of them.
-
-    `any_type`: texts and bytes as objects.
-    """
+    """A column as an array: one dimension for numbers, two for lists. `any_type`: texts and bytes as objects."""
     import pyarrow
 
     if column.null_count:

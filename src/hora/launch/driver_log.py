@@ -1,8 +1,7 @@
 """`log_to_driver`: a line from any rank to the place where the job was started. Best effort, never an error.
 
-It travels over the job's authenticated connection, so it also works from scripts under `horovodrun` and
-from processes that a rank has started. Outside a job it prints. Re-exported as
-`sparkdl.horovod.log_to_driver`.
+It travels over the job's authenticated connection, so it also works from scripts under `horovodrun` and from processes
+that a rank has started. Outside a job it prints. Re-exported as `sparkdl.horovod.log_to_driver`.
 """
 
 from __future__ import annotations

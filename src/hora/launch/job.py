@@ -193,10 +193,7 @@ class HostLease(Protocol):
 
 
 class LaunchEvents(Protocol):
-    """Interface to which a launcher reports.
-
-    The controller implements it; every method may be called from any thread.
-    """
+    """Interface to which a launcher reports, from any thread; the controller implements it."""
 
     def output(self, worker: int, stream: str, data: bytes) -> None:
         """Some bytes of a worker's `stdout` or `stderr`. Blocks when the reader is slow."""

@@ -1,8 +1,7 @@
 """Manifests for Kubernetes: a job whose pods run the node agent, as a plain Job, a JobSet, Kubeflow's TrainJob or
 MPIJob. Pure.
 
-The pods hold the job's secret as a file of a Secret that the user makes; no manifest contains it. Called by `hora
-kubernetes`.
+The pods hold the job's secret as a file of a Secret that the user makes; no manifest contains it.
 """
 
 from __future__ import annotations

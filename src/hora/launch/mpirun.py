@@ -1,8 +1,7 @@
 """Reads a command line of `mpirun` (Open MPI's, with what MPICH's, Intel's and HPE's add) as a job of ours. Pure.
 
 What has a meaning here is taken over: processes, hosts, variables, directory, output, the interface, ssh's options.
-What tunes MPI's own transports is dropped; everything else that is left out is named once, in `left_out`. Called by
-`hora mpirun`.
+What tunes MPI's own transports is dropped; everything else that is left out is named once, in `left_out`.
 """
 
 from __future__ import annotations

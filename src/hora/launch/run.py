@@ -54,10 +54,9 @@ def run(
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` on `num_proc` ranks and return their values in rank order.
 
-    The function travels by cloudpickle: closures and lambdas are fine. A failing rank ends the job; the
-    RuntimeError (`hora.errors.JobFailedError`) names it, shows its traceback and has its exception as the
-    cause. The other arguments are those of `horovodrun`. `np`, `min_np`, `max_np` and `network_interface`
-    are deprecated names.
+    The function travels by cloudpickle: closures and lambdas are fine. A failing rank ends the job; the RuntimeError
+    (`hora.errors.JobFailedError`) names it, shows its traceback and has its exception as the cause. The other arguments
+    are those of `horovodrun`. `np`, `min_np`, `max_np` and `network_interface` are deprecated names.
     """
     if not callable(func):
         raise ValueError(f"func must be callable, but it is {func!r}")

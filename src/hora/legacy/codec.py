@@ -1,7 +1,4 @@
-"""`horovod.runner.common.util.codec`: objects as text.
-
-Loading such a text runs what it says: load only what you trust.
-"""
+"""`horovod.runner.common.util.codec`: objects as text. Loading runs code: load only what you trust."""
 
 from __future__ import annotations
 

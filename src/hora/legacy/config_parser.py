@@ -1,7 +1,4 @@
-"""`horovod.runner.common.util.config_parser`: the workers' variables by name, and flags as variables.
-
-Over `launch.options`.
-"""
+"""`horovod.runner.common.util.config_parser`, over `launch.options`: the workers' variables, and flags as such."""
 
 from __future__ import annotations
 
@@ -14,10 +11,7 @@ _NAMES = {option.variable for option in all_options().values() if option.variabl
 
 
 def variable_name(name: str) -> str:
-    """`HOROVOD_TIMELINE` and the like, whose constants are called as themselves.
-
-    AttributeError for no such variable.
-    """
+    """`HOROVOD_TIMELINE` and the like, named as themselves; AttributeError for an unknown one."""
     if name in _NAMES:
         return name
     raise AttributeError(f"config_parser has no attribute {name!r}")

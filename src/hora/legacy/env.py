@@ -34,10 +34,7 @@ _PAIRS = (("HOROVOD_RANK", "HOROVOD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_
 
 
 def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Rank and size from the first pair of variables that is set, (0, 1) without one.
-
-    RuntimeError when only one variable of a pair exists.
-    """
+    """Rank and size from the first pair of variables found, else (0, 1); RuntimeError for half a pair."""
     found_in = os.environ if environ is None else environ
     for rank_name, size_name in _PAIRS:
         rank, size = found_in.get(rank_name), found_in.get(size_name)

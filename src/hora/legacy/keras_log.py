@@ -1,8 +1,6 @@
-"""The Keras callback that shows a training's progress in the driver. Keras is imported only when it is
-asked for.
+"""The Keras callback that shows a training's progress in the driver. Keras is imported only when it is asked for.
 
-Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it prints through `log_to_driver` and does
-nothing else.
+Re-exported as `sparkdl.horovod.tensorflow.keras.LogCallback`; it prints through `log_to_driver` and does nothing else.
 """
 
 from __future__ import annotations

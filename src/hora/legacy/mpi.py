@@ -1,7 +1,4 @@
-"""Answers to old code's questions about MPI: whether one is installed, which one, and a class for annotations.
-
-Hora itself uses none.
-"""
+"""Answers to old code's questions about MPI, which Hora does not use, and a class for annotations."""
 
 from __future__ import annotations
 

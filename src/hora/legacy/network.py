@@ -1,7 +1,4 @@
-"""`horovod.runner.util.network`: this machine's addresses and interfaces, for old programs.
-
-Hora's own is `net.address`.
-"""
+"""`horovod.runner.util.network`: this machine's addresses and interfaces. Hora's own is `net.address`."""
 
 from __future__ import annotations
 

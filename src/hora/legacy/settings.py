@@ -1,7 +1,4 @@
-"""`Settings` and `ElasticSettings`: holders of what Horovod's launchers pass around.
-
-Nothing in Hora reads them by itself.
-"""
+"""`Settings` and `ElasticSettings` as Horovod's launchers pass them around; Hora reads neither."""
 
 from __future__ import annotations
 

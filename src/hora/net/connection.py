@@ -88,10 +88,7 @@ def _receive_answer(sock: socket.socket, num_bytes: int, deadline: float) -> byt
 
 @dataclass(frozen=True)
 class Stream:
-    """A connection that carries bytes in one direction, and messages no more.
-
-    Without `records` they pass as they are.
-    """
+    """A connection that carries bytes in one direction instead of messages; without `records`, as they are."""
 
     sock: socket.socket
     records: Records | None = None
@@ -118,10 +115,7 @@ class Connection:
             self.sock.sendall(frame)
 
     def receive(self, *, limit_s: float | None = None) -> tuple[Header, bytes]:
-        """The next message.
-
-        EOFError when the server has closed the connection, TimeoutError after so long a silence.
-        """
+        """The next message; EOFError if the server has closed the connection, TimeoutError after the limit."""
         if limit_s is not None:
             self.sock.settimeout(limit_s)
         while not self._ready:

@@ -1,7 +1,4 @@
-"""One connection of a server, from the handshake to its last message.
-
-The server makes and reads it; any thread sends.
-"""
+"""One connection of a server, from the handshake to its last message; any thread sends."""
 
 from __future__ import annotations
 

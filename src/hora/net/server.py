@@ -105,10 +105,7 @@ class Server:
         sockets.abandon_in_children(self)
 
     def listen(self, where: Where) -> int:
-        """Take connections at this place, too; returns its port (0: a local socket).
-
-        None is answered before `start`.
-        """
+        """Accept connections at this address, too, from `start` on; return its port (0: a local socket)."""
         listener = sockets.listen(where)
         listener.setblocking(False)
         self._listeners.append(listener)
@@ -132,10 +129,7 @@ class Server:
         self.call(lambda: self._admit(peer))
 
     def release(self, peer: Peer) -> socket.socket:
-        """Let go of an authenticated peer whose connection serves something else from now on.
-
-        In the server's thread.
-        """
+        """Let go of an authenticated peer whose connection has another owner now, in the server's thread."""
         self._selector.unregister(peer.sock)
         del self._peers[peer]
         peer.open = False

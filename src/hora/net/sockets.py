@@ -55,10 +55,7 @@ def listen(where: Where) -> socket.socket:
 
 
 def open_socket(where: Where, *, limit_s: float) -> socket.socket:
-    """A connected, blocking socket.
-
-    TimeoutError after the limit; ConnectionError where a local name is another user's.
-    """
+    """A connected, blocking socket; TimeoutError, or ConnectionError if a local name is another user's."""
     if isinstance(where, str):
         return _open_local(where, max(limit_s, 0.001))
     sock = socket.create_connection(where, timeout=max(limit_s, 0.001))

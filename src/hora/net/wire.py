@@ -75,10 +75,7 @@ def new_secret() -> bytes:
 
 
 def derived_secret(secret: bytes, purpose: str) -> bytes:
-    """Another secret for another purpose, which tells nothing of the first one.
-
-    Both ends derive it: it never travels.
-    """
+    """Derive another secret for another purpose, on both ends alike; it reveals nothing of the first."""
     return hmac.digest(secret, b"derived secret: " + purpose.encode(), "sha256")
 
 
@@ -286,10 +283,7 @@ class Opener(_Direction):
 
 
 def _opened(body: bytes) -> tuple[Header, bytes]:
-    """The header in a message's first frame, and the rest of the frame.
-
-    Genuine, but perhaps made by a hostile member.
-    """
+    """The header in a message's first frame, genuine but perhaps of a hostile member, and the rest of the frame."""
     length = int.from_bytes(body[: _LENGTH.size], "big")
     if len(body) < _LENGTH.size or length > MAX_HEADER_BYTES or length > len(body) - _LENGTH.size:
         raise AuthenticationError(f"a header of {length} bytes was announced; the limit is {MAX_HEADER_BYTES}")

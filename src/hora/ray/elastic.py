@@ -68,10 +68,7 @@ class ElasticParams(BaseParams):
 
 
 class ElasticAdapter(Adapter):
-    """See `Adapter`.
-
-    `override_discovery=False`: the hosts are those that `settings.discovery` finds, not all of Ray's.
-    """
+    """See `Adapter`. `override_discovery=False`: hosts come from `settings.discovery`, not from Ray."""
 
     def __init__(
         self,

@@ -18,10 +18,7 @@ _ELASTIC_ROOM = "hora.torch.elastic"
 
 
 def is_elastic(main: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Tell whether `main(**kwargs)` drives an elastic loop.
-
-    Functions of its own module that it names or is given count too.
-    """
+    """Return whether `main(**kwargs)`, or a function of its module that it uses, drives an elastic loop."""
     declared = getattr(main, "elastic", None)
     if isinstance(declared, bool):
         return declared

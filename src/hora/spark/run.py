@@ -46,9 +46,8 @@ def run(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `num_proc` processes of the active Spark cluster; results in rank order.
 
-    `num_proc`: Spark's default parallelism unless given. `start_timeout`: seconds until all tasks must have
-    started. `env`: variables for the processes, on top of their executors' environment. `executable`: their
-    Python.
+    `num_proc`: Spark's default parallelism unless given. `start_timeout`: seconds until all tasks must have started.
+    `env`: variables for the processes, on top of their executors' environment. `executable`: their Python.
     """
     if use_mpi:
         raise ValueError("use_mpi=True: MPI support has not been built; Hora needs none. Drop use_mpi.")

@@ -118,10 +118,7 @@ class Meter:
         self._events.append((kind, text))
 
     def commit(self, text: str, flush: Callable[[], None] | None = None) -> None:
-        """Rank 0 has saved the state of the training.
-
-        `flush` puts it on disk, for a launcher that is about to end the job.
-        """
+        """Rank 0 has saved the training's state. `flush` puts it on disk before a launcher ends the job."""
         self.event("commit", text)
         if self.on_commit is not None:
             if flush is not None:
@@ -138,10 +135,7 @@ class Meter:
         return self._completed
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics reported since the last call, as numbers.
-
-        A tensor becomes one here, not in the training thread.
-        """
+        """Return the metrics reported since the last call; tensors become numbers here, not in the training thread."""
         taken, self._metrics = self._metrics, {}
         numbers = {}
         for name, value in taken.items():

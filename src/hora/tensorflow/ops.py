@@ -57,10 +57,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Reduce a tensor over all ranks.
-
-    `IndexedSlices` (Sum or Average) come back as those of all ranks, one after another.
-    """
+    """Reduce a tensor over all ranks. `IndexedSlices` (Sum or Average) are concatenated."""
     op = handle_average_backwards_compatibility(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         if op not in (Sum, Average) or (prescale_factor, postscale_factor) != (1.0, 1.0):
@@ -381,10 +378,7 @@ def _collective(
     gradient: Gradient,
     kept: list[Any] | None = None,
 ) -> list[Any]:
-    """Run a collective, with its gradient where one may be taken.
-
-    `kept`: filled with the outputs after the first.
-    """
+    """Run a collective, with its gradient where one may be taken. `kept`: filled with the outputs after the first."""
 
     def forward(*inputs: Any) -> tuple[Any, Gradient]:
         outputs = call(work, inputs, dtypes, shapes)

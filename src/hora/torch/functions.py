@@ -63,10 +63,7 @@ def broadcast_tensors(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Return the root's tensors.
-
-    ValueError on all ranks that names those whose tensors are of other number or shape.
-    """
+    """Return the root's tensors; ValueError on all ranks names those with another number or shape of tensors."""
     name = "broadcast_tensors" if name is None else name
     mine = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
     described = dict(zip(process_set.ranks or (), allgather_object(mine, f"{name}.shapes", process_set), strict=True))

@@ -194,10 +194,7 @@ def advice(predictions: Sequence[Prediction]) -> str:
 
 
 def measure_link() -> Link:
-    """Time allreduces over all ranks, as gradients travel (collective, a few seconds).
-
-    ValueError where all ranks are on one host.
-    """
+    """Time allreduces of gradients over all ranks (collective, seconds); ValueError on a single host."""
     runtime = engine.current_runtime()
     if not runtime.spans_hosts(0):
         raise ValueError("all ranks are on one host: there is no link to plan for")

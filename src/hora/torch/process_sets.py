@@ -1,7 +1,6 @@
 """Process sets: groups of ranks among which a collective can run. The engine knows them by their ids.
 
-`basics.init` binds the objects it is given; `add_process_set` and `remove_process_set` are collective over
-all ranks.
+`basics.init` binds the objects it is given; `add_process_set` and `remove_process_set` are collective over all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""See a job run: the live page, `hora top`, recorded runs, `/metrics`.
-
-Reads what ranks report; nothing below imports it.
-"""
+"""Observe a job: the live page, `hora top`, recorded runs, `/metrics`, from what ranks report."""

@@ -34,10 +34,7 @@ class Slowness:
 
 @dataclass(kw_only=True)
 class Simulation:
-    """`lost_at`: (seconds, rank) at which an elastic job loses a rank.
-
-    `hangs_at`: (seconds, rank) from which a rank hangs.
-    """
+    """`lost_at`, `hangs_at`: (seconds, rank) at which an elastic job loses a rank, or a rank hangs."""
 
     num_ranks: int = 8
     hosts: Sequence[str] = ("alpha", "beta")

@@ -34,10 +34,7 @@ class PlannedWorker:
 
 
 class Backend(Protocol):
-    """Place where workers run.
-
-    The end of a worker comes through `LaunchEvents`; the session then calls `release` and `clear_up`.
-    """
+    """Runs workers. Their ends come through `LaunchEvents`; the session then calls `release` and `clear_up`."""
 
     def settle(self, n: int) -> None:
         """Wait until it is known whether `n` more workers fit. The session's lock is not held."""

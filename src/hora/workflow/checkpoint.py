@@ -1,9 +1,8 @@
 """A folder of checkpoints that survives being killed at any moment. `fit` decides what is in a checkpoint.
 
-A file is a line of JSON (what it is, the payload's size and SHA-256), then the payload: `torch.save`'s
-format, read back with `weights_only=True`, so no code in it is ever run. A file is written under another
-name and renamed when it is complete and on disk. A file that is damaged all the same is recognised and the
-one before it is used.
+A file is a line of JSON (what it is, the payload's size and SHA-256), then the payload: `torch.save`'s format, read
+back with `weights_only=True`, so no code in it is ever run. A file is written under another name and renamed when it is
+complete and on disk. A file that is damaged all the same is recognised and the one before it is used.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _MAX_HEADER_BYTES = 4096
 
 
 class Checkpoints:
-    """The last `keep` checkpoints in `folder`.
-
-    Besides one per epoch, one every `every_steps` optimizer steps.
-    """
+    """The last `keep` checkpoints in `folder`. Besides one per epoch, one every `every_steps` optimizer steps."""
 
     def __init__(self, folder: str | Path, *, keep: int = 2, every_steps: int | None = None) -> None:
         if keep < 1:

@@ -1,7 +1,4 @@
-"""History of a training: means of loss and metrics over batches and ranks, and one flat record per epoch.
-
-Made by `fit`; read by checkpoints, plots and people.
-"""
+"""History of a training: means of loss and metrics over batches and ranks, and one flat record per epoch."""
 
 from __future__ import annotations
 

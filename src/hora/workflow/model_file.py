@@ -34,10 +34,7 @@ _MAX_CARD_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """One input of the model, and how an observation becomes its number.
-
-    A category's place, or a number / divisor.
-    """
+    """One input of the model, and how an observation becomes its number. A category's place, or a number / divisor."""
 
     name: str
     categories: tuple[str, ...] | None = None

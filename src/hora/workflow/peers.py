@@ -1,7 +1,6 @@
 """The other ranks, as the workflow sees them: none, as long as `hvd.init()` has not been called.
 
-Everything here is a no-op in a world of one, so that `fit` needs no second code path. Called by the modules
-of this package only; scripts use `horovod.torch` itself.
+Everything here is a no-op in a world of one, so that `fit` needs no second code path.
 """
 
 from __future__ import annotations

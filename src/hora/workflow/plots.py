@@ -1,7 +1,4 @@
-"""Figures of a training run.
-
-Needs matplotlib (`pip install 'hora[examples]'`), imported only here and only when drawing.
-"""
+"""Figures of a training run; matplotlib (`pip install 'hora[examples]'`) is imported when drawing."""
 
 from __future__ import annotations
 

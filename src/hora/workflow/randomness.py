@@ -1,7 +1,4 @@
-"""The state of every random number generator training may draw from.
-
-Saved and restored by `fit` through checkpoints.
-"""
+"""State of every random number generator that training may use, saved and restored by `fit`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The learning rate over time, as a pure function of the epoch, and when to stop before the last one.
-
-`fit` asks both.
-"""
+"""The learning rate as a pure function of the epoch, and early stopping."""
 
 from __future__ import annotations
 

@@ -161,10 +161,7 @@ def _store(url: str) -> Finding:
 
 
 def _own_address(remote: list[str], ssh: Ssh) -> str:
-    """Return the address at which the remote hosts reach us.
-
-    Loopback if there are none, or none is known: ssh will say so, host by host.
-    """
+    """Return the address at which the remote hosts reach us; loopback if there are none or it is unknown."""
     try:
         return reachable_address(remote, ssh)
     except RuntimeError:

@@ -60,8 +60,7 @@ class Images:
 class Augmentation:
     """Turns a uint8 batch into normalised floats.
 
-    With `pad`, each image is shifted at random by up to that many pixels, and with `flip` half of them are
-    mirrored.
+    With `pad`, each image is shifted at random by up to that many pixels, and with `flip` half of them are mirrored.
     """
 
     def __init__(self, mean: torch.Tensor, std: torch.Tensor, *, pad: int = 0, flip: bool = False) -> None:
@@ -139,10 +138,7 @@ def cifar10(folder: str | Path) -> Images:
 def fetch_cifar10(
     folder: str | Path, *, url: str = CIFAR10_URL, sha256: str = CIFAR10_SHA256, timeout_s: float = 60.0
 ) -> Path:
-    """Download and unpack CIFAR-10 into `folder`, unless it is there.
-
-    Nothing is unpacked before its checksum is right.
-    """
+    """Download CIFAR-10 into `folder`, unless it is there, and unpack it if its checksum is right."""
     target = Path(folder)
     if any(_batch(place, "test_batch") for place in _places(target)):
         return target

@@ -1,7 +1,4 @@
-"""The image classifier: one function that trains on all ranks that there are, one or many.
-
-Run by `hora demo images`, `examples/image_classifier.py` and anything that launches processes.
-"""
+"""The image classifier: one function that trains on all ranks that there are, one or many."""
 
 from __future__ import annotations
 
@@ -81,10 +78,7 @@ def train(options: ImageOptions) -> ImageRun:
 
 
 def measure(options: ImageOptions) -> float:
-    """Images per second of all ranks together, forward, backward and step, on random images.
-
-    Rank 0 prints them.
-    """
+    """Images per second of all ranks together, forward, backward and step, on random images. Rank 0 prints them."""
     hvd.init()
     device = pick_device(options)
     seed_everything(options.seed)

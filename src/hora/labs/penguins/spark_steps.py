@@ -76,10 +76,7 @@ def load(spark: SparkSession, csv: str | Path | None, preparation: steps.Prepara
 
 
 def _survey(rows: DataFrame) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Islands and species, the most frequent first, and the number of rows, in one job.
-
-    ValueError if a number column holds text.
-    """
+    """Islands and species, the most frequent first, and the number of rows; ValueError for text among numbers."""
     from pyspark.sql import functions as sql
 
     wrong = (

@@ -1,7 +1,4 @@
-"""State of a job whose size changes: its limits, and hosts that come, go, or are out for a while.
-
-Made by `start` and the Spark side, used by the controller.
-"""
+"""State of a job whose size changes: its limits, and hosts that come, go, or are out for a while."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ class ElasticSpec:
     on_places: Callable[[Mapping[int, Slot]], None] | None = None
 
     def limits_for(self, env: Mapping[str, str]) -> Limits:
-        """The limits, with the silence that the user allows a rank: the workers read the same variables.
-
-        ValueError if these make no sense.
-        """
+        """The limits, with the silence that the workers' variables allow a rank; ValueError for impossible ones."""
         config = EngineConfig.from_env(
             {name: value for name, value in env.items() if name.startswith("HOROVOD_STALL_")}
         )

@@ -60,10 +60,7 @@ class Limits:
     stall_shutdown_s: float | None = None
 
     def worker_env(self) -> dict[str, str]:
-        """The limits that workers keep too.
-
-        The launcher decides how long to wait; they must not lose patience before.
-        """
+        """The limits for workers, which must not give up before the launcher does."""
         return {
             "HOROVOD_ELASTIC_TIMEOUT": str(int(2 * self.elastic_timeout_s + 60)),
             "HORA_LAUNCHER_TIMEOUT": str(int(self.lost_s)),

@@ -1,7 +1,4 @@
-"""Reports of a worker's failure: the texts and the exception that the caller of a job gets.
-
-Called by the controller.
-"""
+"""Reports of a worker's failure: the texts and the exception that the caller of a job gets."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ def signal_text(code: int) -> str:
 def job_failed(
     failure: Failure, *, name: str, rank: int | None, preface: str, report: ErrorReport | None, tail: str
 ) -> JobFailedError:
-    """Return the exception to raise in the caller's thread.
-
-    `name`: what the process is called; `tail`: the end of its output.
-    """
+    """Return the exception for the caller. `name`: the process's; `tail`: the end of its output."""
     message = _message(name, failure, report, tail)
     error = JobFailedError(
         f"{preface}\n{message}" if preface else message,

@@ -108,10 +108,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first sign that a worker failed.
-
-    `consequence`: it only says that another rank was lost, the worker `blames`.
-    """
+    """The first sign of a worker's failure. `consequence`: it only reports the loss of the worker `blames`."""
 
     worker: int
     at: float
@@ -144,10 +141,7 @@ class Facts:
 
 
 class Decision:
-    """Orders for the controller.
-
-    `waits_for_more`: the job has too few workers, and its patience does not begin anew.
-    """
+    """Orders for the controller. `waits_for_more`: too few workers still, and the time limit runs on."""
 
     @property
     def waits_for_more(self) -> bool:
@@ -194,10 +188,7 @@ class GiveUp(Decision):
 
 
 class Policy(Protocol):
-    """Decides the next step of a job.
-
-    `elastic`: workers may come and go. `watches_silence`: workers are polled for signs of life.
-    """
+    """Decides the next step of a job. `watches_silence`: workers are polled for signs of life."""
 
     @property
     def elastic(self) -> bool: ...

@@ -16,10 +16,7 @@ _AGAIN_S = 30.0
 
 
 class StallStacks:
-    """`ask(question, worker)` puts a question to a worker, `say(text)` tells the user.
-
-    `worlds`: the present one, by worker.
-    """
+    """`ask(question, worker)` queries a worker, `say(text)` tells the user. `worlds`: the present one, by worker."""
 
     def __init__(self, ask: Callable[[dict[str, Any], int], None], say: Callable[[str], None]) -> None:
         self._ask, self._say = ask, say

@@ -104,10 +104,7 @@ def _be_worker(
 
 
 class ForkServer:
-    """The asker's end of a fork server.
-
-    `start` starts its process, which gets this descriptor for its standard input.
-    """
+    """The client's end of a fork server. `start` starts its process with this descriptor as standard input."""
 
     def __init__(self, start: Callable[[int], None]) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -231,10 +228,7 @@ def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: t
 
 
 def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn:
-    """In a fork that has its streams: be a worker with this environment.
-
-    `work` is `worker.work`, which ends the process.
-    """
+    """In a fork that has its streams: be a worker with this environment, by `worker.work`, which never returns."""
     name_process(f"hora-rank-{env['HORA_WORKER']}")
     replace_variables(env)
     _reseed_generators()

@@ -3,8 +3,7 @@ reach.
 
 Without `ssh` all workers run on this machine, under one supervisor, and nothing listens off loopback. With it each host
 has its own; ssh only starts the supervisor there (`ssh`), everything else goes through its pipes (`connection`). A node
-whose agent has come to us (`agent.agents`) has a supervisor behind its connection, and is sent no secret. Used by
-`start` (elastic jobs start workers on further hosts later), by Spark tasks and by the workers API.
+whose agent has come to us (`agent.agents`) has a supervisor behind its connection, and is sent no secret.
 """
 
 from __future__ import annotations

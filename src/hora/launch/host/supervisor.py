@@ -1,8 +1,7 @@
 """The supervisor: the process on each host that starts a job's workers there and sees to it that none outlives it.
 
-Started by the launcher (directly, or through ssh) with its standard input as life line: JSON lines come in,
-frames go out on standard output, and the end of input means that the launcher is gone. It runs as two
-processes:
+Started by the launcher (directly, or through ssh) with its standard input as life line: JSON lines come in, frames go
+out on standard output, and the end of input means that the launcher is gone. It runs as two processes:
 
     guardian     inherits whatever the supervisor leaves behind, should that be killed, and ends it
     supervisor   starts workers in their own sessions, forwards their output, ends them and their descendants

@@ -1,7 +1,4 @@
-"""The hosts of an elastic job on Ray: what its discovery says, as far as Ray has granted it.
-
-Polled by the controller as a discovery script is.
-"""
+"""Hosts of an elastic job on Ray: those its discovery finds, as far as Ray has granted them."""
 
 from __future__ import annotations
 

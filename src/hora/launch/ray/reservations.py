@@ -53,10 +53,7 @@ class Reservations:
         self._refused_at: dict[str, float] = {}
 
     def update(self, found: Mapping[str, int], *, wait_s: float = 0.0) -> list[HostInfo]:
-        """These are the hosts now, each with so many slots; returns what of it is ours.
-
-        `wait_s`: how long to wait for one more.
-        """
+        """Set the hosts and their slots; return what is granted. `wait_s`: how long to wait for one more."""
         with self._lock:
             self._drop(found)
             self._take(wait_s)

@@ -1,9 +1,8 @@
 """The Spark cluster that is there: its context, how many processes it can run at once, how executors reach the driver.
 
-Nothing is started or reserved, but for a session that `cluster_or_new` starts. Through Spark Connect there
-is no SparkContext: functions that take a `cluster` take the client's session as well. Slots are counted before anything
-is submitted, so that a job that can never fit is an error at once instead of a stage that waits for ever. Called on the
-driver: by the launcher's side and by what users call.
+Nothing is started or reserved, but for a session that `cluster_or_new` starts. Through Spark Connect there is no
+SparkContext: functions that take a `cluster` take the client's session as well. Slots are counted before anything is
+submitted, so that a job that can never fit is an error at once instead of a stage that waits for ever.
 """
 
 from __future__ import annotations

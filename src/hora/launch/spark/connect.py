@@ -39,10 +39,7 @@ _log = logging.getLogger("hora.launch")
 
 
 def run_on_cluster(cluster: Any, wanted: SparkJob) -> JobResult:
-    """Run the job on the cluster of a SparkContext, or behind a Connect session.
-
-    However it ends, no slot stays taken.
-    """
+    """Run the job on the cluster of a SparkContext, or behind a Connect session; no slot stays taken."""
     return _run_on_connect(cluster, wanted) if is_connect(cluster) else run_on_spark(cluster, wanted)
 
 

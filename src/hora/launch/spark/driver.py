@@ -115,10 +115,7 @@ class TaskConnections:
         self._server.call(lambda: self._dismiss([task]))
 
     def release(self) -> None:
-        """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not.
-
-        Idempotent.
-        """
+        """Give the slots back: the tasks end on their own as a rule, and Spark kills those that do not. Idempotent."""
         self._server.call(lambda: self._dismiss(list(self._peers)))
         if isinstance(self.stage, _Unseen):
             return

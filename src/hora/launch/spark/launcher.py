@@ -125,10 +125,7 @@ class _Patience:
         return now - self._started <= self._wanted.start_timeout_s
 
     def _others_have_the_slots(self) -> bool:
-        """Tell whether there are enough slots, but busy ones.
-
-        Executors that never come are no reason to wait for ever.
-        """
+        """Return whether there are enough slots, but busy ones; executors that never come do not count."""
         if self._driver.num_arrived() or not self._driver.stage.is_waiting():
             return False
         return self._driver.stage.count_slots() >= self._wanted.num_proc

@@ -1,7 +1,4 @@
-"""Placement of ranks on Spark tasks, and the GPUs that they may see. Pure functions: no Spark, no process, no clock.
-
-Called by the Spark launcher once every task of a stage has reported its host.
-"""
+"""Placement of ranks on Spark tasks, and the GPUs that they may see. Pure functions: no Spark, no process, no clock."""
 
 from __future__ import annotations
 

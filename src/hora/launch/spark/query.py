@@ -44,10 +44,7 @@ class Query:
         self._error: BaseException | None = None
 
     def run(self, watch: Callable[[], None] = lambda: None) -> dict[str, bytes]:
-        """Run the query and return the tasks' results, by kind.
-
-        `watch` is called several times a second; what it raises interrupts the query.
-        """
+        """Run the query and return its results by kind; `watch`, called often, interrupts it by raising."""
         thread = threading.Thread(target=self._collect, name=self.tag, daemon=True)
         thread.start()
         try:

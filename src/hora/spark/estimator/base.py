@@ -35,10 +35,7 @@ _named: set[str] = set()
 
 @with_params(ESTIMATOR)
 class EstimatorParams(Params):
-    """The parameters of an estimator, with `setX` and `getX` for each.
-
-    `table` has them all, a subclass's own included.
-    """
+    """The parameters of an estimator (`table`, a subclass's included), with `setX` and `getX` for each."""
 
     table: ClassVar[ParamTable] = ESTIMATOR
 

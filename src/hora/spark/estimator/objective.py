@@ -122,10 +122,7 @@ class LabelColumns:
         return weighted_loss(outputs, labels, self._loss_weights, self._losses, weights)
 
     def _wants_float(self, number: int, output: torch.Tensor, label: torch.Tensor) -> bool:
-        """Tell whether this label's loss cannot be computed, or not be differentiated, with an integer label.
-
-        Tried once.
-        """
+        """Return whether this label's loss needs a floating-point label, found out by trying once."""
         if number not in self._as_float:
             trial = output.detach().clone().requires_grad_()
             try:

@@ -290,10 +290,7 @@ def minibatches(spec: RankSpec, batches: Iterable[Any], device: torch.device) ->
 
 
 class _RunFiles:
-    """Files that rank 0 keeps of a run in the store: the checkpoint, and scalars for TensorBoard.
-
-    Nothing if runs are not saved.
-    """
+    """Files that rank 0 keeps of a saved run in the store: the checkpoint, and scalars for TensorBoard."""
 
     def __init__(self, spec: TrainingSpec, optimizer: torch.optim.Optimizer) -> None:
         self._spec, self._optimizer = spec, optimizer

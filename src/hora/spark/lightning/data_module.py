@@ -22,10 +22,7 @@ __all__ = ["RowTransformation", "parquet_data_module"]
 
 
 class RowTransformation:
-    """A user's function from one row, a dict, to another.
-
-    `edit_fields` are `(name, dtype, shape or None, nullable)`.
-    """
+    """A user's function on row dicts. `edit_fields` are `(name, dtype, shape or None, nullable)`."""
 
     def __init__(
         self,

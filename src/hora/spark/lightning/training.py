@@ -1,7 +1,6 @@
 """Training on one rank of a Lightning estimator: a `Trainer` over the rank's rows, checkpoints in the store, a report.
 
-`train` is the whole of it and gets everything in one `LightningSpec`. Called through a backend, which may also call it
-in a process where nothing was launched: a world of one.
+`train` is the whole of it and gets everything in one `LightningSpec`.
 """
 
 from __future__ import annotations

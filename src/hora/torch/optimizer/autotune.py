@@ -59,10 +59,7 @@ _CHALLENGERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TuningOptions:
-    """Horovod's: discarded trials, steps of a trial, trials at most, where to log.
-
-    `tells`: what it does, rank 0 alone.
-    """
+    """Horovod's: discarded trials, steps of a trial, trials at most, log file. `tells`: rank 0 alone logs."""
 
     warmup_samples: int = 3
     steps_per_sample: int = 10
@@ -139,10 +136,7 @@ class Autotuner:
 
 
 def _different_settings(num_bytes: int) -> list[Setting]:
-    """The default first.
-
-    Sizes beyond the model's are all the same: one bucket, which is reduced after backward anyway.
-    """
+    """The default first; all sizes beyond the model's are one setting: a single bucket."""
     settings: dict[Setting, Setting] = {}
     for setting in (DEFAULT, *_CHALLENGERS):
         size = min(setting.bucket_bytes, num_bytes)
@@ -152,10 +146,7 @@ def _different_settings(num_bytes: int) -> list[Setting]:
 
 
 class _Race:
-    """The order of trials and the winner.
-
-    A challenger is compared with the default in the rounds in which it took part.
-    """
+    """The order of trials and the winner. A challenger is compared with the default in the rounds it ran in."""
 
     def __init__(self, settings: Sequence[Setting], num_trials: int) -> None:
         self.default, *self._challengers = settings

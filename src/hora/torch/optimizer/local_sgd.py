@@ -383,10 +383,7 @@ class LocalOptimizer(_DistributedOptimizer):
                 fragment.take_in()
 
     def _make_fragments(self) -> None:
-        """Divide the parameters, whose values now are the first anchors.
-
-        Before the first step all ranks have the same.
-        """
+        """Divide the parameters, whose values, equal before the first step, are the first anchors."""
         settings, parameters = self._settings, self._parameters()
         if not self._anchors:
             self._anchors = [_on_host(p).clone(memory_format=torch.contiguous_format) for p in parameters]

@@ -2,8 +2,7 @@
 
 After the first step, and again when any rank has seen another order, every member contributes the places at which its
 gradients arrived; the sum orders them for all. It travels as an allreduce, so that ranks that have joined do no harm:
-then a member is missing from the count and everything stays as it is. Called by the optimizer after each
-synchronisation.
+then a member is missing from the count and everything stays as it is.
 """
 
 from __future__ import annotations
@@ -107,10 +106,7 @@ class BucketOrder:
         return self._reducer_for(order, current)
 
     def _low_rank_is_due(self, current: Reducer) -> bool:
-        """Count a step; return whether the next one is the first that is compressed.
-
-        Elsewhere than between hosts none is.
-        """
+        """Count a step; return whether the next one is the first compressed one (between hosts only)."""
         memory, runtime = self._options.memory, engine.current_runtime()
         assert memory is not None
         memory.num_steps += 1

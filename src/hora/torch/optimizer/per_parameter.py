@@ -1,8 +1,7 @@
 """Gradient reduction, one request per parameter or per group: the way that always works.
 
 The first step of every optimizer, groups, sparse gradients, user compressors and unusual reduce ops go this way.
-`Buckets` and `Shards` are faster ways for the common cases. Called by the optimizer, whose hooks say when a gradient is
-ready.
+`Buckets` and `Shards` are faster ways for the common cases.
 """
 
 from __future__ import annotations
