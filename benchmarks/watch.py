@@ -259,9 +259,9 @@ def hang(np: int, tries: int) -> dict:
 
 
 def hour() -> dict:
+    from benchmarks.simulated_run import Simulation, Slowness
     from hora.watch import view
     from hora.watch.recording import Recorder, read_run
-    from hora.watch.simulation import Simulation, Slowness
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.hora")
@@ -285,9 +285,9 @@ def page() -> dict:
         return {}
     from playwright.sync_api import sync_playwright
 
+    from benchmarks.simulated_run import Simulation, Slowness
     from hora.watch.recording import Recorder
     from hora.watch.replay import open_recording
-    from hora.watch.simulation import Simulation, Slowness
 
     site = Path(__file__).parents[1] / "src" / "hora" / "watch" / "site"
     result: dict = {"kilobytes": round(sum(file.stat().st_size for file in site.iterdir()) / 1e3)}

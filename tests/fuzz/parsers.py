@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks
 KEY = bytes(32)
 Target = tuple[Callable[[bytes], object], list[bytes]]  # what to call, and inputs to begin with
 
@@ -218,10 +219,11 @@ def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
 
 def recordings() -> Target:
     """A recorded run for `hora view`: its facts, and the entries before they are compressed."""
+    from benchmarks.simulated_run import Simulation
+
     from hora.watch import view
     from hora.watch.prometheus import exposition
     from hora.watch.recording import read_run
-    from hora.watch.simulation import Simulation
 
     def show(path: Path) -> None:
         run = read_run(path)

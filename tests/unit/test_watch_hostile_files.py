@@ -13,12 +13,12 @@ import zlib
 from pathlib import Path
 
 import pytest
+from benchmarks.simulated_run import Simulation
 
 from hora.cli.watch import view as hora_view
 from hora.watch import view
 from hora.watch.prometheus import exposition
 from hora.watch.recording import read_run
-from hora.watch.simulation import Simulation
 from hora.watch.timeline import read_timeline
 
 KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")

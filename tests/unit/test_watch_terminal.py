@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.simulated_run import Simulation, Slowness
 from rich.console import Console
 
 from hora.cli.watch import top, view
@@ -19,7 +20,6 @@ from hora.watch.model import Entry
 from hora.watch.recording import Recorder
 from hora.watch.replay import open_recording
 from hora.watch.server import Server
-from hora.watch.simulation import Simulation, Slowness
 from hora.watch.terminal import show
 from waiting import wait_until
 
