@@ -1,7 +1,4 @@
-"""Every exception a user can see. No logic lives here; everything may import it.
-
-All of them survive pickling, because they travel from workers to the caller.
-"""
+"""Every exception a user can see. All of them survive pickling: they travel from workers to the caller."""
 
 from __future__ import annotations
 

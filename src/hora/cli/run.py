@@ -126,10 +126,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def status_of(prog: str, run_job: Callable[[], None], *, failed: int | None = None) -> int:
-    """The exit status of a command that runs a job, which says on standard error what went wrong.
-
-    `failed`: the status of a failed job, instead of the first failing rank's own.
-    """
+    """Run a job and return its exit status, with errors on stderr. `failed`: the status of a failed job, if fixed."""
     try:
         run_job()
     except ValueError as error:

@@ -135,10 +135,7 @@ def parse_host_files(filename: str | Path) -> str:
 
 
 def get_host_assignments(hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None) -> list[Slot]:
-    """Gives ranks to slots, filling hosts in order: all slots, or the first `max_num_proc` of them.
-
-    Fewer slots than `min_num_proc` is a ValueError.
-    """
+    """Give ranks to slots in the order of hosts, at most `max_num_proc`; ValueError for fewer than `min_num_proc`."""
     merged = _merge(hosts)
     num_slots = sum(host.slots for host in merged)
     if num_slots < min_num_proc:

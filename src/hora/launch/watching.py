@@ -1,7 +1,4 @@
-"""Observation of a job: from the user's settings to the controller's observer.
-
-The one place of this room that knows `hora.watch`; it is imported when somebody wants to watch, and not before.
-"""
+"""Observation of a job, from the user's settings to the controller's observer; imports `hora.watch` on demand."""
 
 from __future__ import annotations
 

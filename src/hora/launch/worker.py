@@ -113,10 +113,7 @@ def _words(error: BaseException) -> str:
 
 
 def _leave(status: int) -> NoReturn:
-    """End the process: wait for its threads, call its exit handlers, and spare it the rest.
-
-    Taking torch's modules apart costs up to a second of processor time for each rank and is of no use.
-    """
+    """End the process after its threads and exit handlers, without the second that unloading torch's modules takes."""
     threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does first, and multiprocessing too
     atexit._run_exitfuncs()
     sys.stdout.flush()

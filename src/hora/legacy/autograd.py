@@ -1,7 +1,4 @@
-"""Horovod's autograd classes, which old code knows from `mpi_ops`: their `apply`, over the differentiable collectives.
-
-The gradients are in `hora.torch.autograd`.
-"""
+"""Horovod's autograd classes of `mpi_ops`: their `apply`, over the differentiable collectives."""
 
 from __future__ import annotations
 

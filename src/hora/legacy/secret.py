@@ -1,7 +1,4 @@
-"""`horovod.runner.common.util.secret`: keys and message digests for programs that authenticate their own messages.
-
-Hora's own connections do more (`net.wire`), with keys that never leave them.
-"""
+"""`horovod.runner.common.util.secret`: keys and digests for programs that authenticate messages of their own."""
 
 from __future__ import annotations
 

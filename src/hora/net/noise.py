@@ -75,10 +75,7 @@ class Cipher:
 
 
 class Handshake:
-    """One end of a handshake: `write` the first message and `read` the second, or the other way round; then `split`.
-
-    `ephemeral`: for test vectors only.
-    """
+    """One end of a handshake: `write` and `read`, or the other way round; then `split`. `ephemeral`: for tests."""
 
     def __init__(
         self, psk: bytes, prologue: bytes, *, initiator: bool, ephemeral: X25519PrivateKey | None = None

@@ -70,10 +70,7 @@ class Timer:
 
 
 class Server:
-    """Serves the addresses given to `listen`, from `start` until closed.
-
-    `name`: of its thread. `failed` gets an error that ended the thread: a mistake of ours.
-    """
+    """Serves the addresses given to `listen` in a thread (`name`); `failed` gets an error of ours that ended it."""
 
     def __init__(
         self,

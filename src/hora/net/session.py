@@ -260,10 +260,7 @@ class SessionHandler(Protocol):
 
 
 class Sessions:
-    """The handler of a server whose connections all belong to sessions.
-
-    `limit_s`: how long a client that was cut off may take to come back; 0: it may not.
-    """
+    """The handler of a server of sessions. `limit_s`: how long a client may stay cut off; 0: not at all."""
 
     def __init__(self, handler: SessionHandler, *, limit_s: float) -> None:
         self.limit_s = limit_s

@@ -211,10 +211,7 @@ class Sealer(_Direction):
     """Turns messages into encrypted frames."""
 
     def frames(self, header: Header, payload: bytes | memoryview = b"") -> Iterator[bytes]:
-        """The frames of one message, made one at a time so that a large payload is never held twice.
-
-        All frames of a message must be sent before the next message's first.
-        """
+        """The frames of one message, made one at a time, to be sent before the next message's first."""
         view = memoryview(payload).cast("B")
         if view.nbytes > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a message may carry {MAX_PAYLOAD_BYTES} bytes, but this one has {view.nbytes}")

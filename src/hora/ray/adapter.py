@@ -37,10 +37,7 @@ class BaseParams:
 
 
 class Adapter(ABC):
-    """The part of an executor that uses Ray. Under Ray Client it is an actor in the cluster.
-
-    `queue`: where `ray_logger.log` puts what workers log.
-    """
+    """The part of an executor that uses Ray, an actor under Ray Client. `queue`: of `ray_logger.log`."""
 
     @abstractmethod
     def start(

@@ -66,10 +66,7 @@ Work = Callable[..., Sequence[torch.Tensor]]
 
 
 def as_tensor(value: Any, *, moved: bool = False) -> Any:
-    """Return a tensor, variable or array as a dense tensor that torch can hold; ValueError if there is none.
-
-    `moved`: nothing is calculated with it.
-    """
+    """Return a dense tensor that torch can hold, else ValueError. `moved`: nothing is calculated with it."""
     tensor = tf.convert_to_tensor(value)
     if not tf.executing_eagerly() and hasattr(tensor, "numpy"):
         tensor = tf.identity(tensor)  # a value from outside of the function: as a part of it, it has a name

@@ -75,10 +75,7 @@ class Controller:
 
 
 def status(run: Run) -> dict[str, Any]:
-    """Return what Kubeflow calls the trainer's status.
-
-    Progress is in it only where the fit loop, or the script, says how many steps there will be.
-    """
+    """Return Kubeflow's trainer status; progress is in it if the training's number of steps is known."""
     metrics = run.latest_metrics()
     step, total = run.progress()
     part = step / total if total else None

@@ -87,10 +87,7 @@ class Pending:
 
 
 class Run:
-    """One job. `facts`: id, title, command, began (seconds since the epoch), elastic, launcher: texts and numbers.
-
-    ValueError if it began at no time.
-    """
+    """One job. `facts`: id, title, command, began (epoch seconds, else ValueError), elastic, launcher."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = {str(key): one for key, one in facts.items() if one is None or isinstance(one, (str, int, float))}

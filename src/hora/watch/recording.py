@@ -33,10 +33,7 @@ _MAX_HEADER_BYTES = 1024 * 1024
 
 
 class Recorder:
-    """Writes a run as it happens; without a path, to a file that has no name.
-
-    Beyond `max_bytes` the ranks' output is left out, beyond twice that everything.
-    """
+    """Writes a run as it happens; beyond `max_bytes` without output, beyond twice that nothing. No path: unnamed."""
 
     def __init__(self, path: str | Path | None, facts: Mapping[str, Any], *, max_bytes: int = 64 * 2**20) -> None:
         if path is None:

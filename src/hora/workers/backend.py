@@ -62,10 +62,7 @@ class Backend(Protocol):
 
 
 def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str | None = None) -> dict[str, bytes]:
-    """The private file in which the worker's process (`main`) finds what to do, by its variable.
-
-    `source`: the script's text, where the file itself is not.
-    """
+    """The private file with the orders of a worker's process (`main`), by variable. `source`: the script's text."""
     order = {
         "code": request.get("code") or "",
         "script": request.get("script") or "",

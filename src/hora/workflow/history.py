@@ -65,10 +65,7 @@ class History:
 
 
 class Tally:
-    """Sums of batches' values, times their weights; the last number is the sum of the weights.
-
-    They stay on the device: reading a value in every step would make a GPU wait.
-    """
+    """Weighted sums of batches' values, and the sum of the weights, kept on the device: no GPU has to wait."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = list(names)

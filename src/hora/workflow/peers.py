@@ -1,7 +1,4 @@
-"""The other ranks, as the workflow sees them: none, as long as `hvd.init()` has not been called.
-
-Everything here is a no-op in a world of one, so that `fit` needs no second code path.
-"""
+"""The other ranks, as the workflow sees them; everything is a no-op before `hvd.init()` or in a world of one."""
 
 from __future__ import annotations
 

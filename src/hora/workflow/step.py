@@ -52,10 +52,7 @@ class Recipe:
 
 
 class Stepper:
-    """Takes optimizer steps on a model.
-
-    `step` is a whole one. A caller whose steps do not end where its batches do says `begin`, `add` and `finish` itself.
-    """
+    """Takes optimizer steps on a model: `step`, or `begin`, `add` and `finish` where batches do not end with it."""
 
     def __init__(
         self,

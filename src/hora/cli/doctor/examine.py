@@ -1,7 +1,4 @@
-"""The command `hora doctor`: probe every host at once, then say what was found.
-
-Exit status 0 when all is well, 1 when there is a problem, 2 for a bad command line.
-"""
+"""The command `hora doctor`: probe every host at once and report. Exit status 0: all is well, 1: a problem."""
 
 from __future__ import annotations
 

@@ -58,10 +58,7 @@ class Images:
 
 
 class Augmentation:
-    """Turns a uint8 batch into normalised floats.
-
-    With `pad`, each image is shifted at random by up to that many pixels, and with `flip` half of them are mirrored.
-    """
+    """Normalises a uint8 batch, shifts each image at random by up to `pad` pixels, and mirrors half if `flip`."""
 
     def __init__(self, mean: torch.Tensor, std: torch.Tensor, *, pad: int = 0, flip: bool = False) -> None:
         self.mean = mean.reshape(1, -1, 1, 1)

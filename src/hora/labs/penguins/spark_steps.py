@@ -1,7 +1,4 @@
-"""The penguin lab's preparation in Spark: the same rows as from `pandas_steps`. Called by `data`.
-
-Everything up to the last step stays distributed; only the finished rows are collected.
-"""
+"""The penguin lab's preparation in Spark: the same rows as from `pandas_steps`, collected at the very end."""
 
 from __future__ import annotations
 

@@ -113,10 +113,7 @@ class Publish(Decision):
 
 
 class ElasticPolicy:
-    """The job goes on as long as enough workers are left, with newcomers where there is room for them.
-
-    `needs_results`: workers have to connect, at once, and to return something.
-    """
+    """The job goes on while enough workers are left. `needs_results`: they have to connect and return a value."""
 
     elastic = True
 

@@ -1,7 +1,4 @@
-"""Graceful end of a job (SIGTERM): its ranks commit and leave together, so that it can be started again where it was.
-
-Only elastic jobs have commits. Called by the controller at a first SIGTERM.
-"""
+"""Graceful end (SIGTERM) of an elastic job: its ranks commit and leave together, so that it can be resumed."""
 
 from __future__ import annotations
 

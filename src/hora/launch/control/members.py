@@ -1,7 +1,4 @@
-"""The members of a job: every worker there ever was, what is known of it, and its rank in a generation. Pure.
-
-Kept by the controller; states and their changes are explained in `policy`.
-"""
+"""The members of a job, all workers ever, and their ranks in a generation; `policy` explains the states. Pure."""
 
 from __future__ import annotations
 

@@ -201,10 +201,7 @@ class Policy(Protocol):
 
 
 class FixedSize:
-    """One failure is the end of the job.
-
-    `needs_results`: workers have to connect and to return something. `start_timeout_s`: how long they may take to.
-    """
+    """One failure ends the job. `needs_results`: workers must connect, within `start_timeout_s`, and return a value."""
 
     elastic = False
     watches_silence = False

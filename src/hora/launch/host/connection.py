@@ -134,10 +134,7 @@ class HostConnection:
 
     @property
     def ended(self) -> bool:
-        """Tell whether the supervisor is gone, or out of reach.
-
-        It is as good as gone when its guardian is, although it may still report how its workers end.
-        """
+        """Return whether the supervisor (or its guardian) is gone or out of reach; exits may still be reported."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0)
             return True

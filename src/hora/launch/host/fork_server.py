@@ -236,10 +236,7 @@ def run_forked(env: Mapping[str, str], work: Callable[[], NoReturn]) -> NoReturn
 
 
 def _reseed_generators() -> None:
-    """Random numbers of this process's own, as one that has just started has them.
-
-    Python sees to its own generator; NumPy's and torch's would give every rank, and every job, the same numbers.
-    """
+    """Seed NumPy's and torch's generators, which would be the same in every fork; Python reseeds its own."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

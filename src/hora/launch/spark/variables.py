@@ -1,7 +1,4 @@
-"""The environment variables of the Spark side: those the driver forwards, and those a rank gets.
-
-Not here: a rank's place in the world (`hora.world`) and the engine's settings (`hora.config`).
-"""
+"""Environment variables of the Spark side: those the driver forwards, and those a rank gets."""
 
 from __future__ import annotations
 

@@ -278,10 +278,7 @@ class _Entry:
 
 
 class InUse:
-    """Indices of stores that trainings of this driver use now.
-
-    A new dataset gets the smallest index that is not in use; one that is in use already is not written again.
-    """
+    """Indices of stores in use by trainings of this driver; a new dataset gets the smallest free one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

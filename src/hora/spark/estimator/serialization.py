@@ -1,7 +1,4 @@
-"""Models as text and as files in memory: `horovod.spark.torch.util` and `horovod.spark.lightning.util`.
-
-Horovod hands such functions to its ranks; programs that were written beside it use them.
-"""
+"""Models as text and in memory: `horovod.spark.torch.util` and `horovod.spark.lightning.util`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Training on one rank of a Lightning estimator: a `Trainer` over the rank's rows, checkpoints in the store, a report.
-
-`train` is the whole of it and gets everything in one `LightningSpec`.
-"""
+"""Per-rank training of a Lightning estimator (`train`): a `Trainer` over the rank's rows, checkpoints, a report."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`DistributedOptimizer`: checks what the user asks for and makes the optimizer that does it.
-
-The behaviour is in `base`, `adasum` and `hora.torch.sharded.optimizer`.
-"""
+"""`DistributedOptimizer`: checks its arguments and makes an optimizer of `base`, `adasum` or `sharded`."""
 
 from __future__ import annotations
 

@@ -364,11 +364,7 @@ class LocalOptimizer(_DistributedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def exchange(self) -> None:
-        """Have all hosts at the same parameters now: take in what is under way, and average everything once
-        (collective).
-
-        For the end of a training, or before an evaluation.
-        """
+        """Average all hosts' parameters now (collective): for the end of a training, or before an evaluation."""
         if self._active:
             self._enter_world()
         if not self._fragments:

@@ -1,7 +1,4 @@
-"""The user's description of parameters to `DistributedOptimizer`: their names and their groups, checked.
-
-Pure: nothing here communicates, and the checks work before `hvd.init()`.
-"""
+"""The user's names and groups of parameters, checked: pure, and possible before `hvd.init()`."""
 
 from __future__ import annotations
 
