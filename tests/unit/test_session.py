@@ -34,7 +34,7 @@ class Echo:
         return connect(("127.0.0.1", self.port), self.credentials, timeout_s=limit_s)
 
     def client(self, limit_s: float = LIMIT_S) -> ClientSession:
-        return ClientSession(self.reach(limit_s), self.reach, limit_s=limit_s)
+        return ClientSession(self.reach(LIMIT_S), self.reach, limit_s=limit_s)
 
     def message(self, peer, header, payload) -> None:
         self.heard.append(header["i"])
