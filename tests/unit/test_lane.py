@@ -66,8 +66,8 @@ class Queue:
     def check_open(self):
         self.status.check_open()
 
-    def unless_broken(self, work):
-        return work()
+    def broke(self, error):
+        pass
 
     def idle_if_closing(self):
         pass
@@ -142,7 +142,9 @@ def test_items_are_executed_in_the_fixed_order_whatever_the_order_of_their_start
         lane.close()
 
 
-def test_only_a_member_that_sleeps_is_woken(monkeypatch):
+def test_only_a_member_that_sleeps_is_woken(way, monkeypatch):
+    if way == "native":
+        pytest.skip("the native part wakes members itself")
     woken, wake = [], Counter.wake
     monkeypatch.setattr(Counter, "wake", lambda counter: (woken.append(counter), wake(counter)))
     first, second = lanes(2)

@@ -48,7 +48,7 @@ from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dt
 from hora.engine.shm.counters import MEMBER_BYTES, OPEN, Counters
 from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
-from hora.engine.stall import StallLimits
+from hora.engine.stall import StallLimits, stall_text
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
@@ -57,7 +57,6 @@ __all__ = ["Item", "Lane", "PersistentReduction"]
 log = logging.getLogger("hora")
 
 _LIMIT_S = 24 * 3600.0  # a slow member is the stall report's business, a dead one is noticed at once
-_CLOSE_LIMIT_S = 5.0
 
 
 class Link(Protocol):
@@ -85,7 +84,7 @@ class Item:
         self.done = False
 
 
-class Lane:
+class Lane(Progress):
     """This rank's end of it. `offset`: where the members' counters are in the segment, which were zero. `near`: those
     members of the set that share this memory, if not all of them do.
 
@@ -102,6 +101,8 @@ class Lane:
         limits: StallLimits,
         near: Sequence[int] | None = None,
     ) -> None:
+        self._items: deque[Item] = deque()
+        super().__init__(f"hora-lane-{queue.process_set_id}", queue.world.core, queue.ranks, self._items)
         near = range(len(queue.ranks)) if near is None else near
         ranks = [queue.ranks[member] for member in near]
         self.queue = queue
@@ -110,9 +111,8 @@ class Lane:
         self._limits = limits
         self._counters = Counters(segment.memory, offset, member, len(ranks))
         places = [offset + peer * MEMBER_BYTES + LINE_BYTES for peer in range(len(ranks))]
-        self._came = [
-            Counter.at(segment.memory, place) for place in places
-        ]  # to how many items, of a member that has joined
+        # Of a member that has joined: to how many items it came.
+        self._came = [Counter.at(segment.memory, place) for place in places]
         self._left = [Counter.at(segment.memory, place + 8) for place in places]  # how often it has joined
         self._void = [Counter.at(segment.memory, place + 16) for place in places]  # the last item that it found void
         self.link: Link | None = None
@@ -121,16 +121,7 @@ class Lane:
         self._next = 0  # the index of the reduction whose turn it is to be started
         self._started: dict[int, Item] = {}  # by index, before their turn
         self._num_items = 0  # that were given a number
-        self._items: deque[Item] = deque()
         self._waiting_since = self._warned = 0.0
-        self._progress = Progress(
-            f"hora-lane-{queue.process_set_id}",
-            queue.world.core,
-            work=self._items,
-            drive=self._drive,
-            wake_driver=lambda: None,
-            put_away=self._put_away,
-        )
         self._closed = False
         queue.lanes.add(self)
 
@@ -144,12 +135,10 @@ class Lane:
         self._reductions.append((reduction, full_names(*reduction.signature.key(0), 1)[0]))
         return len(self._reductions) - 1
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._items)
+    def wake(self) -> None:
+        """Counters wake the driver, and nothing else: it looks around in a moment."""
 
     def keys_in_flight(self) -> list[Key]:
-        """Of the reductions that this rank has started. Any thread."""
         return [item.reduction.signature.key(0) for item in [*self._items] if item.reduction is not None]
 
     # What the training thread does.
@@ -167,27 +156,21 @@ class Lane:
     def start(self, index: int, *, background: bool) -> Item:
         """This rank's data of a reduction is in its place: reduce it when all reductions before it have been started.
         Without `background` only `wait` drives it."""
-        self.queue.check_open()
+        if self._closed or not self.queue.status.is_open:
+            self.queue.check_open()
         item = self._started[index] = Item(*self._reductions[index])
         while (ready := self._started.pop(self._next, None)) is not None:
             self._submit(ready)
             self._next = (self._next + 1) % len(self._reductions)
         if background and self._items:
-            self._progress.wake_background()
+            self.wake_background()
         return item
 
     def wait(self, item: Item) -> None:
         """Return when an item is done; drive the lane unless another thread does."""
         if not item.done:
             assert item.number, f"{item.name} is waited for before those that come before it were started"
-            since, moving_s = time.perf_counter(), meter.transport_s
-            meter.blocked = item, since, self.queue.ranks
-            try:
-                while not item.done:
-                    self._progress.drive_or_wait(item)
-            finally:
-                meter.blocked = None
-                meter.waited(since, moving_s)
+            super().wait(item)
         if item.error is not None:
             raise HorovodInternalError(*item.error.args)
 
@@ -207,13 +190,13 @@ class Lane:
         self._next = 0
         self._leaving = Item(None, "join", leaves=True)
         self._items.append(self._leaving)
-        self._progress.wake_background()
+        self.wake_background()
 
     def finish_leaving(self) -> None:
         """Return when nothing more will be announced: this rank may announce that it joins."""
         item = self._leaving
         while self.link is not None and not self._closed and not item.done:
-            self._progress.drive_or_wait(item)
+            self.drive_or_wait(item)
         if item.error is not None and not self._closed:
             raise HorovodInternalError(*item.error.args)
 
@@ -221,7 +204,7 @@ class Lane:
         """All members have left: go on together. No member may start anything before all have come back."""
         # Python may collect an optimizer, and close its lane, at any moment, also in this method, and on some ranks
         # alone.
-        counters, progress = self._left, self._progress
+        counters = self._left
         if self._closed:
             return
         left = counters[self.member].value + (1 if any(item.leaves for item in [*self._items]) else 0)
@@ -230,15 +213,15 @@ class Lane:
         for peer, counter in enumerate(counters):
             what = f"member {peer} of a lane to join"
             counter.wait_for(left, check_alive=self.queue.status.check_alive, limit_s=_LIMIT_S, what=what)
-        progress.lock.acquire()  # every member has left, so nothing is driven
-        progress.thread = get_ident()
+        self.driving.acquire()  # every member has left, so nothing is driven
+        self.driver = get_ident()
         try:
             if not self._closed:
                 self._num_items = max(counter.value for counter in self._came)
                 self._counters.publish(2 * self._num_items)
         finally:
-            progress.thread = 0
-            progress.release()
+            self.driver = 0
+            self.release()
 
     def _submit(self, item: Item) -> None:
         self._num_items += 1
@@ -247,73 +230,65 @@ class Lane:
 
     # Progress. Everything in this part runs under the progress lock.
 
-    def _drive(self, until: Item | None) -> None:
-        progress = self._progress
-        progress.thread = get_ident()
-        try:
-            while self._items and not (until is not None and until.done) and not progress.stopping:
-                item = self._items[0]
-                if item.leaves:
-                    self._leave()
-                else:
-                    self._execute(item)
-                self._items.popleft()
-                item.done = True
-                progress.notify_waiters()
-            if progress.stopping:
-                self._fail(HorovodInternalError(self.queue.status.reason))
-        except HorovodInternalError as error:
-            self._fail(error)
-        finally:
-            progress.thread = 0
-        self.queue.idle_if_closing()
-
-    def _execute(self, item: Item) -> None:
+    def _step(self) -> None:
         """Wait for the others and reduce. What is interrupted while it waits (Ctrl-C) can be done again."""
-        self._meet(2 * item.number)
-        if OPEN in [counter.value for counter in self._counters.counters]:
-            item.absent = [peer for peer in self._joined() if self._came[peer].value < item.number]
-        if item.reduction is not None:
-            self.queue.unless_broken(partial(self._reduce, item, item.reduction))
+        item, queue = self._items[0], self.queue
+        if item.leaves:
+            self._leave()
+        else:
+            value, self._waiting_since, self._warned = 2 * item.number, 0.0, 0.0
+            # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
+            look_around = partial(self._look_around, value)
+            if self._counters.meet(value, look_around, limit_s=_LIMIT_S, what="a reduction"):
+                item.absent = [peer for peer in self._joined() if self._came[peer].value < item.number]
+            reduction = item.reduction
+            if reduction is not None:
+                began = time.perf_counter()
+                try:
+                    recorded = queue.recorder.timeline is not None
+                    execute = self._execute_recorded if recorded else reduction.execute_direct
+                    if not execute(item.number, item.absent):
+                        self._execute_announced(item, reduction)
+                except BaseException as error:
+                    queue.broke(error)
+                    raise
+                meter.transport_s += time.perf_counter() - began
+                meter.num_bytes += reduction.num_bytes
+        self._items.popleft()
+        item.done = True
+        if self.num_waiters:
+            self.notify_waiters()
+        if queue.status.closing:
+            queue.idle_if_closing()
 
     def _joined(self) -> list[int]:
         return [peer for peer, counter in enumerate(self._counters.counters) if counter.value == OPEN]
 
-    def _reduce(self, item: Item, reduction: PersistentReduction) -> bool:
-        began = time.perf_counter()
-        recorder, signature = self.queue.recorder, reduction.signature
-        if recorder.timeline is None:
-            done = reduction.execute_direct(item.number, item.absent)
-        else:
-            part = Part(signature.key(0), 0, (signature,))
-            recorder.arrived(self.queue.member, part.key, signature)
-            way = "shm" if self.link is None else "shm+tcp"
-            with recorder.batch(Batch(KINDS[signature.kind], signature, [part]), way):
-                done = reduction.execute_direct(item.number, item.absent)
-        if not done:
-            try:
-                reduction.execute_announced(item.number)
-            except HorovodInternalError as error:
-                if not self.queue.status.is_open:
-                    raise
-                item.error = error  # of all members, and of this item alone
-        meter.transport_s += time.perf_counter() - began
-        meter.num_bytes += reduction.num_bytes
-        return done
+    def _execute_recorded(self, number: int, absent: Sequence[int]) -> bool:
+        """Execute the first item while a timeline is written."""
+        reduction, recorder = self._items[0].reduction, self.queue.recorder
+        assert reduction is not None
+        signature = reduction.signature
+        part = Part(signature.key(0), 0, (signature,))
+        recorder.arrived(self.queue.member, part.key, signature)
+        way = "shm" if self.link is None else "shm+tcp"
+        with recorder.batch(Batch(KINDS[signature.kind], signature, [part]), way):
+            return reduction.execute_direct(number, absent)
+
+    def _execute_announced(self, item: Item, reduction: PersistentReduction) -> None:
+        try:
+            reduction.execute_announced(item.number)
+        except HorovodInternalError as error:
+            if not self.queue.status.is_open:
+                raise
+            item.error = error  # of all members, and of this item alone
 
     def end_together(self, number: int, *, void: bool = False) -> bool:
         """Return when every member has done its part of an item, which this one has: whether none has found it void."""
         if void:
             self._void[self.member].store(number)
-        self._counters.publish(2 * number + 1)
-        self._counters.wait(2 * number + 1, self.queue.status.check_alive, limit_s=_LIMIT_S, what="a reduction")
+        self._counters.meet(2 * number + 1, self.queue.status.check_alive, limit_s=_LIMIT_S, what="a reduction")
         return self.link is None or number not in [counter.value for counter in self._void]
-
-    def _meet(self, value: int) -> None:
-        self._counters.publish(value)
-        self._waiting_since = self._warned = 0.0
-        # Unlike an agreed operation, this one has not begun: after a goodbye the others will not come any more.
-        self._counters.wait(value, partial(self._look_around, value), limit_s=_LIMIT_S, what="a reduction")
 
     def _look_around(self, value: int) -> None:
         """While this member waits: raise when that has become pointless, and name those who are late."""
@@ -333,8 +308,8 @@ class Lane:
         self._watch(lambda: [self.queue.ranks[member] for member in late(key)])
 
     def _watch(self, find_late: Callable[[], list[int]]) -> None:
-        if self._progress.stopping:
-            raise HorovodInternalError(self.queue.status.reason)
+        if self.stopping:
+            raise self._error()
         now, (warning_s, shutdown_s) = time.monotonic(), (self._limits.warning_s, self._limits.shutdown_s)
         if not self._waiting_since:
             self._waiting_since = self._warned = now
@@ -344,12 +319,7 @@ class Lane:
         late = find_late()
         if not late:
             return
-        log.warning(
-            "Some ranks have not submitted tensors for which others have waited more than %g s. Either the ranks "
-            "run different code, or these ranks are slow or stuck.\nMissing ranks:\n%s",
-            warning_s,
-            "\n".join(f"{rank}: [{self._items[0].name}]" for rank in late),
-        )
+        log.warning("%s", stall_text(warning_s, {str(rank): [self._items[0].name] for rank in late}))
         meter.stalled(late)
         if shutdown_s and now - self._waiting_since > shutdown_s:
             self.queue.status.stalled(late, f"stalled for more than {shutdown_s:g} s")
@@ -363,13 +333,17 @@ class Lane:
         self._left[member].set(self._left[member].value + 1)
 
     def _fail(self, error: HorovodInternalError) -> None:
-        """Give everything that is under way this error. Any thread."""
         while self._items:
             item = self._items.popleft()
             item.error, item.done = error, True
         for item in self._started.values():
             item.error, item.done = error, True
-        self._progress.notify_waiters(all_threads=True)
+        self.notify_waiters(all_threads=True)
+        if self.queue.status.closing:
+            self.queue.idle_if_closing()
+
+    def _error(self) -> HorovodInternalError:
+        return HorovodInternalError(self.queue.status.reason)
 
     # The end. Any thread.
 
@@ -381,10 +355,7 @@ class Lane:
         self.queue.lanes.discard(self)
         for counter in self._left[self.member : self.member + 1]:
             counter.set(OPEN)  # a join of the others does not wait for this member
-        self._progress.stop()
-        self._fail(HorovodInternalError(self.queue.status.reason))
-        if self._progress.may_drive(_CLOSE_LIMIT_S):
-            self._progress.release()
+        self._end()
 
     def _put_away(self) -> None:
         self._counters.close()

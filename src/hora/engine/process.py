@@ -90,6 +90,7 @@ def shutdown() -> None:
     with _lock:
         runtime, _runtime = _runtime, None
     if runtime is not None:
+        runtime.is_current = False
         runtime.shutdown()
 
 
@@ -206,6 +207,8 @@ def _forget_in_child() -> None:
     """A forked child has no runtime: the parent's is used by the parent. It is kept from being destroyed here."""
     global _runtime, _lock, _inherited
     _inherited, _runtime, _lock = _runtime or _inherited, None, threading.RLock()
+    if _inherited is not None:
+        _inherited.is_current = False
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -28,7 +28,7 @@ from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
 from hora.engine.request import Key, Kind, Request, Signature
 from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment
-from hora.engine.stall import StallInspector, StallLimits
+from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.factory import between_hosts, make_transport
@@ -316,7 +316,7 @@ class ProcessSets:
                 fusion_threshold_bytes=config.fusion_threshold_bytes,
                 group_fusion=not config.disable_group_fusion,
             ),
-            stall=self._make_stall_inspector(number, ranks, member),
+            stall=self._stall_limits(number, ranks, member),
             make_transport=functools.partial(self._make_transport, number, ranks),
         )
 
@@ -342,7 +342,7 @@ class ProcessSets:
         topology = self.peers.topology(self._label(number), device, ranks, self._status.check_alive)
         return make_transport(topology, device, lambda other: self._queues[number].transport(other))
 
-    def _make_stall_inspector(self, number: int, ranks: Sequence[int], member: int) -> StallInspector | None:
+    def _stall_limits(self, number: int, ranks: Sequence[int], member: int) -> StallLimits | None:
         """The first member of a set looks out for stalls."""
         config = self._own_config
         if member != 0 or len(ranks) == 1 or config.stall_check_disable:
@@ -353,7 +353,7 @@ class ProcessSets:
                 config.stall_shutdown_s,
                 config.stall_warning_s,
             )
-        return StallInspector(ranks, StallLimits.of(config))
+        return StallLimits.of(config)
 
     def _core(self) -> int | None:
         cores, local_rank = self._own_config.thread_affinity, self._world.local_rank

@@ -8,71 +8,124 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sized
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence, Sized
 from threading import get_ident
 from typing import Any
+
+from hora.engine.request import Key
+from hora.errors import HorovodInternalError
+from hora.telemetry.meters import meter
 
 __all__ = ["Progress"]
 
 _WAITER_SLICE_S = 0.5
 _STOP_LIMIT_S = 5.0
+_CLOSE_LIMIT_S = 5.0
 
 
-class Progress:
-    """`drive(until)` works until `until.done`, or until there is no `work` any more. `wake_driver` ends its wait for
-    other members; `put_away` is called once, by the last driver after `stop`. `core`: the background thread's."""
+class Progress(ABC):
+    """Base of what is driven, a queue or a lane of these ranks. There is something to do while there is `work`.
 
-    def __init__(
-        self,
-        name: str,
-        core: int | None,
-        *,
-        work: Sized,
-        drive: Callable[[Any], None],
-        wake_driver: Callable[[], None],
-        put_away: Callable[[], None],
-    ) -> None:
-        self.lock = threading.Lock()  # held by the driver
-        self.thread = 0  # the driver
+    `core`: the background thread's.
+    """
+
+    def __init__(self, name: str, core: int | None, ranks: Sequence[int], work: Sized) -> None:
+        self.driving = threading.Lock()  # held by the driver
+        self.driver = 0  # its thread
         self.num_waiters = 0
         self.stopping = False
-        self._name, self._core = name, core
+        self._name, self._core, self._waits_for = name, core, ranks
         self._work = work
-        self._drive = drive
-        self._wake_driver = wake_driver
-        self._put_away: Callable[[], None] | None = put_away
+        self._is_put_away = False
         self._finished = threading.Condition()  # for threads that wait while another one drives
         self._changed = threading.Condition()  # for the background thread
         self._parked = False
         self._background: threading.Thread | None = None
 
+    @abstractmethod
+    def _step(self) -> None:
+        """Do the next piece of work, or wait for other members a while. On the driver's thread."""
+
+    @abstractmethod
+    def _fail(self, error: HorovodInternalError) -> None:
+        """Give everything that is under way this error. Any thread."""
+
+    @abstractmethod
+    def _error(self) -> HorovodInternalError:
+        """Return the error of what is under way when this is stopped."""
+
+    @abstractmethod
+    def _put_away(self) -> None:
+        """Let go of what is held. Called once, by the last driver after `_end`."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End the driver's wait for other members."""
+
+    @abstractmethod
+    def keys_in_flight(self) -> list[Key]:
+        """Of what this rank waits for. Any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, with `_end`."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._work)
+
+    def wait(self, request: Any) -> None:
+        """Return when a request is `done`; drive unless another thread does."""
+        since, moving_s = time.perf_counter(), meter.transport_s
+        meter.blocked = request, since, self._waits_for
+        try:
+            while not request.done:
+                self.drive_or_wait(request)
+        finally:
+            meter.blocked = None
+            meter.waited(since, moving_s)
+
     def drive_or_wait(self, request: Any) -> None:
         """Bring a request nearer to its end, or let the driver do that."""
-        if self.lock.acquire(blocking=False):
+        if self.driving.acquire(blocking=False):
             try:
-                self._drive(request)
+                self.drive(request)
             finally:
                 self.release()
                 self.hand_over()
             return
-        self._wake_driver()
+        self.wake()
         with self._finished:
             self.num_waiters += 1
-            if not request.done and self.lock.locked():
+            if not request.done and self.driving.locked():
                 self._finished.wait(_WAITER_SLICE_S)
             self.num_waiters -= 1
 
+    def drive(self, until: Any) -> None:
+        """Work until `until.done`, or until there is nothing to do any more. Under the lock."""
+        self.driver = get_ident()
+        try:
+            while self._work and not (until is not None and until.done) and not self.stopping:
+                self._step()
+            if self.stopping:
+                self._fail(self._error())
+        except HorovodInternalError as error:
+            self._fail(error)
+        finally:
+            self.driver = 0
+
     def may_drive(self, limit_s: float) -> bool:
         """Become the driver. Not while this very thread is, in the lines that a signal has interrupted."""
-        return self.thread != get_ident() and self.lock.acquire(timeout=limit_s)
+        return self.driver != get_ident() and self.driving.acquire(timeout=limit_s)
 
     def release(self) -> None:
         """Let another thread be the driver. The last one puts away what is held."""
-        put_away = self._put_away
-        if self.stopping and put_away is not None:
-            self._put_away = None
-            put_away()
-        self.lock.release()
+        if self.stopping and not self._is_put_away:
+            self._is_put_away = True
+            self._put_away()
+        self.driving.release()
 
     def hand_over(self) -> None:
         """This thread drives no more: let others go on, if there is something to do."""
@@ -91,35 +144,38 @@ class Progress:
         if self._background is None:
             with self._changed:
                 if self._background is None and not self.stopping:
-                    self._background = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._background = threading.Thread(target=self._run_in_background, name=self._name, daemon=True)
                     self._background.start()
         elif self._parked:
             with self._changed:
                 self._changed.notify_all()
 
-    def stop(self) -> None:
-        """End the background thread, unless it is the caller, and what waits for other members."""
+    def _end(self) -> None:
+        """Fail what is under way, end the background thread unless it is the caller, put away what is held."""
         with self._changed:
             self.stopping = True
             self._changed.notify_all()
-        self._wake_driver()
+        self.wake()
         if self._background is not None and self._background is not threading.current_thread():
             self._background.join(_STOP_LIMIT_S)
+        self._fail(self._error())
+        if self.may_drive(_CLOSE_LIMIT_S):
+            self.release()
 
-    def _run(self) -> None:
+    def _run_in_background(self) -> None:
         if self._core is not None:
             os.sched_setaffinity(0, {self._core})  # of this thread only
         while True:
             with self._changed:
                 self._parked = True
-                # Idleness, not a wait for another rank: whatever comes and `stop` notify.
+                # Idleness, not a wait for another rank: whatever comes and `_end` notify.
                 self._changed.wait_for(lambda: self.stopping or bool(self._work))
                 self._parked = False
             if self.stopping:
                 return
-            self.lock.acquire()  # a driver lets go of it, or its check ends its wait
+            self.driving.acquire()  # a driver lets go of it, or its check ends its wait
             try:
-                self._drive(None)
+                self.drive(None)
             finally:
                 self.release()
             self.notify_waiters()

@@ -27,9 +27,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from threading import get_ident
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ from hora.engine.progress import Progress
 from hora.engine.recorder import Recorder
 from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, full_names
 from hora.engine.shm.segment import Segment
-from hora.engine.stall import StallInspector, StallWatch
+from hora.engine.stall import StallLimits, StallWatch
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.transport.cuda import CudaTransport
@@ -48,12 +48,11 @@ from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["ExecuteBound", "OperationQueue", "QueueWorld", "TransportCache"]
+__all__ = ["ExecuteBound", "OperationQueue", "QueueWorld"]
 
 log = logging.getLogger("hora")
 
 _DRAIN_LIMIT_S = 1.0
-_CLOSE_LIMIT_S = 5.0
 _SETTLE_LIMIT_S = 600.0  # of work that is queued on a GPU
 
 # Executes a persistent reduction that all members have agreed on; the request is None if this rank has joined.
@@ -76,29 +75,6 @@ class QueueWorld(NamedTuple):
     core: int | None
 
 
-class Lane(Protocol):
-    """Work of this rank that goes without agreement (`lane`)."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Return how much of it is under way."""
-
-    def keys_in_flight(self) -> list[Key]:
-        """Of what this rank waits for."""
-
-    def leave(self) -> None:
-        """This rank joins."""
-
-    def finish_leaving(self) -> None:
-        """Return when nothing more will be announced."""
-
-    def come_back(self) -> None:
-        """All ranks have joined."""
-
-    def close(self) -> None:
-        """The queue ends."""
-
-
 class _Unfinished(NamedTuple):
     """A repeated call in which a thread was interrupted. `go_on` says whether all members have agreed on it, and then
     it is done."""
@@ -108,7 +84,7 @@ class _Unfinished(NamedTuple):
     go_on: Callable[[], bool]
 
 
-class OperationQueue:
+class OperationQueue(Progress):
     """The progress of one process set on this rank. `make_transport(devices)` is called by every member at the same
     point of the agreed order."""
 
@@ -120,35 +96,29 @@ class OperationQueue:
         *,
         agreement: Agreement,
         planner: Planner,
-        stall: StallInspector | None,
+        stall: StallLimits | None,
         make_transport: Callable[[str], Transport],
     ) -> None:
+        self.in_flight: dict[Key, Request] = {}
+        super().__init__(f"hora-set-{process_set_id}", world.core, ranks, self.in_flight)
         self.process_set_id = process_set_id
         self.ranks = tuple(ranks)
-        self.member = member = self.ranks.index(world.rank)
+        self.member = self.ranks.index(world.rank)
         self.world = world
         self.status, self.recorder = world.status, world.recorder
         self.agreement = agreement
         self.planner = planner
         self.validator = Validator(ranks)
         self.bound: dict[str, ExecuteBound] = {}  # by the name of the reduction
-        self.lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+        self.lanes: weakref.WeakSet[Progress] = weakref.WeakSet()  # what goes without agreement (`lane`)
         self.lock = threading.Lock()  # of submission
-        self.in_flight: dict[Key, Request] = {}
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
         self._exclusive = False
         self._unfinished: _Unfinished | None = None
         self._kept_back: list[tuple[Signature, int]] = []  # announcements, while a thread has the queue to itself
-        self._stalls = StallWatch(stall, ranks, member, world.status)
-        self._transports = TransportCache(make_transport, world.status)
-        self.progress = Progress(
-            f"hora-set-{process_set_id}",
-            world.core,
-            work=self.in_flight,
-            drive=self._drive,
-            wake_driver=agreement.wake,
-            put_away=self._put_away,
-        )
+        self._stalls = StallWatch(stall, ranks, self.member, world.status)
+        self._make_transport = make_transport
+        self._transports: dict[str, Transport] = {}  # by devices
         self._farewell = ""  # why the set ends, when its end has been announced
         self._retired = ""  # the same, when all members have agreed on it
         self._records = world.rank == 0  # rank 0 writes the timeline
@@ -163,7 +133,7 @@ class OperationQueue:
                 self.check_open()
             try:
                 self._put(request, instance)
-                if self.progress.stopping:  # a signal's handler has shut down while this was under way
+                if self.stopping:  # a signal's handler has shut down while this was under way
                     raise self._error()
             except BaseException:
                 if self.in_flight.get(request.key) is request:
@@ -172,7 +142,7 @@ class OperationQueue:
                 raise
         if background:
             self.agreement.wake()
-            self.progress.wake_background()
+            self.wake_background()
 
     def next_instance(self, signature: Signature) -> int:
         """Take the running number of the next request; 0 for one with a name. Under the lock."""
@@ -237,55 +207,38 @@ class OperationQueue:
             deliver(request)
         return request.results or request.outputs or []
 
-    def wait(self, request: Request) -> None:
-        """Return when the request is done; drive the queue unless another thread does."""
-        since, moving_s = time.perf_counter(), meter.transport_s
-        meter.blocked = request, since, self.ranks
-        try:
-            while not request.done:
-                self.progress.drive_or_wait(request)
-        finally:
-            meter.blocked = None
-            meter.waited(since, moving_s)
-
     # Progress. Everything in this part runs under the progress lock, unless it says otherwise.
 
-    def _drive(self, until: Request | None) -> None:
-        if torch.is_inference_mode_enabled():  # the caller's: tensors of ours that are made on the way outlive it
-            with torch.inference_mode(False):
-                self._drive(until)
-            return
-        self.progress.thread = get_ident()
-        try:
-            if not self.progress.stopping:
-                self._finish_unfinished()
-            while self.in_flight and not (until is not None and until.done) and not self.progress.stopping:
-                if not self.unless_broken(self._step):
-                    self._stalls.check_pending(self.planner, self.agreement)
-                    self.agreement.wait()
-            if self.progress.stopping:
-                self._fail(self._error())
-        except HorovodInternalError as error:
-            self._fail(error)
-        finally:
-            self.progress.thread = 0
+    def drive(self, until: Any) -> None:
+        # Tensors of ours that are made on the way outlive the caller's inference mode.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            super().drive(until)
 
-    def unless_broken(self, work: Callable[[], bool]) -> bool:
-        """Do it. What this rank has agreed to and cannot do breaks the world: the others wait for it. Any thread."""
+    def _step(self) -> None:
+        if self._unfinished is not None:
+            self._finish_unfinished(self._unfinished)
+            return
         try:
-            return work()
-        except HorovodInternalError:
+            worked = self._execute_round()
+        except BaseException as error:
+            self.broke(error)
             raise
-        except Exception as error:
+        if not worked:
+            self._stalls.check_pending(self.planner, self.agreement)
+            self.agreement.wait()
+
+    def broke(self, error: BaseException) -> None:
+        """Break the world, unless it is: this rank cannot do what it has agreed to and others wait for. Any thread."""
+        if isinstance(error, HorovodInternalError):
+            return
+        if isinstance(error, Exception):
             log.exception("a collective of the ranks %s failed", list(self.ranks))
             self.status.failed(f"{type(error).__name__}: {error}")
             raise self.status.error() from error
-        except BaseException as interruption:  # Ctrl-C in mid-collective
-            self.status.interrupted(type(interruption).__name__)
-            self._fail(self.status.error())
-            raise
+        self.status.interrupted(type(error).__name__)  # Ctrl-C in mid-collective
+        self._fail(self.status.error())
 
-    def _step(self) -> bool:
+    def _execute_round(self) -> bool:
         """Execute one round. False when there was none."""
         closing = self.status.closing  # before polling: what was agreed before the goodbye is then seen by poll
         if self.agreement.holds_back:
@@ -378,7 +331,7 @@ class OperationQueue:
         for request in requests:
             self.in_flight.pop(request.key, None)
             request.done = True
-        self.progress.notify_waiters()
+        self.notify_waiters()
         self.idle_if_closing()
 
     def idle_if_closing(self) -> None:
@@ -389,7 +342,7 @@ class OperationQueue:
     def _fail(self, error: HorovodInternalError) -> None:
         """Give every request in flight this error. Any thread."""
         self._finish(self.in_flight.copy().values(), error)
-        self.progress.notify_waiters(all_threads=True)
+        self.notify_waiters(all_threads=True)
 
     # One thread that has the queue to itself. It needs no lock for that, because it looks whether something is in
     # flight after it has said so, and a submission looks whether a thread is alone after it has put its request in
@@ -397,12 +350,11 @@ class OperationQueue:
 
     def begin_exclusive(self) -> bool:
         """Become the driver of a queue in which nothing happens; False where something does."""
-        progress = self.progress
-        if self.in_flight or self.recorder.timeline is not None or not progress.lock.acquire(False):
+        if self.in_flight or self.recorder.timeline is not None or not self.driving.acquire(False):
             return False
-        progress.thread = get_ident()
+        self.driver = get_ident()
         self._exclusive = True
-        if self.in_flight or progress.stopping or not self.status.is_open or not self.planner.idle:
+        if self.in_flight or self.stopping or not self.status.is_open or not self.planner.idle:
             self.end_exclusive()
             return False
         return True
@@ -411,11 +363,10 @@ class OperationQueue:
         """Stop to be the driver, and announce what other threads have submitted meanwhile."""
         if self._unfinished is None:
             self._announce_kept_back()
-        progress = self.progress
-        progress.thread = 0
-        progress.release()
-        if self.in_flight or progress.num_waiters:
-            progress.hand_over()
+        self.driver = 0
+        self.release()
+        if self.in_flight or self.num_waiters:
+            self.hand_over()
         if self.status.closing:
             self.idle_if_closing()
 
@@ -424,11 +375,8 @@ class OperationQueue:
         self._hold(request, request.signature.key(instance))
         self._unfinished = _Unfinished(request, instance, go_on)
 
-    def _finish_unfinished(self) -> None:
+    def _finish_unfinished(self, unfinished: _Unfinished) -> None:
         """Go on with what was left unfinished."""
-        unfinished = self._unfinished
-        if unfinished is None:
-            return
         request, instance, go_on = unfinished
         done = go_on()
         self._unfinished = None
@@ -450,7 +398,7 @@ class OperationQueue:
     def look_around(self, closing: bool) -> None:
         """While the thread waits: raise when that has become pointless, and look for stalls. `closing`: what the status
         said before it turned out that a member has not come."""
-        if self.progress.stopping:
+        if self.stopping:
             raise self._error()
         self.status.check_alive()
         if closing:
@@ -462,25 +410,31 @@ class OperationQueue:
 
     def transport(self, devices: str = "cpu") -> Transport:
         """The transport for these devices (see `Batch`), made when first needed."""
-        return self._transports.get(devices)
+        found = self._transports.get(devices)
+        if found is None:
+            found = self._transports[devices] = self._make_transport(devices)
+        return found
 
     def made_transport(self, devices: str = "cpu") -> Transport | None:
         """Return the transport for these devices, if there is one already."""
-        return self._transports.made(devices)
+        return self._transports.get(devices)
+
+    def _on_gpus(self) -> list[CudaTransport]:
+        return [transport for transport in [*self._transports.values()] if isinstance(transport, CudaTransport)]
 
     # Stalls, on the hub's thread.
 
     def inspect(self) -> None:
         """Look for stalls, once a second. Nothing is executed here: other ranks may need this thread before they can do
         their part."""
-        if not self._stalls.inspects:
+        if self._stalls.limits is None:
             return
-        if self.progress.lock.acquire(blocking=False):
+        if self.driving.acquire(blocking=False):
             try:
                 self._note_others()
             finally:
-                self.progress.lock.release()
-            self.progress.hand_over()
+                self.driving.release()
+            self.hand_over()
         else:
             self._stalls.check_execution()
 
@@ -489,7 +443,7 @@ class OperationQueue:
         if not self.lock.acquire(blocking=False):
             return  # something is being submitted
         try:  # nothing new is submitted meanwhile, so nothing can become ready
-            idle = not self.in_flight and not self.progress.stopping and self.status.is_open
+            idle = not self.in_flight and not self.stopping and self.status.is_open
             batches = self._poll() if idle else None
         finally:
             self.lock.release()
@@ -502,22 +456,31 @@ class OperationQueue:
         """The world's status has changed: look at it again."""
         self.agreement.wake()
         if self.status.broken:
-            self._transports.give_up()
+            for transport in self._on_gpus():
+                transport.give_up()  # what waits on a GPU need not go on
 
     def drain(self) -> None:
         """Execute what was agreed before this rank began to leave; what was not agreed fails."""
         if not self.num_in_flight or not self.lock.acquire(timeout=_DRAIN_LIMIT_S):
             return  # a submission was interrupted by the signal that this rank leaves for
         self.lock.release()
-        if self.progress.may_drive(_DRAIN_LIMIT_S):
+        if self.may_drive(_DRAIN_LIMIT_S):
             try:
-                self._drive(None)
+                self.drive(None)
             finally:
-                self.progress.lock.release()
+                self.driving.release()
 
     def settle(self) -> None:
-        """Wait until the GPU has done what this rank has its part in."""
-        self._transports.settle()
+        """Wait until the GPU has done what this rank has its part in: other members may need that part."""
+        until = time.monotonic() + _SETTLE_LIMIT_S
+
+        def check_alive() -> None:
+            if self.status.broken or time.monotonic() > until:
+                raise self.status.error()
+
+        for transport in self._on_gpus():
+            with suppress(HorovodInternalError):
+                transport.settle(check_alive)
 
     def retire(self, why: str) -> None:
         """End the set (collective). What its members have agreed on before is executed, the rest fails with `why`."""
@@ -536,63 +499,14 @@ class OperationQueue:
         """Fail what is in flight, end the background threads, release the transports."""
         for lane in list(self.lanes):
             lane.close()
-        self.progress.stop()
-        self._fail(self._error())
-        if self.progress.may_drive(_CLOSE_LIMIT_S):
-            self.progress.release()
+        self._end()
 
     def _put_away(self) -> None:
-        """The last driver lets go of what the queue holds."""
-        self._transports.close()
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
         self.bound.clear()
         self.agreement.close()
 
     def _error(self) -> HorovodInternalError:
         return HorovodInternalError(self._retired or self.status.reason)
-
-
-class TransportCache:
-    """The transports of a queue, one for each choice of devices. `make(devices)` is called by every member at the same
-    point of the agreed order."""
-
-    def __init__(self, make: Callable[[str], Transport], status: WorldStatus) -> None:
-        self._make = make
-        self._status = status
-        self._made: dict[str, Transport] = {}
-
-    def get(self, devices: str) -> Transport:
-        """The one for these devices (see `Batch`), made when first needed."""
-        found = self._made.get(devices)
-        if found is None:
-            found = self._made[devices] = self._make(devices)
-        return found
-
-    def made(self, devices: str) -> Transport | None:
-        """The same, if there is one already."""
-        return self._made.get(devices)
-
-    def settle(self) -> None:
-        """Wait until the GPU has done what this rank has its part in: other members may need that part."""
-        until = time.monotonic() + _SETTLE_LIMIT_S
-
-        def check_alive() -> None:
-            if self._status.broken or time.monotonic() > until:
-                raise self._status.error()
-
-        for transport in self._on_gpus():
-            with suppress(HorovodInternalError):
-                transport.settle(check_alive)
-
-    def give_up(self) -> None:
-        """The world is broken: what waits on a GPU need not go on."""
-        for transport in self._on_gpus():
-            transport.give_up()
-
-    def _on_gpus(self) -> list[CudaTransport]:
-        return [transport for transport in [*self._made.values()] if isinstance(transport, CudaTransport)]
-
-    def close(self) -> None:
-        """Release what they hold."""
-        for transport in self._made.values():
-            transport.close()
-        self._made.clear()

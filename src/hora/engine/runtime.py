@@ -46,6 +46,7 @@ class Runtime:
         self.config = config
         self.num_joins = 0
         self.pid = os.getpid()
+        self.is_current = True  # `process` has no other, and this process started it
         self.recorder = Recorder(world.rank)
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake_queues)
         self.process_sets = ProcessSets(world, config, self.status, self.recorder)
@@ -202,7 +203,7 @@ class Runtime:
         if torch.cuda.is_initialized():
             for queue in queues:  # another thread, for which another GPU is the current one, may drive it
                 queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
-        lanes = [lane for queue in queues for lane in queue.lanes]
+        lanes = [lane for queue in queues for lane in queue.lanes if isinstance(lane, Lane)]
         for lane in lanes:
             lane.leave()
         for lane in lanes:

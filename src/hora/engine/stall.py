@@ -1,15 +1,14 @@
 """The stall report: which ranks keep which tensors waiting.
 
 The first member of each process set reports on what was announced. It warns once per warning interval and, if the user
-has set a limit, ends the job. `StallInspector` decides, from the pending requests and the time alone; `StallWatch`
-tells.
+has set a limit, ends the job.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hora.config import EngineConfig
@@ -19,7 +18,7 @@ from hora.engine.request import Key, full_names
 from hora.engine.status import WorldStatus
 from hora.telemetry.meters import meter
 
-__all__ = ["StallInspector", "StallLimits", "StallReport", "StallWatch"]
+__all__ = ["StallLimits", "StallWatch", "stall_text"]
 
 log = logging.getLogger("hora")
 
@@ -40,70 +39,28 @@ class StallLimits:
         return cls(0.0 if config.stall_check_disable else config.stall_warning_s, shutdown_s)
 
 
-@dataclass(frozen=True)
-class StallReport:
-    """One warning; `shutdown` when the job has to end because of it. `ranks` are the missing ones."""
-
-    text: str
-    ranks: tuple[int, ...]
-    shutdown: bool
-
-
-class StallInspector:
-    """Decides when pending requests are worth a warning. `ranks`: the members' global ranks."""
-
-    def __init__(self, ranks: Sequence[int], limits: StallLimits) -> None:
-        self._ranks = tuple(ranks)
-        self.warning_s, self.shutdown_s = limits.warning_s, limits.shutdown_s
-        self._next = 0.0
-
-    def due(self, now: float) -> bool:
-        """Return whether it is time to look; at most twice per warning interval, and not more than four times a
-        second.
-        """
-        if now < self._next:
-            return False
-        self._next = now + max(min(self.warning_s, self.shutdown_s or self.warning_s) / 2, 0.25)
-        return True
-
-    def inspect(self, pending: Iterable[Pending], joined: frozenset[int], now: float) -> StallReport | None:
-        """A report on what has waited longer than the warning time, or None."""
-        late = [entry for entry in pending if now - entry.first_seen > self.warning_s]
-        if not late:
-            return None
-        doomed = [entry for entry in late if self.shutdown_s and now - entry.first_seen > self.shutdown_s]
-        self._next = now + self.warning_s if not self.shutdown_s else self._next
-        missing: dict[int, list[str]] = {}
-        guilty: set[int] = set()
-        for entry in late:
-            names = full_names(*entry.key, len(entry.any_signature().dtypes))
-            for member in entry.missing():
-                if member not in joined:
-                    missing.setdefault(self._ranks[member], []).extend(names)
-                    if entry in doomed:
-                        guilty.add(self._ranks[member])
-        lines = [
-            f"Some ranks have not submitted tensors for which others have waited more than {self.warning_s:g} s. "
-            "Either the ranks run different code, or these ranks are slow or stuck.",
-            "Missing ranks:",
-        ]
-        for rank in sorted(missing):
-            shown = missing[rank][:_MAX_NAMES] + (["..."] if len(missing[rank]) > _MAX_NAMES else [])
-            lines.append(f"{rank}{'!' if rank in guilty else ''}: [{', '.join(shown)}]")
-        return StallReport("\n".join(lines), tuple(sorted(guilty or missing)), bool(doomed))
+def stall_text(warning_s: float, missing: Mapping[str, Sequence[str]]) -> str:
+    """Return the warning: which ranks have not submitted which tensors."""
+    lines = [
+        f"Some ranks have not submitted tensors for which others have waited more than {warning_s:g} s. "
+        "Either the ranks run different code, or these ranks are slow or stuck.",
+        "Missing ranks:",
+    ]
+    for rank, names in missing.items():
+        lines.append(f"{rank}: [{', '.join([*names[:_MAX_NAMES], *(['...'] if len(names) > _MAX_NAMES else [])])}]")
+    return "\n".join(lines)
 
 
 class StallWatch:
-    """Of the member number `member` of these ranks. Between `begin` and `end` a batch is executed."""
+    """Of the member number `member` of these ranks, with limits if it reports. Between `begin` and `end` a batch is
+    executed."""
 
-    def __init__(
-        self, inspector: StallInspector | None, ranks: Sequence[int], member: int, status: WorldStatus
-    ) -> None:
-        self.inspects = inspector is not None
-        self._inspector = inspector
-        self._ranks = ranks
+    def __init__(self, limits: StallLimits | None, ranks: Sequence[int], member: int, status: WorldStatus) -> None:
+        self.limits = limits
+        self._ranks = tuple(ranks)
         self._member = member
         self._status = status
+        self._next = 0.0  # when to look at what is pending
         self._since = 0.0
         self._what = ""
         self._waiting_since: dict[Key, float] = {}  # since when members wait for repeated calls
@@ -117,20 +74,37 @@ class StallWatch:
         lasted_s, self._since = time.monotonic() - self._since, 0.0
         return lasted_s
 
-    def check_pending(self, planner: Planner, agreement: Agreement | None = None) -> None:
-        """Look at what some members have announced and others have not, and with an agreement at what members wait for
-        in repeated calls."""
-        inspector = self._inspector
-        if inspector is None or not inspector.due(planner.now):
+    def check_pending(self, planner: Planner, agreement: Agreement) -> None:
+        """Look at what some members have announced, or wait for in repeated calls, and others have not; at most twice
+        per warning interval, and not more than four times a second."""
+        limits, now = self.limits, planner.now
+        if limits is None or now < self._next:
             return
-        repeated = [] if agreement is None else self._repeated_calls(agreement, planner.now)
-        report = inspector.inspect([*planner.pending(), *repeated], planner.joined, planner.now)
-        if report is None:
-            return
-        log.log(logging.ERROR if report.shutdown else logging.WARNING, "%s", report.text)
-        meter.stalled(report.ranks)
-        if report.shutdown:
-            self._status.stalled(report.ranks, f"stalled for more than {inspector.shutdown_s:g} s")
+        self._next = now + max(min(limits.warning_s, limits.shutdown_s or limits.warning_s) / 2, 0.25)
+        pending = [*planner.pending(), *self._repeated_calls(agreement, now)]
+        late = [entry for entry in pending if now - entry.first_seen > limits.warning_s]
+        if late:
+            self._report(late, planner.joined, now, limits)
+
+    def _report(self, late: Sequence[Pending], joined: frozenset[int], now: float, limits: StallLimits) -> None:
+        doomed = [entry for entry in late if limits.shutdown_s and now - entry.first_seen > limits.shutdown_s]
+        if not limits.shutdown_s:
+            self._next = now + limits.warning_s
+        missing: dict[int, list[str]] = {}
+        guilty: set[int] = set()
+        for entry in late:
+            names = full_names(*entry.key, len(entry.any_signature().dtypes))
+            for member in entry.missing():
+                if member not in joined:
+                    missing.setdefault(self._ranks[member], []).extend(names)
+                    if entry in doomed:
+                        guilty.add(self._ranks[member])
+        named = {f"{rank}{'!' if rank in guilty else ''}": missing[rank] for rank in sorted(missing)}
+        ranks = tuple(sorted(guilty or missing))
+        log.log(logging.ERROR if doomed else logging.WARNING, "%s", stall_text(limits.warning_s, named))
+        meter.stalled(ranks)
+        if doomed:
+            self._status.stalled(ranks, f"stalled for more than {limits.shutdown_s:g} s")
 
     def _repeated_calls(self, agreement: Agreement, now: float) -> list[Pending]:
         """Return the repeated calls that members wait in without having announced them."""
@@ -146,15 +120,15 @@ class StallWatch:
 
     def check_execution(self) -> None:
         """Look at a batch that has begun and does not end: a member has been stopped inside it. Any thread."""
-        since, inspector = self._since, self._inspector
-        if inspector is None or not since:
+        since, limits = self._since, self.limits
+        if limits is None or not since:
             return
         waited_s = time.monotonic() - since
-        if inspector.shutdown_s and waited_s > inspector.shutdown_s:
+        if limits.shutdown_s and waited_s > limits.shutdown_s:
             others = [rank for member, rank in enumerate(self._ranks) if member != self._member]
-            text = f"(one of them) kept {self._what} waiting for more than {inspector.shutdown_s:g} s"
+            text = f"(one of them) kept {self._what} waiting for more than {limits.shutdown_s:g} s"
             self._status.stalled(others, text)
-        elif waited_s > inspector.warning_s * (self._num_warnings + 1):
+        elif waited_s > limits.warning_s * (self._num_warnings + 1):
             self._num_warnings += 1
             what = f"{list(self._ranks)} have been in {self._what} for {waited_s:.0f} s"
             log.warning("the ranks %s; one of them is slow or stopped", what)

@@ -29,17 +29,9 @@ class WorldStatus:
         self._wake = wake
         self._lock = threading.RLock()  # a signal's handler may shut down in the middle of it
         self.is_open = True  # neither broken nor closing
-        self._fault = ""
-        self._closing = ""
+        self.broken = self.closing = False
+        self._fault = self._closing = ""  # why
         self._closing_since = 0.0
-
-    @property
-    def closing(self) -> bool:
-        return bool(self._closing)
-
-    @property
-    def broken(self) -> bool:
-        return bool(self._fault)
 
     @property
     def reason(self) -> str:
@@ -48,11 +40,11 @@ class WorldStatus:
     def close(self, text: str) -> None:
         """This rank, or another one, shuts down."""
         with self._lock:
-            if self._closing:
+            if self.closing:
                 return
             self._closing_since = time.monotonic()
             self._closing = text
-            self.is_open = False
+            self.closing, self.is_open = True, False
         self._wake()
 
     def fault(self, text: str, *, tell: bool = False) -> None:
@@ -61,9 +53,9 @@ class WorldStatus:
         The first reason is what users see.
         """
         with self._lock:
-            if not self._fault and not self._closing:
+            if self.is_open:
                 self._fault = text
-                self.is_open = False
+                self.broken, self.is_open = True, False
         if tell:
             self._tell(text)
         self._wake()
@@ -93,5 +85,5 @@ class WorldStatus:
 
     def check_alive(self) -> None:
         """Raise when it has become pointless to wait for a peer."""
-        if self._fault or (self._closing and time.monotonic() - self._closing_since > _GRACE_S):
+        if self.broken or (self.closing and time.monotonic() - self._closing_since > _GRACE_S):
             raise self.error()

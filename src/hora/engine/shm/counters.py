@@ -21,10 +21,10 @@ from hora.engine.shm.native import Group, library, new_patience
 __all__ = ["MEMBER_BYTES", "OPEN", "Counters"]
 
 MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps members apart
-OPEN = (
-    2**63 - 1
-)  # nobody waits for a member with this number; its low half, which a sleeper watches, is no other number's
+# Nobody waits for a member with this number; its low half, which a sleeper watches, is no other number's.
+OPEN = 2**63 - 1
 _SLEEPS_AT = 120  # SLEEPS_AT of native.c
+_ONE_HAS_JOINED = 2  # of all_have of native.c
 _SLICE_NS = int(SLICE_S * 1e9)
 
 
@@ -53,6 +53,20 @@ class Counters:
         self.own.store(value)
         self.own.wake_any(self._asleep)
 
+    def meet(self, value: int, check_alive: Callable[[], None], *, limit_s: float, what: str) -> bool:
+        """Publish `value`, and return when all members have come as far: whether one of them has joined (OPEN).
+
+        `check_alive` raises when that has become pointless.
+        """
+        if self._native is None:
+            self.publish(value)
+            self.wait(value, check_alive, limit_s=limit_s, what=what)
+            return OPEN in [counter.value for counter in self.counters]
+        begin = 0.0
+        while not (found := self._native.meet(self._group_at, value, self._late_at, _SLICE_NS)):
+            begin = self._look_up(begin, value, check_alive, limit_s, what)
+        return bool(found == _ONE_HAS_JOINED)
+
     def missing(self, value: int) -> list[int]:
         """The members that have not published this number."""
         return [peer for peer, counter in self._peers if counter.value < value]
@@ -64,12 +78,16 @@ class Counters:
         """
         begin = 0.0
         while not (self._look(value) if self._native is None else self._look_natively(value)):
-            check_alive()
-            now = time.monotonic()
-            begin = begin or now
-            if now - begin > limit_s:
-                late = ", ".join(map(str, self.missing(value)))
-                raise TimeoutError(f"waited {limit_s:g} s for member {late} in {what}")
+            begin = self._look_up(begin, value, check_alive, limit_s, what)
+
+    def _look_up(self, begin: float, value: int, check_alive: Callable[[], None], limit_s: float, what: str) -> float:
+        """While this member waits, since `begin` if that is known."""
+        check_alive()
+        now = time.monotonic()
+        if begin and now - begin > limit_s:
+            late = ", ".join(map(str, self.missing(value)))
+            raise TimeoutError(f"waited {limit_s:g} s for member {late} in {what}")
+        return begin or now
 
     def _look_natively(self, value: int) -> bool:
         assert self._native is not None

@@ -41,7 +41,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 12  # VERSION of native.c
+_VERSION = 13  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -235,8 +235,8 @@ class Library:
         )
         self._everywhere.restype = None
         # 1: all members have come, 2: and one has joined, 0: one has not come yet.
-        self.wait = long.hora_wait
-        self.wait.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_long)
+        self.wait, self.meet = long.hora_wait, long.hora_meet
+        self.wait.argtypes = self.meet.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_long)
         # -1: the members want different things, 0: a member has not come yet, 1: done, 2: agreed, and under way. The
         # short one keeps the GIL.
         self.repeated, self.short_repeated = long.hora_repeated, short.hora_repeated

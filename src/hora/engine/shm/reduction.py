@@ -88,7 +88,7 @@ class SharedMemoryReduction(PersistentReduction):
         return self.lane.turn(self._index, len(self.places))
 
     def execute_direct(self, number: int, absent: Sequence[int]) -> bool:
-        turn = self.lane.turn_of(number, len(self.places))
+        turn = self.lane.turn_of(number, len(self.places)) if len(self.places) > 1 else 0
         if absent:
             self._reduce_without(absent, number, turn)
             return True

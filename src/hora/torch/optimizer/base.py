@@ -180,7 +180,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _begin_backward(self) -> None:
         """The first gradient since the last step, or since one that was reduced and left out."""
-        if engine.current_runtime() is not self._runtime:
+        if not self._runtime.is_current:
             self._start_over()
         if self._step.reduced:
             self._tell_step_ended()
@@ -247,11 +247,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Reduce whatever has not been reduced yet and wait; afterwards `.grad` holds the reduced gradients."""
         if self._active:
-            if engine.current_runtime() is not self._runtime:
+            if not self._runtime.is_current:
                 self._start_over()
             self._finish_reduction()
             self._reducer = self._bucket_order.next_reducer(self._reducer, self._last_arrivals)
-            self._take_in_thawed()
+            if self._frozen:
+                self._take_in_thawed()
             if self._watcher is not None:
                 self._await_devices()
         self._step = StepState(reduced="whole", synchronized=True)
@@ -261,10 +262,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         step, reducer = self._step, self._reducer
         if step.backward_began:
             meter.backward_s += time.perf_counter() - step.backward_began
-        held_back, step.held_back = step.held_back, []
-        self._check_finite(held_back)
-        for parameter in held_back:
-            self._hand_over(parameter)
+        if step.held_back:
+            held_back, step.held_back = step.held_back, []
+            self._check_finite(held_back)
+            for parameter in held_back:
+                self._hand_over(parameter)
         if len(step.arrived) < len(self._hooked):
             reducer.note_missing()
             for parameter in self._hooked:
@@ -282,7 +284,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _take_in_thawed(self) -> None:
         """Reduce the gradients of thawed parameters, this time without hooks, from the next step on with them."""
-        thawed = self._thawed() if self._frozen else []
+        thawed = self._thawed()
         if thawed:
             late = PerParameterReducer(self._options, self._parameter_names, thawed)
             for parameter in thawed:
@@ -318,7 +320,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             result = self._base_step(closure)
         finally:
             self._step = StepState()
-        self._tell_step_ended()
+        if self._watcher is not None:
+            self._tell_step_ended()
         if self._active and self._runtime.config.plan:
             self._planner.step_done(self._hooked)
         return result
@@ -385,7 +388,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return self._step.backward_began > 0.0 and not self._world_changed()
 
     def _world_changed(self) -> bool:
-        return engine.is_initialized() and engine.current_runtime() is not self._runtime
+        return engine.is_initialized() and not self._runtime.is_current
 
     def _make_whole(self) -> None:
         """Have the reduced gradients in `.grad` now; the next `step` will neither reduce again nor warn."""

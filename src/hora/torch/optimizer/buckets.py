@@ -83,7 +83,7 @@ class Bucket:
         self.num_ready = 0
         self._scale = scale
         self._casts = spec.dtype is not spec.parameters[0].dtype
-        self._converts = self._casts  # or a gradient is sparse: `.grad` is not where its result is
+        self.converts = self._casts  # or a gradient is sparse: `.grad` is not where its result is
         self._views = _views_of(flat, spec)
         # Where gradients are put: into the buffer itself, or where a direct reduction wants them in this turn.
         self.places = [(flat, self._views)]
@@ -118,7 +118,7 @@ class Bucket:
                 parameter.grad = torch.zeros_like(parameter) if self._casts else self._views[index]
                 continue
             if gradient.is_sparse:  # and stays so until `give_back`
-                self._converts = True
+                self.converts = True
                 torch.mul(gradient.detach().to_dense(), self._scale, out=place)
                 continue
             if gradient is not place:
@@ -155,9 +155,7 @@ class Bucket:
                 torch.sub(gradient, places[index], out=residuals[index]).nan_to_num_(0.0, 0.0, 0.0)
 
     def give_back(self) -> None:
-        """Copy results to gradients that are not where the results are."""
-        if not self._converts:
-            return
+        """Copy results to gradients that are not where the results are, if it converts."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is None:
@@ -384,7 +382,8 @@ class Buckets:
         if len(self._told) == 1:
             self._told[0] = answer  # reduced in place
         for bucket in self._buckets:
-            bucket.give_back()
+            if bucket.converts:
+                bucket.give_back()
 
     def _tell(self, value: float) -> None:
         """Put the control element beside the gradients, unless it is there. Other turns' places may still be read."""
