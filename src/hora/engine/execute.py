@@ -139,12 +139,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))  # also for one element, whose stride may be anything
 
 
-def _of(part: Part, member: int) -> Signature:
-    signature = part.signatures[member]
-    assert signature is not None, part.key
-    return signature
-
-
 def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
     signature = batch.signature
     inputs: list[torch.Tensor] = []
@@ -156,16 +150,12 @@ def _allreduce(batch: Batch, requests: Requests, transport: Transport) -> None:
         if reduce.code.endswith("+"):
             residuals.append(_residual(part, request))
         if request is None:
-            placeholder = _placeholder(part, signature)
-            inputs.append(placeholder)
-            outputs.append(placeholder)
+            inputs.append(_placeholder(part, signature))
+            outputs.append(inputs[-1])
             continue
-        source = request.tensors[part.index]
-        assert request.outputs is not None
-        out = request.outputs[part.index]
-        whole = flat(source)
-        inputs.append(whole)
-        outputs.append(whole if out is source else flat(out))
+        source, out = request.tensors[part.index], (request.outputs or request.tensors)[part.index]
+        inputs.append(flat(source))
+        outputs.append(inputs[-1] if out is source else flat(out))
     scaled = reduce.prescale != 1.0 and reduce.op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
     if scaled and len(requests) < len({part.key for part in batch.parts}):
         # A placeholder that is not 0 must stay what it is: what this rank really contributes is scaled here instead.
@@ -237,8 +227,8 @@ def _alltoall(batch: Batch, requests: Requests, transport: Transport, member: in
     request = requests[part.key]
     source = request.tensors[0]
     row = prod(source.shape[1:])
-    send = _of(part, member).extra
-    receive = [_of(part, peer).extra[member] for peer in range(len(part.signatures))]
+    send = request.signature.extra
+    receive = [signature.extra[member] for signature in part.signatures if signature is not None]
     output = source.new_empty((sum(receive), *source.shape[1:]))
     transport.alltoall(flat(source), flat(output), [rows * row for rows in send], [rows * row for rows in receive])
     request.outputs = [output, torch.tensor(receive, dtype=torch.int32, device="cpu")]
@@ -260,6 +250,5 @@ def _reducescatter(batch: Batch, requests: Requests, transport: Transport, membe
 
 
 def _keep(request: Request, index: int, output: torch.Tensor) -> None:
-    if request.outputs is None:
-        request.outputs = [output] * len(request.tensors)
+    request.outputs = request.outputs or [output] * len(request.tensors)
     request.outputs[index] = output

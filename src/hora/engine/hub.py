@@ -266,7 +266,9 @@ class Hub:
         self._noted.add(("leaving", self.rank))
         if not self._ending:
             self._ending = True
-            self._spread({"t": "news", "kind": "leaving", "rank": self.rank, "text": why}, _packed(rounds))
+            self._spread(
+                {"t": "news", "kind": "leaving", "rank": self.rank, "text": why}, json.dumps(dict(rounds)).encode()
+            )
         for link in list(self._links.values()):
             link.send({"t": "bye"})
         self._said_bye = True
@@ -331,11 +333,11 @@ class Hub:
         self._events.fault(f"the hub of rank {self.rank} failed: {error!r}; Horovod has been shut down")
 
     def _plan_tick(self) -> None:
-        self._server.call_at(time.monotonic() + _TICK_S, self._tick)
+        def tick() -> None:
+            self._plan_tick()
+            self._events.tick()
 
-    def _tick(self) -> None:
-        self._plan_tick()
-        self._events.tick()
+        self._server.call_at(time.monotonic() + _TICK_S, tick)
 
     def _on_message(self, peer: Peer, header: Header, payload: bytes) -> None:
         kind, rank = header.get("t"), peer.number
@@ -355,12 +357,11 @@ class Hub:
             self._gathered(str(header["what"]), payload)
         elif kind == "bye":
             self._goodbye(rank)
+        elif kind == "gone" and rank == self._parent:
+            self._end_goodbyes()
         elif kind == "gone":
-            if rank == self._parent:
-                self._end_goodbyes()
-            else:
-                self._gone.add(rank)
-                self._pass_goodbyes_on()
+            self._gone.add(rank)
+            self._pass_goodbyes_on()
 
     # Links.
 
@@ -505,7 +506,8 @@ class Hub:
         self._goodbye(rank)
         if kind == "leaving":
             self._ending = True
-            self._events.leaving(rank, str(header["text"]), _unpacked(payload))
+            rounds = {int(serial): int(number) for serial, number in json.loads(payload).items()}
+            self._events.leaving(rank, str(header["text"]), rounds)
         else:
             self._events.lost(rank)
 
@@ -590,11 +592,3 @@ def cut_parts(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
         pieces.append((rank, payload[at : at + length]))
         at += length
     return pieces
-
-
-def _packed(rounds: Rounds) -> bytes:
-    return json.dumps(dict(rounds)).encode()
-
-
-def _unpacked(payload: bytes) -> dict[int, int]:
-    return {int(serial): int(number) for serial, number in json.loads(payload).items()}

@@ -177,7 +177,14 @@ def _published_port(point: MeetingPoint, table: Table | None, limit_s: float) ->
 
     It is no secret: whoever writes another port there has the ranks connect to a server that cannot prove itself.
     """
-    store = _own_keys(point, _tcp_store(point, limit_s))
+    try:
+        timeout = timedelta(seconds=limit_s)
+        opened = TCPStore(point.address, point.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except (RuntimeError, dist.DistError) as error:
+        raise HorovodInternalError(
+            f"cannot reach the meeting place at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
+        ) from error
+    store = PrefixStore(f"hora/{point.job}", opened)
     try:
         if table is not None:
             store.set("table", str(table.port))
@@ -202,18 +209,4 @@ def _listening(world: World) -> Iterator[tuple[str, int]]:
     except OSError as error:
         raise HorovodInternalError(
             f"rank 0 cannot listen at {where[0]}:{where[1]} ({error.strerror}): set MASTER_PORT to a free port"
-        ) from error
-
-
-def _own_keys(point: MeetingPoint, store: Store) -> Store:
-    return PrefixStore(f"hora/{point.job}", store)
-
-
-def _tcp_store(point: MeetingPoint, limit_s: float) -> Store:
-    try:
-        timeout = timedelta(seconds=limit_s)
-        return TCPStore(point.address, point.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except (RuntimeError, dist.DistError) as error:
-        raise HorovodInternalError(
-            f"cannot reach the meeting place at {point.endpoint} (MASTER_ADDR, MASTER_PORT): {error}"
         ) from error

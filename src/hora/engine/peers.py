@@ -17,7 +17,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from hora.config import EngineConfig
 from hora.engine.hub import Hub, HubEvents
@@ -45,48 +46,26 @@ log = logging.getLogger("hora")
 _PROBE_LIMIT_S = 10.0
 
 
-@dataclass(frozen=True)
-class _CommonSettings:
-    """Settings that must be equal on all ranks: rank 0's are used by all. Names are those of `EngineConfig`."""
-
-    fusion_threshold_bytes: int
-    disable_group_fusion: bool
-    transport: str
-    encrypt: str
-    cuda_ipc: bool
-    autotune: bool
-    autotune_warmup_samples: int
-    autotune_steps_per_sample: int
-    autotune_max_samples: int
+# Settings that must be equal on all ranks: rank 0's are used by all.
+_COMMON = (
+    *("fusion_threshold_bytes", "disable_group_fusion", "transport", "encrypt", "cuda_ipc", "autotune"),
+    *("autotune_warmup_samples", "autotune_steps_per_sample", "autotune_max_samples"),
+)
 
 
-@dataclass(frozen=True)
-class _Introduction:
+class _Introduction(NamedTuple):
     """A rank's introduction to the others when they meet."""
 
     rank: int
     speaker: int  # the first rank of its host
-    place: tuple[str, int] | None  # where its hub listens, in worlds that need a network
+    place: Sequence[Any]  # where its hub listens, address and port; empty in worlds that need no network
     pid: int
     hostname: str
     process_sets: list[list[int]]
     encrypt: str
     has_native: bool
     encrypts_natively: bool
-    settings: _CommonSettings | None  # rank 0's
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> _Introduction:
-        values = json.loads(data)
-        place, settings = values.pop("place"), values.pop("settings")
-        return cls(
-            **values,
-            place=None if place is None else tuple(place),
-            settings=None if settings is None else _CommonSettings(**settings),
-        )
+    settings: dict[str, Any]  # rank 0's: the common ones
 
 
 class Peers:
@@ -122,7 +101,6 @@ class Peers:
         self._near = {rank: name.decode() for rank, name in host.members.items()}
         with self.peers_may_go():
             place = self._join_hub(host)
-            common = _CommonSettings(*(getattr(self.config, field.name) for field in fields(_CommonSettings)))
             mine = _Introduction(
                 world.rank,
                 next(iter(self._near)),
@@ -133,22 +111,19 @@ class Peers:
                 self.config.encrypt,
                 (compiled := library()) is not None and compiled.has_float16,
                 usable(),
-                common if world.rank == 0 else None,
+                {} if world.rank else {name: getattr(self.config, name) for name in _COMMON},
             )
-            self._introductions = [_Introduction.decode(data) for data in self.gather("introduction", mine.encode())]
+            gathered = self.gather("introduction", json.dumps(mine).encode())
+            self._introductions = [_Introduction(*json.loads(data)) for data in gathered]
         self.hosts = _grouped([peer.speaker for peer in self._introductions])
         self.hub.know(Tree(self.hosts), self.where)
         self._check_agreement_on_sets()
         self._check_encryption()
-        settings = self._introductions[0].settings
-        assert settings is not None
-        self.config = replace(self.config, **asdict(settings))
-        if (
-            len(self.hosts) == 1 and not self._may_share
-        ):  # by rank 0's settings the ranks of one host need a network, too
+        self.config = replace(self.config, **self._introductions[0].settings)
+        if len(self.hosts) == 1 and not self._may_share:  # by rank 0's settings ranks of one host need a network, too
             places = self.gather("place", json.dumps(self._listen()).encode())
             pairs = zip(self._introductions, places, strict=True)
-            self._introductions = [replace(peer, place=tuple(json.loads(place))) for peer, place in pairs]
+            self._introductions = [peer._replace(place=json.loads(place)) for peer, place in pairs]
         return self._introductions[0].process_sets
 
     @property
@@ -163,9 +138,12 @@ class Peers:
 
     def where(self, rank: int) -> Where:
         """Return the address of this rank's hub."""
-        place = self._near.get(rank) or self._introductions[rank].place
-        assert place is not None, rank
-        return place
+        return self._near.get(rank) or self._far(rank)
+
+    def _far(self, rank: int) -> tuple[str, int]:
+        """The same for ranks of other hosts."""
+        address, port = self._introductions[rank].place
+        return address, port
 
     def set_tree(self, ranks: Sequence[int]) -> Tree:
         """The tree of the members of a set, with the link of this rank to its parent there."""
@@ -236,12 +214,12 @@ class Peers:
         limit_s = self.config.init_timeout_s
         return self._meeting.gather(key, group, value, rank=world.rank, size=world.size, limit_s=limit_s)
 
-    def _join_hub(self, host: Group) -> tuple[str, int] | None:
+    def _join_hub(self, host: Group) -> Sequence[Any]:
         """Take this rank's place in the tree; returns where it listens for ranks of other hosts."""
         rank, limit_s = self._world.rank, self.config.init_timeout_s
         speaker, *others = self._near
         parent: tuple[int, Where] | None = None if rank == speaker else (speaker, self._near[speaker])
-        place = None
+        place: Sequence[Any] = ()
         if host.num_groups > 1:
             place = self._listen()
             above = self._meet("place", str(speaker), json.dumps(place).encode()).above
@@ -332,9 +310,8 @@ class Peers:
         try:
             for rank in ranks:
                 if rank != me:
-                    place = self._introductions[rank].place
-                    assert place is not None, rank
-                    outgoing[rank] = self._protected(self.hub.open_stream(rank, place, key, limit_s=limit_s), rank)
+                    opened = self.hub.open_stream(rank, self._far(rank), key, limit_s=limit_s)
+                    outgoing[rank] = self._protected(opened, rank)
             for rank in ranks:
                 if rank != me:
                     incoming[rank] = self._protected(self.hub.take_stream(key, rank, limit_s=limit_s), rank)
@@ -351,13 +328,10 @@ class Peers:
     def _protected(self, stream: Stream, rank: int) -> Stream:
         """The stream to or from this rank: in clear where the user has it so, and as it is between processes of one
         host. Both ends come to the same decision."""
-        wish = self.config.encrypt
-        if wish == "always":
-            return stream
-        if self.near([rank]):
+        wish, records = self.config.encrypt, stream.records
+        if wish != "always" and self.near([rank]):
             return Stream(stream.sock)
-        assert stream.records is not None
-        return Stream(stream.sock, stream.records.in_clear()) if wish == "never" else stream
+        return Stream(stream.sock, records.in_clear()) if wish == "never" and records is not None else stream
 
     def topology(self, label: str, device: str, ranks: Sequence[int], check_alive: Callable[[], None]) -> Topology:
         """Return the topology of these ranks for a transport. `label` names their set for good."""

@@ -87,7 +87,7 @@ class Planner:
         self._num_members = len(self.ranks)
         self._positions = [0] * self._num_members
         self._pending: dict[Key, Pending] = {}
-        self._fusion: dict[int, tuple[Signature, list[tuple[object, int]]]] = {}
+        self._fusion: dict[int, tuple[Signature, Sequence[tuple[object, int]]]] = {}
         self._agreed: list[Agreed] = []  # in this round, without having been pending
         self._ready: list[Pending] = []
         self._joined: set[int] = set()
@@ -114,7 +114,7 @@ class Planner:
             return
         key = signature.key(instance)
         if signature.name is None:
-            self._note_number(signature.operation, instance)
+            self.note_number(signature.operation, instance)
         entry = self._pending.get(key)
         if entry is None:
             entry = self._pending[key] = Pending(key, self._num_members, self.now)
@@ -137,7 +137,7 @@ class Planner:
         assert not self._joined, (signature, self._joined)
         key = signature.key(instance)
         if signature.name is None:
-            self._note_number(signature.operation, instance)
+            self.note_number(signature.operation, instance)
         assert key not in self._pending, key
         self._agreed.append((key, (signature,) * self._num_members, signature))
         if self.on_arrival is not None:
@@ -148,11 +148,6 @@ class Planner:
     def idle(self) -> bool:
         """Return whether nothing is pending, no member has joined and no timeline is written."""
         return not self._pending and not self._joined and self.on_arrival is None
-
-    def note_lone(self, signature: Signature, instance: int) -> None:
-        """A request was agreed on without a round."""
-        if signature.name is None:
-            self._note_number(signature.operation, instance)
 
     def close_round(self) -> list[Batch]:
         """The batches that the announcements fed so far allow, in the order in which every member executes them."""
@@ -170,7 +165,8 @@ class Planner:
         self._joined_this_round.clear()
         return batches
 
-    def _note_number(self, operation: str, instance: int) -> None:
+    def note_number(self, operation: str, instance: int) -> None:
+        """A request without a name and with this running number was announced, or agreed on without a round."""
         ahead = (instance - self.unnamed.get(operation, 0)) % NUM_INSTANCES
         if ahead < NUM_INSTANCES // 2:  # else it is an earlier one, of a member that is behind
             self.unnamed[operation] = (instance + 1) % NUM_INSTANCES
@@ -234,7 +230,7 @@ class Planner:
             batch.parts.append(Part(request, index, signatures))
             batch.num_bytes += num_bytes
 
-    def _fusion_of(self, signature: Signature) -> list[tuple[object, int]]:
+    def _fusion_of(self, signature: Signature) -> Sequence[tuple[object, int]]:
         """For each tensor: what another one must share to be fused with it, and its size."""
         known = self._fusion.get(id(signature))
         if known is None:
@@ -242,10 +238,8 @@ class Planner:
                 self._fusion.clear()
             s = signature
             shared = (s.kind, s.op, s.prescale, s.postscale, s.root, s.device_type, s.code)
-            tensors = zip(signature.dtypes, signature.shapes, strict=True)
-            sizes: list[tuple[object, int]] = [
-                ((shared, dtype), ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in tensors
-            ]
+            tensors = zip(s.dtypes, s.shapes, strict=True)
+            sizes = [((shared, dtype), ITEM_BYTES[dtype] * prod(shape)) for dtype, shape in tensors]
             known = self._fusion[id(signature)] = (signature, sizes)  # the signature itself keeps its id from reuse
         return known[1]
 
@@ -312,14 +306,11 @@ def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
     if a.code != b.code:
         return "Mismatched compression", a.code or "none", b.code or "none"
     if a.bound != b.bound:
-        return f"Mismatched {kind.name} memory", _memory(a), _memory(b)
+        memory = {True: "shared memory", False: "a tensor of its own"}
+        return f"Mismatched {kind.name} memory", memory[a.bound], memory[b.bound]
     if not gathers and a.extra != b.extra:
         return f"Mismatched {kind.name} arguments", str(list(a.extra)), str(list(b.extra))
     return None
-
-
-def _memory(signature: Signature) -> str:
-    return "shared memory" if signature.bound else "a tensor of its own"
 
 
 def _listed(values: Sequence[str]) -> str:

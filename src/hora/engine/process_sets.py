@@ -1,7 +1,7 @@
 """The process sets of a world: which exist, and the queue of each one that this rank is a member of.
 
 All ranks register and remove sets in the same order, so that numbers and labels agree. `add`, `remove` and
-`share_segment` are requests like any other: the members agree on them, and `_execute` does what they ask. What members
+`shared_memory` are requests like any other: the members agree on them, and `_execute` does what they ask. What members
 of other hosts say of a set may come before this rank has registered it; it is kept until then.
 """
 
@@ -27,7 +27,7 @@ from hora.engine.recorder import Recorder
 from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
 from hora.engine.request import Key, Kind, Request, Signature
 from hora.engine.shm.native import library
-from hora.engine.shm.segment import Segment
+from hora.engine.shm.segment import Segment, SharedMemory
 from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
 from hora.engine.transport.base import AliveCheck, Transport
@@ -108,9 +108,7 @@ class ProcessSets:
         number = next((number for number, known in self._sets.items() if known == wanted), None)
         if number is not None:
             raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
-        answer = self._request(0, Kind.ADD_PROCESS_SET, *wanted).answer
-        assert isinstance(answer, int), answer
-        return answer
+        return int(self._request(0, Kind.ADD_PROCESS_SET, *wanted).answer)
 
     def of_this_host(self) -> int:
         """The number of the set of this host's ranks; the sets of all hosts are registered unless they are
@@ -131,27 +129,27 @@ class ProcessSets:
         self._request(0, Kind.REMOVE_PROCESS_SET, number)
         return True
 
-    def share_segment(self, number: int, num_bytes: int) -> Segment | None:
+    def shared_memory(self, number: int, num_bytes: int) -> SharedMemory | None:
         """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
         queue, peers = self.queue(number), self.peers
         if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
             return None
-        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, False).answer
-        return None if answer is None else _segment(answer)
+        segment = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, False).answer
+        return None if segment is None else SharedMemory(segment)
 
-    def share_in_hosts(self, number: int, num_bytes: int) -> tuple[Segment | None, list[int]]:
-        """Memory that the members of each host have in common, so many bytes for each of them, and which members those
-        of this host are (collective). None where all share one host, and on hosts with too little memory.
+    def host_memory(self, number: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
+        """Zeroed memory that the members of each host have in common, so many bytes for each of them, and which members
+        those of this host are (collective). None where all share one host, and on hosts with too little memory.
         """
         queue, peers = self.queue(number), self.peers
         if peers is None or not peers.spans_hosts(queue.ranks):
             return None, []
         near = [queue.ranks.index(rank) for rank in peers.beside(queue.ranks)]
-        answer = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, True).answer
-        return (None if answer is None else _segment(answer)), near
+        segment = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, True).answer
+        return (None if segment is None else SharedMemory(segment)), near
 
-    def link(self, lane: Lane) -> HostLink:
-        """Connect a lane of a set that spans hosts with the other hosts. Members make their links in one order."""
+    def host_link(self, lane: Lane) -> HostLink:
+        """Connect a lane of this host's members with the other hosts (collective): links are made in one order."""
         queue, peers = lane.queue, self.peers
         assert peers is not None
         number, ranks, agreement = queue.process_set_id, queue.ranks, queue.agreement
@@ -216,9 +214,7 @@ class ProcessSets:
         number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
         serial = self._serials[number] = self._num_registered + 1  # on every rank, whether a member or not
         queue = self._make_queue(number, ranks) if self._world.rank in ranks else None
-        with (
-            self._messages_lock
-        ):  # the hub's thread must neither drop a message now nor deliver one before the early ones
+        with self._messages_lock:  # the hub's thread must neither drop a message now nor deliver one before early ones
             self._num_registered = serial
             if queue is not None:
                 self._queues[number] = queue
@@ -365,8 +361,3 @@ class ProcessSets:
                 f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
             )
         return cores[local_rank]
-
-
-def _segment(answer: int | Segment) -> Segment:
-    assert isinstance(answer, Segment), answer
-    return answer

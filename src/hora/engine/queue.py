@@ -75,13 +75,9 @@ class QueueWorld(NamedTuple):
     core: int | None
 
 
-class _Unfinished(NamedTuple):
-    """A repeated call in which a thread was interrupted. `go_on` says whether all members have agreed on it, and then
-    it is done."""
-
-    request: Request
-    instance: int
-    go_on: Callable[[], bool]
+# A repeated call in which a thread was interrupted, with its running number; `go_on` says whether all members have
+# agreed on it, and then it is done.
+_Unfinished = tuple[Request, int, Callable[[], bool]]
 
 
 class OperationQueue(Progress):
@@ -135,7 +131,7 @@ class OperationQueue(Progress):
                 self._put(request, instance)
                 if self.stopping:  # a signal's handler has shut down while this was under way
                     raise self._error()
-            except BaseException:
+            except BaseException:  # no member will ever hear of it
                 if self.in_flight.get(request.key) is request:
                     self.in_flight.pop(request.key, None)
                 self.check_open()
@@ -163,11 +159,7 @@ class OperationQueue(Progress):
                 f"{full_names(*key, 1)[0]}; give it another name or synchronize the first one"
             )
         self._hold(request, key)
-        try:
-            self._announce(signature, instance)
-        except BaseException:  # no member will ever hear of it
-            self.in_flight.pop(key, None)
-            raise
+        self._announce(signature, instance)
 
     def _hold(self, request: Request, key: Key) -> None:
         request.key = key
@@ -373,7 +365,7 @@ class OperationQueue(Progress):
     def leave_unfinished(self, request: Request, instance: int, go_on: Callable[[], bool]) -> None:
         """The thread has been interrupted after its record was published. `end_exclusive` comes next."""
         self._hold(request, request.signature.key(instance))
-        self._unfinished = _Unfinished(request, instance, go_on)
+        self._unfinished = request, instance, go_on
 
     def _finish_unfinished(self, unfinished: _Unfinished) -> None:
         """Go on with what was left unfinished."""

@@ -37,7 +37,6 @@ from hora.telemetry.meters import meter
 
 __all__ = ["AllreducePlan", "RepeatedAllreduce"]
 
-_KEPT_PLANS = 4096
 _SLICE_NS = int(SLICE_S * 1e9)
 _WAITING, _DONE, _MOVING = 0, 1, 2  # enum state of repeated.h
 _pack = CALL.pack_into
@@ -46,24 +45,6 @@ _clock = time.perf_counter
 
 class AllreducePlan:
     """The common part of all requests with one signature."""
-
-    __slots__ = (
-        "_spec",
-        "_what",
-        "address",
-        "call",
-        "count",
-        "digest",
-        "num_bytes",
-        "num_rings",
-        "num_steps",
-        "path",
-        "signature",
-        "slice_ns",
-        "stage",
-        "transport",
-        "unnamed",
-    )
 
     def __init__(self, path: RepeatedAllreduce, signature: Signature, transport: ShmTransport) -> None:
         (name,), (shape,) = signature.dtypes, signature.shapes
@@ -106,22 +87,16 @@ class RepeatedAllreduce:
         self.call, self.short_call = library.repeated, library.short_repeated
         self._queue = queue
         self._agreement = agreement
-        self._plans: dict[Signature, AllreducePlan] = {}
         self._job = Repeated()
         agreement.describe_to(self._job)
         self._job_at = ctypes.addressof(self._job)
 
     def plan(self, signature: Signature) -> AllreducePlan | None:
-        """Return the plan for an allreduce of one tensor; None while the transport for it has not been made."""
-        found = self._plans.get(signature)
-        if found is None:
-            transport = self._queue.made_transport()
-            if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
-                return None
-            if len(self._plans) >= _KEPT_PLANS:
-                self._plans.clear()
-            found = self._plans[signature] = AllreducePlan(self, signature, transport)
-        return found
+        """Return a plan for an allreduce of one tensor; None while the transport for it has not been made."""
+        transport = self._queue.made_transport()
+        if not isinstance(transport, ShmTransport) or not self._passes_host_memory(signature):
+            return None
+        return AllreducePlan(self, signature, transport)
 
     def _passes_host_memory(self, signature: Signature) -> bool:
         if signature.device == "cpu":
@@ -188,7 +163,7 @@ class RepeatedAllreduce:
         agreement.ticket = ticket + 1
         plan.transport.ring.step += plan.num_steps
         if plan.unnamed:
-            self._queue.planner.note_lone(plan.signature, instance)
+            self._queue.planner.note_number(plan.signature.operation, instance)
         lasted_s = _clock() - began - waited_s
         meter.wait_s += waited_s
         meter.reduce_s += lasted_s

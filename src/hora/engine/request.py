@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hora.engine.shm.segment import Segment
 from hora.errors import HorovodInternalError
 
 __all__ = [
@@ -198,9 +197,7 @@ class Request:
         self.residuals: Sequence[torch.Tensor] = ()  # what a code has lost of each tensor
         self.parts_left = 0
         self.results: list[torch.Tensor] | None = None  # the caller's own tensors, where the outputs are copies of them
-        self.answer: int | Segment | None = (
-            None  # of a request without tensors: the last rank to join, a new set, memory
-        )
+        self.answer: Any = None  # of a request without tensors: the last rank to join, a new set, memory
         self.error: HorovodInternalError | None = None
         self.device_event: torch.cuda.Event | None = None
         self.done = False

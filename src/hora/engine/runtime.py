@@ -27,7 +27,6 @@ from hora.engine.request import Kind, ReduceOp, Request, Signature
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
-from hora.engine.transport.host_reduction import HostLink
 from hora.engine.validation import check_ranks_at_init
 from hora.net.wire import Header, derived_secret, new_secret
 from hora.world import World
@@ -48,15 +47,14 @@ class Runtime:
         self.pid = os.getpid()
         self.is_current = True  # `process` has no other, and this process started it
         self.recorder = Recorder(world.rank)
-        self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake_queues)
+        self.status = WorldStatus(world.rank, tell=self._report_fault, wake=lambda: self.process_sets.wake())
         self.process_sets = ProcessSets(world, config, self.status, self.recorder)
         self._epoch = f"{world.generation}.{epoch}"
         self._handles: dict[int, tuple[OperationQueue, Request]] = {}
         self._next_handle = itertools.count()
         self._peers: Peers | None = None  # none in a world of one
-        self._farewells: list[
-            tuple[str, Rounds, float]
-        ] = []  # of ranks that leave: why, having seen what; until when to wait
+        # Of ranks that leave: why, having seen what; until when to wait.
+        self._farewells: list[tuple[str, Rounds, float]] = []
         self._solo_secret = new_secret()  # of a world of one
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
@@ -65,12 +63,20 @@ class Runtime:
         try:
             wanted = [sorted(ranks) for ranks in process_sets]
             if size > 1:
-                self._peers = Peers(self.world, self.config, self._epoch, self._hub_events(), self.status.check_alive)
+                events = HubEvents(
+                    lost=self._on_lost,
+                    leaving=self._on_leaving,
+                    fault=self._broken,
+                    agreeing=self._on_agreeing,
+                    in_flight=self.process_sets.in_flight,
+                    tick=self._on_tick,
+                )
+                self._peers = Peers(self.world, self.config, self._epoch, events, self.status.check_alive)
                 self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
                 self.config = self._peers.config
             sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
-            with self._peers_may_go():
+            with contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go():
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
                     self.process_sets.register(ranks)
                 if self._peers is not None:
@@ -85,9 +91,6 @@ class Runtime:
     def secret_for(self, purpose: str) -> bytes:
         """A secret that the ranks of this world have in common, and no other process has."""
         return derived_secret(self._solo_secret if self._peers is None else self._peers.keys.shared, purpose)
-
-    def _peers_may_go(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go()
 
     @property
     def _hub(self) -> Hub | None:
@@ -217,9 +220,7 @@ class Runtime:
         for lane in lanes:
             lane.come_back()
         self.barrier()  # no rank may go on in one of them before all have come back to it
-        last = requests[0][1].answer
-        assert isinstance(last, int), last
-        return last
+        return int(requests[0][1].answer)
 
     def _check_adasum(self, process_set_id: int) -> None:
         if process_set_id != 0:
@@ -232,29 +233,12 @@ class Runtime:
                 f"({self.world.size}) is not supported"
             )
 
-    # Memory that members share.
-
-    def shared_memory(self, process_set_id: int, num_bytes: int) -> SharedMemory | None:
-        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
-        segment = self.process_sets.share_segment(process_set_id, num_bytes)
-        return None if segment is None else SharedMemory(segment)
-
-    def host_memory(self, process_set_id: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
-        """Zeroed memory of the members of each host of a set that spans hosts, so many bytes for each member, and which
-        members are on this host (collective). None where there is no such memory, perhaps on this host alone."""
-        segment, near = self.process_sets.share_in_hosts(process_set_id, num_bytes)
-        return (None if segment is None else SharedMemory(segment)), near
-
     def lane(self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None) -> Lane:
         """A lane of the members, or of those of this host (`near`), with its counters in the next piece of their memory
         (collective)."""
         queue = self.process_sets.queue(process_set_id)
         offset = memory.reserve(Lane.num_bytes(len(queue.ranks if near is None else near)))
         return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)
-
-    def host_link(self, lane: Lane) -> HostLink:
-        """Connect a lane of this host's members with other hosts (collective)."""
-        return self.process_sets.link(lane)
 
     # The end.
 
@@ -289,26 +273,11 @@ class Runtime:
         if rank != self.world.rank and hub is not None and rank not in hub.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
 
-    # What the world's status asks for.
-
     def _report_fault(self, text: str) -> None:
         if self._hub is not None:
             self._hub.report_fault(self.world.rank, text)
 
-    def _wake_queues(self) -> None:
-        self.process_sets.wake()
-
     # What the hub reports, on its thread.
-
-    def _hub_events(self) -> HubEvents:
-        return HubEvents(
-            lost=self._on_lost,
-            leaving=self._on_leaving,
-            fault=self._broken,
-            agreeing=self._on_agreeing,
-            in_flight=self.process_sets.in_flight,
-            tick=self._on_tick,
-        )
 
     def _on_lost(self, rank: int) -> None:
         assert self._peers is not None

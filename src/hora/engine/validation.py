@@ -87,7 +87,10 @@ class Validator:
                     self._known.clear()
                 self._known[key] = found
             signature = found
-        return _with_contiguous_tensors(signature, kind, tensors, outputs)
+        if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors):
+            with torch.inference_mode(False):
+                return _request(signature, kind, tensors, outputs)
+        return _request(signature, kind, tensors, outputs)
 
     def known_allreduce(
         self, tensor: torch.Tensor, name: str | None, op: int, prescale: float, postscale: float
@@ -116,8 +119,7 @@ class Validator:
             _check_tensor(kind, tensor)
         _check_op(kind, op)  # before the dtypes, of which each op takes others
         for tensor in tensors:
-            if not _accepts(kind, op, tensor.dtype):
-                raise ValueError(_refused_dtype(kind, op, tensor.dtype))
+            _check_dtype(kind, op, tensor.dtype)
         device = self.device_label(_device(tensors))
         extra = _check_kind(kind, tensors, root_rank, splits, self._ranks)
         return Signature(
@@ -152,19 +154,6 @@ def _check_op(kind: Kind, op: int) -> None:
         raise ValueError(f"unknown reduce op {op}; use one of hvd.Average, Sum, Adasum, Min, Max, Product")
 
 
-def _in_place(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None) -> bool:
-    return outputs is not None and (outputs is tensors or all(map(is_, outputs, tensors)))
-
-
-def _with_contiguous_tensors(
-    signature: Signature, kind: Kind, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor] | None
-) -> Request:
-    if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors):
-        with torch.inference_mode(False):
-            return _request(signature, kind, tensors, outputs)
-    return _request(signature, kind, tensors, outputs)
-
-
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that any thread may write to: one of inference mode must not be, outside that
     mode.
@@ -186,7 +175,7 @@ def _request(
         if kind in (Kind.ALLREDUCE, Kind.BROADCAST):
             return Request(signature, inputs, [torch.empty_like(tensor) for tensor in inputs])
         return Request(signature, inputs)
-    if _in_place(tensors, outputs):
+    if outputs is tensors or all(map(is_, outputs, tensors)):
         results = inputs
     else:
         results = [
@@ -208,21 +197,15 @@ def _request(
     return request
 
 
-def _accepts(kind: Kind, op: int, dtype: torch.dtype) -> bool:
+def _check_dtype(kind: Kind, op: int, dtype: torch.dtype) -> None:
+    what, accepted = _OPERATIONS[kind], dtype in _MOVED
     if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+        what = f"{what} with {ReduceOp(op).name}"
+        accepted = dtype in _REDUCED or (dtype in _SMALL and op in _SMALL_OPS)
         if op == ReduceOp.ADASUM:
-            return dtype in _FLOATS
-        return dtype in _REDUCED or (dtype in _SMALL and op in _SMALL_OPS)
-    return dtype in _MOVED
-
-
-def _refused_dtype(kind: Kind, op: int, dtype: torch.dtype) -> str:
-    what = (
-        f"{_OPERATIONS[kind]} with {ReduceOp(op).name}"
-        if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER)
-        else _OPERATIONS[kind]
-    )
-    return f"Tensor type {dtype} is not supported by {what}; convert the tensor first"
+            accepted = dtype in _FLOATS
+    if not accepted:
+        raise ValueError(f"Tensor type {dtype} is not supported by {what}; convert the tensor first")
 
 
 def _device(tensors: Sequence[torch.Tensor]) -> torch.device:

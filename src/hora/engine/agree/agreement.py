@@ -12,8 +12,8 @@ What is announced, as bytes, is in `agree.announcement`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
 
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Signature
@@ -24,39 +24,43 @@ __all__ = ["Agreement", "LocalAgreement", "UnannouncedRequests"]
 UnannouncedRequests = dict[tuple[Signature, int], list[Signature | None]]
 
 
-class Agreement(Protocol):
+class Agreement(ABC):
     """One per process set. `announce` comes from any thread under the queue's lock, the rest from the driver."""
+
+    rounds = 0  # that this member has taken
 
     @property
     def holds_back(self) -> bool:
         """Return whether announcements could not be sent for lack of room; `flush` tries again."""
+        return False
 
+    @abstractmethod
     def announce(self, signature: Signature, instance: int) -> None:
         """Tell the other members about a request of this rank."""
 
+    @abstractmethod
     def poll(self, planner: Planner) -> list[Batch] | None:
         """Feed what is new to the planner; the batches of the next round, or None when there is no new round."""
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027
         """Sleep until something may have changed, or for a short while."""
 
-    def wake(self) -> None:
-        """Wake this rank's own driver."""
+    def wake(self) -> None:  # noqa: B027
+        """Wake this rank's own driver, where a round or an announcement of its own does not."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Send what could not be sent before. Under the same lock as `announce`."""
 
     def unannounced_requests(self) -> UnannouncedRequests:
         """Return the requests that members wait for without having announced them, by signature, with those members."""
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Let go of what it holds."""
 
 
-class LocalAgreement:
+class LocalAgreement(Agreement):
     """A set of one member: whatever it announces is agreed."""
-
-    holds_back = False
 
     def __init__(self) -> None:
         self._news: deque[tuple[Signature, int]] = deque()
@@ -70,18 +74,3 @@ class LocalAgreement:
         while self._news:
             planner.feed(0, *self._news.popleft())
         return planner.close_round()
-
-    def wait(self) -> None:
-        """Nothing to wait for: an announcement is ready at once."""
-
-    def wake(self) -> None:
-        """The driver never sleeps."""
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
-    def unannounced_requests(self) -> UnannouncedRequests:
-        return {}
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import eq, sub
 
-from hora.engine.agree.agreement import UnannouncedRequests
+from hora.engine.agree.agreement import Agreement, UnannouncedRequests
 from hora.engine.agree.announcement import RECORD, Announcer, Reader
 from hora.engine.agree.repeated import TICKETS_PER_ROUND, RepeatedRecords
 from hora.engine.plan import Batch, Planner
@@ -51,7 +51,7 @@ _PATIENCE_S = 0.2
 _RECORD_BYTES = RECORD.size
 
 
-class SharedMemoryAgreement:
+class SharedMemoryAgreement(Agreement):
     """Layout: per member one line each for head (bytes announced), rounds (rounds done) and bell; one line for the
     round number; the records of repeated calls; a ring of cuts (vectors of 64-bit positions); one ring of announcements
     per member. Positions never wrap.
@@ -65,9 +65,7 @@ class SharedMemoryAgreement:
         self._heads = [Counter.at(memory, (3 * m) * line) for m in range(num_members)]
         self._rounds_done = [Counter.at(memory, (3 * m + 1) * line) for m in range(num_members)]
         self._bells = [Counter.at(memory, (3 * m + 2) * line) for m in range(num_members)]
-        self._asleep = Counter.at(
-            memory, 2 * line + 8
-        )  # whether the coordinator waits for its bell, beside which it lies
+        self._asleep = Counter.at(memory, 2 * line + 8)  # whether the coordinator waits for its bell, beside this
         self._round = Counter.at(memory, 3 * num_members * line)
         self.repeated = RepeatedRecords(memory, (3 * num_members + 1) * line, member, num_members)
         self.ticket = 1  # the next one: see `repeated`
@@ -81,7 +79,6 @@ class SharedMemoryAgreement:
         self._fed = [0] * num_members  # how far each ring has been fed to the planner
         self._fed_by_round = (ctypes.c_int64 * num_members)()  # the same as of the last round, for the native part
         self._published = [0] * num_members  # the last cut
-        self.rounds = 0  # that this member has seen
         self._head = 0
         self._free_from = 0  # everything of the own ring before this position has been read by all
         # (round, own position) not yet known to be read by all. Old ones may be dropped: later ones imply them.
@@ -131,14 +128,10 @@ class SharedMemoryAgreement:
     def unannounced_requests(self) -> UnannouncedRequests:
         found: UnannouncedRequests = {}
         for member, record in enumerate(self.repeated.waiting(self.ticket)):
-            signature = None if record is None else self._by_digest(record[1])
-            if record is not None and signature is not None:
-                row = found.setdefault((signature, record[2]), [None] * self._num_members)
-                row[member] = signature
+            for signature in [] if record is None else list(self._interned):
+                if record is not None and signature.digest() == record[1]:
+                    found.setdefault((signature, record[2]), [None] * self._num_members)[member] = signature
         return found
-
-    def _by_digest(self, digest: bytes) -> Signature | None:
-        return next((signature for signature in list(self._interned) if signature.digest() == digest), None)
 
     # Rounds.
 
@@ -160,9 +153,9 @@ class SharedMemoryAgreement:
                 return None
         self._hoping_since = 0.0
         self._feed(planner, heads)
-        if not planner.has_ready and not self._filled():
-            return None
-        if not self._cut_is_free():
+        # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
+        filled = sum(self._fed) - sum(self._published) > _RING_BYTES // 4
+        if not (planner.has_ready or filled) or not self._cut_is_free():
             return None
         self._publish()
         return self._end_round(planner.close_round())
@@ -222,10 +215,6 @@ class SharedMemoryAgreement:
                 for signature, instance in self._readers[member].decode(data):
                     planner.feed(member, signature, instance)
 
-    def _filled(self) -> bool:
-        # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
-        return sum(self._fed) - sum(self._published) > _RING_BYTES // 4
-
     def _publish(self) -> None:
         self.rounds += 1
         self._hoping_since = 0.0
@@ -256,9 +245,8 @@ class SharedMemoryAgreement:
     def announce(self, signature: Signature, instance: int) -> None:
         number = self._announcer.number(signature)
         if number >= 0 and not self._overflow and self._head + _RECORD_BYTES - self._free_from <= _RING_BYTES:
-            at = (
-                self._rings_at + self._member * _RING_BYTES + self._head % _RING_BYTES
-            )  # records never straddle the end
+            # Records never straddle the end.
+            at = self._rings_at + self._member * _RING_BYTES + self._head % _RING_BYTES
             RECORD.pack_into(self._memory, at, number, instance)
             self._announced(_RECORD_BYTES)
             return
@@ -269,7 +257,6 @@ class SharedMemoryAgreement:
             self._write(data)
 
     def flush(self) -> None:
-        """Place announcements for which there was no room before. Under the same lock as `announce`."""
         if self._overflow:
             data = bytes(self._overflow)
             self._overflow.clear()

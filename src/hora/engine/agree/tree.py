@@ -47,7 +47,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import and_, or_
 
-from hora.engine.agree.agreement import UnannouncedRequests
+from hora.engine.agree.agreement import Agreement, UnannouncedRequests
 from hora.engine.agree.announcement import Announcer, Reader
 from hora.engine.hub import Hub, cut_parts, join_parts
 from hora.engine.plan import Batch, Planner
@@ -236,14 +236,11 @@ class Collector:
         return [(rank, signature, instance) for rank in (self._below[child] if who == ALL else [who])]
 
 
-class TreeAgreement:
+class TreeAgreement(Agreement):
     """The agreement of one member of the set with this serial number. `receive` and `tick` are called on the hub's
     thread, where all of this rank's part in the tree is played; `poll` only takes rounds from it."""
 
-    holds_back = False
-
     def __init__(self, hub: Hub, serial: int, tree: Tree, ranks: Sequence[int], *, cache_capacity: int) -> None:
-        self.rounds = 0  # taken by `poll`
         self.num_delivered = 0  # rounds that have come
         self._hub, self._serial, self._rank = hub, serial, hub.rank
         self._tree = tree
@@ -292,9 +289,6 @@ class TreeAgreement:
     def _bit(self, signature: Signature) -> int:
         return self._slots.bit(signature) if self._uses_slots else 0
 
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
     def unannounced_requests(self) -> UnannouncedRequests:
         """Return what the root knows of requests that some members have not announced.
 
@@ -318,12 +312,6 @@ class TreeAgreement:
         with self._changed:
             if not self._delivered:
                 self._changed.wait(_SLICE_S)
-
-    def wake(self) -> None:
-        """A round wakes the driver; an announcement of its own comes back as one."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     # On the hub's thread.
 

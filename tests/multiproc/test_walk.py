@@ -1,0 +1,59 @@
+"""The path of a gradient through the code, as ARCHITECTURE.md draws it: few files, and seldom back to one of them."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from hvd_session import session
+
+import hora
+import horovod.torch as hvd
+from hora.engine.shm.native import library
+
+pytestmark = pytest.mark.ranks(2)
+
+FILES = {
+    "torch/optimizer/base.py", "torch/optimizer/buckets.py", "torch/optimizer/order.py",
+    "engine/lane.py", "engine/progress.py", "engine/shm/counters.py", "engine/shm/reduction.py",
+    "telemetry/meters.py",
+}  # fmt: skip
+ROOT = Path(hora.__file__).parent
+
+
+def calls_of(function):
+    """The files of Hora in which calls were made by this thread, in order; a file that follows itself counts once."""
+    called = []
+
+    def note(frame, event, _):
+        if event == "call":
+            called.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    ours = [str(Path(name).relative_to(ROOT)) for name in called if Path(name).is_relative_to(ROOT)]
+    return [name for name, _ in groupby(ours)]
+
+
+@session
+def test_a_gradient_passes_few_files_and_seldom_comes_back_to_one():
+    if library() is None:
+        pytest.skip("no native part")
+    layer = torch.nn.Linear(512, 512, bias=False)  # one bucket, which each rank reduces a slice of
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters())
+
+    def step():
+        optimizer.zero_grad()
+        loss = layer(torch.ones(4, 512)).sum()
+        return calls_of(lambda: (loss.backward(), optimizer.step()))
+
+    walks = [step() for _ in range(12)]  # in the first the ranks agree on buckets; a rank that waits long looks around
+    shortest = min(walks, key=len)
+    assert set(shortest) == FILES
+    assert len(shortest) - len(FILES) <= 8, shortest
