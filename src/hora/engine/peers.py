@@ -30,7 +30,6 @@ from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams
 from hora.engine.tree import FANOUT, Tree
-from hora.engine.validation import check_ranks_at_init
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
 from hora.net.client import Group
@@ -75,6 +74,8 @@ class Peers:
     wait for one of them.
     """
 
+    keys: RankKeys  # this rank's in this world, from `meet` on
+
     def __init__(
         self, world: World, config: EngineConfig, epoch: str, events: HubEvents, check_alive: Callable[[], None]
     ) -> None:
@@ -83,7 +84,6 @@ class Peers:
         self._world = world
         self._epoch = epoch
         self._check_alive = check_alive
-        self._keys: RankKeys | None = None  # from `meet` on
         self._introductions: list[_Introduction] = []
         self._near: dict[int, str] = {}  # the ranks of this host, and the names of their hubs
         self._num_segments: dict[str, int] = {}
@@ -94,9 +94,9 @@ class Peers:
 
     def meet(self, process_sets: list[list[int]]) -> list[list[int]]:
         """Find the others and connect to them; returns the process sets that all of them asked for."""
-        world, limit_s = self._world, self.config.init_timeout_s
-        self._keys = self._meeting.keys(world, self._epoch, limit_s=limit_s)
-        self.hub.start(self._keys)
+        world = self._world
+        self.keys = self._meeting.keys(world, self._epoch, limit_s=self.config.init_timeout_s)
+        self.hub.start(self.keys)
         host = self._prove_host()
         self._near = {rank: name.decode() for rank, name in host.members.items()}
         with self.peers_may_go():
@@ -125,12 +125,6 @@ class Peers:
             pairs = zip(self._introductions, places, strict=True)
             self._introductions = [peer._replace(place=json.loads(place)) for peer, place in pairs]
         return self._introductions[0].process_sets
-
-    @property
-    def keys(self) -> RankKeys:
-        """This rank's in this world. From `meet` on."""
-        assert self._keys is not None
-        return self._keys
 
     def gather(self, what: str, value: bytes) -> list[bytes]:
         """Every rank's value, in rank order (collective)."""
@@ -178,9 +172,6 @@ class Peers:
                     "Horovod initialization failed: the ranks disagree on their process sets: rank 0 has "
                     f"{expected}, rank {peer.rank} has {peer.process_sets}"
                 )
-        # Only now, and before anything else: all ranks refuse the same sets at the same point.
-        for ranks in expected:
-            check_ranks_at_init(ranks, self._world.size)
 
     def _check_encryption(self) -> None:
         """Rank 0's wish is that of all, unless one of them wants more (all of them notice)."""

@@ -143,26 +143,12 @@ def full_names(operation: str, name: str | int, num_tensors: int) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
-_DTYPE_NAMES = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in (
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.bool,
-    )
-}
-DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-ITEM_BYTES = {name: torch.empty(0, dtype=dtype, device="cpu").element_size() for name, dtype in DTYPES.items()}
+_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool")
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 
 class Request:

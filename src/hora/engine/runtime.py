@@ -23,7 +23,7 @@ from hora.engine.peers import Peers
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
 from hora.engine.recorder import Recorder
-from hora.engine.request import Kind, ReduceOp, Request, Signature
+from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.shm.segment import SharedMemory
 from hora.engine.stall import StallLimits
 from hora.engine.status import WorldStatus
@@ -35,6 +35,7 @@ __all__ = ["Runtime"]
 
 _GOODBYE_LIMIT_S = 2.0
 _FAREWELL_LIMIT_S = 1.0
+_SUM = Reduce()
 
 
 class Runtime:
@@ -75,7 +76,7 @@ class Runtime:
                 self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
                 self.config = self._peers.config
-            sets = [check_ranks_at_init(ranks, size) for ranks in wanted]
+            sets = [check_ranks_at_init(ranks, size) for ranks in wanted]  # which are the same on all ranks
             with contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go():
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
                     self.process_sets.register(ranks)
@@ -124,23 +125,20 @@ class Runtime:
         *,
         outputs: Sequence[torch.Tensor] | None = None,
         name: str | None = None,
-        op: int = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
+        reduce: Reduce = _SUM,
         root_rank: int = -1,
         splits: Sequence[int] | torch.Tensor | None = None,
         process_set_id: int = 0,
         grouped: bool = False,
-        code: str = "",
         residuals: Sequence[torch.Tensor] = (),
         background: bool = True,
     ) -> int:
         """Put an operation in flight; returns its handle. With `background=False` only `synchronize` drives it.
 
-        `code`, and what it loses of each tensor: see `Signature`. Only where `compresses` says so.
+        `residuals`: what a code of `reduce` loses of each tensor; see `Signature`. Only where a set `spans_hosts`.
         """
         queue = self.process_sets.queue(process_set_id)
-        if kind is Kind.ALLREDUCE and op == ReduceOp.ADASUM:
+        if kind is Kind.ALLREDUCE and reduce.op == ReduceOp.ADASUM:
             self._check_adasum(process_set_id)
         if kind is Kind.BARRIER:
             request = _request_without_tensors(kind)
@@ -150,13 +148,10 @@ class Runtime:
                 tensors,
                 outputs=outputs,
                 name=name,
-                op=op,
-                prescale=prescale,
-                postscale=postscale,
+                reduce=reduce,
                 root_rank=root_rank,
                 splits=splits,
                 grouped=grouped,
-                code=code,
             )
             request.residuals = residuals
             if request.signature.device != "cpu":
@@ -193,6 +188,15 @@ class Runtime:
         finally:
             if request.done:
                 self._handles.pop(handle, None)
+
+    def allreduce_(self, tensor: torch.Tensor, name: str, reduce: Reduce = _SUM, set_id: int = 0) -> torch.Tensor:
+        """Reduce a tensor in place over a process set, and wait for it."""
+        both, kind = [tensor], Kind.ALLREDUCE
+        handle = self.submit(
+            kind, both, outputs=both, name=name, reduce=reduce, process_set_id=set_id, background=False
+        )
+        self.synchronize(handle)
+        return tensor
 
     def barrier(self, process_set_id: int = 0) -> None:
         """Return when every member has called."""

@@ -11,7 +11,7 @@ from operator import index, is_
 
 import torch
 
-from hora.engine.request import DTYPES, Kind, ReduceOp, Request, Signature, dtype_name
+from hora.engine.request import DTYPES, Kind, Reduce, ReduceOp, Request, Signature, dtype_name
 from hora.errors import HorovodInternalError
 
 __all__ = ["Validator", "check_ranks", "check_ranks_at_init"]
@@ -65,39 +65,30 @@ class Validator:
         *,
         outputs: Sequence[torch.Tensor] | None,
         name: str | None,
-        op: int,
-        prescale: float,
-        postscale: float,
+        reduce: Reduce,
         root_rank: int,
         splits: Sequence[int] | torch.Tensor | None,
         grouped: bool,
-        code: str = "",
     ) -> Request:
         """The request for a collective on tensors."""
-        arguments = (kind._value_, name, int(op), prescale, postscale, root_rank, grouped, code)
-        if splits is not None or len(tensors) != 1 or not isinstance(tensors[0], torch.Tensor):
-            signature = self._check(kind, tensors, splits, *arguments[1:])
-        else:
-            tensor = tensors[0]
-            key = (arguments, tensor.dtype, tensor.shape, tensor.device, tensor.layout)
-            found = self._known.get(key)
-            if found is None:
-                found = self._check(kind, tensors, splits, *arguments[1:])
+        key, signature = None, None
+        if splits is None and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
+            key = _key(kind._value_, tensors[0], name, reduce, root_rank, grouped)
+            signature = self._known.get(key)
+        if signature is None:
+            signature = self._check(kind, tensors, splits, name, reduce, root_rank, grouped)
+            if key is not None:
                 if len(self._known) >= _KEPT_SIGNATURES:
                     self._known.clear()
-                self._known[key] = found
-            signature = found
+                self._known[key] = signature
         if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors):
             with torch.inference_mode(False):
                 return _request(signature, kind, tensors, outputs)
         return _request(signature, kind, tensors, outputs)
 
-    def known_allreduce(
-        self, tensor: torch.Tensor, name: str | None, op: int, prescale: float, postscale: float
-    ) -> Signature | None:
+    def known_allreduce(self, tensor: torch.Tensor, name: str | None, reduce: Reduce) -> Signature | None:
         """The signature of an allreduce of one tensor, if there has been one like it."""
-        arguments = (_ALLREDUCE, name, op, prescale, postscale, -1, False, "")
-        return self._known.get((arguments, tensor.dtype, tensor.shape, tensor.device, tensor.layout))
+        return self._known.get(_key(_ALLREDUCE, tensor, name, reduce, -1, False))
 
     def _check(
         self,
@@ -105,14 +96,11 @@ class Validator:
         tensors: Sequence[torch.Tensor],
         splits: Sequence[int] | torch.Tensor | None,
         name: str | None,
-        op: int,
-        prescale: float,
-        postscale: float,
+        reduce: Reduce,
         root_rank: int,
         grouped: bool,
-        code: str,
     ) -> Signature:
-        operation = _OPERATIONS[kind]
+        operation, op = _OPERATIONS[kind], int(reduce.op)
         if not tensors:
             raise ValueError(f"{operation} needs at least one tensor, but the list is empty")
         for tensor in tensors:
@@ -129,13 +117,17 @@ class Validator:
             tuple([dtype_name(tensor.dtype) for tensor in tensors]),
             tuple([tuple(tensor.shape) for tensor in tensors]),
             op if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER) else int(ReduceOp.SUM),
-            float(prescale),
-            float(postscale),
+            float(reduce.prescale),
+            float(reduce.postscale),
             root_rank if kind is Kind.BROADCAST else -1,
             device,
             extra,
-            code=code,
+            code=reduce.code,
         )
+
+
+def _key(kind: int, tensor: torch.Tensor, name: str | None, reduce: Reduce, root_rank: int, grouped: bool) -> object:
+    return kind, name, reduce, root_rank, grouped, tensor.dtype, tensor.shape, tensor.device, tensor.layout
 
 
 def _check_tensor(kind: Kind, tensor: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from hora import engine
 from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
 from hora.engine.repeated import AllreducePlan
-from hora.engine.request import Kind, ReduceOp, Request, Signature
+from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
 from hora.errors import HorovodInternalError
 from hora.torch.process_sets import ProcessSet, global_process_set, registered_id
 
@@ -195,7 +195,7 @@ def _known(
     if wanted == ReduceOp.ADASUM:
         return None
     queue = sets.queue(registered_id(process_set))
-    signature = queue.validator.known_allreduce(tensor, name, wanted, float(prescale), float(postscale))
+    signature = queue.validator.known_allreduce(tensor, name, Reduce(wanted, float(prescale), float(postscale)))
     return None if signature is None else (queue, signature)
 
 
@@ -233,14 +233,11 @@ def _hand_over(collective: Collective, tensors: Sequence[Tensor], in_place: bool
         tensors,
         outputs=tensors if in_place else None,
         name=name,
-        op=_whole_number(op, "op"),
-        prescale=float(prescale),
-        postscale=float(postscale),
+        reduce=Reduce(_whole_number(op, "op"), float(prescale), float(postscale), code),
         root_rank=_whole_number(root_rank, "root_rank"),
         splits=splits,
         process_set_id=registered_id(process_set),
         grouped=grouped,
-        code=code,
         background=background,
     )
 

@@ -18,7 +18,7 @@ import torch
 
 from hora import engine
 from hora.engine.lane import PersistentReduction
-from hora.engine.request import Kind, ReduceOp
+from hora.engine.request import Reduce, ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.basics import rank
 from hora.torch.compression import PowerSGD
@@ -239,9 +239,7 @@ def _sum_s(count: int, code: str = "", process_set: ProcessSet = global_process_
 
 
 def _reduce(tensor: torch.Tensor, op: int, name: str) -> None:
-    runtime = engine.current_runtime()
-    handle = runtime.submit(Kind.ALLREDUCE, [tensor], outputs=[tensor], name=name, op=op, background=False)
-    runtime.synchronize(handle)
+    engine.current_runtime().allreduce_(tensor, name, Reduce(op))
 
 
 def _slowest(seconds: float) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, ReduceOp
+from hora.engine.request import Kind, Reduce, ReduceOp
 from hora.torch.optimizer.base import StepState, _DistributedOptimizer
 
 __all__ = ["DeltaOptimizer"]
@@ -56,9 +56,8 @@ class DeltaOptimizer(_DistributedOptimizer):
             delta = (parameter - start).contiguous()
             parameter.copy_(start)
         wire, context = self._options.compression.compress(delta)
-        handle = engine.current_runtime().submit(
-            Kind.ALLREDUCE, [wire], outputs=[wire], name=self._parameter_names[parameter], op=ReduceOp.ADASUM
-        )
+        name, reduce = self._parameter_names[parameter], Reduce(ReduceOp.ADASUM)
+        handle = engine.current_runtime().submit(Kind.ALLREDUCE, [wire], outputs=[wire], name=name, reduce=reduce)
         self._deltas[parameter] = (handle, context)
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from hora import engine
-from hora.engine.request import Kind, ReduceOp
+from hora.engine.request import Reduce, ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.optimizer.finite import check_finite
 from hora.torch.optimizer.order import BucketOrder
@@ -353,22 +353,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return synchronised
 
     def _averaged(self, loss: Any) -> Any:
-        runtime = engine.current_runtime()
         tensor = (
             loss.detach().clone()
             if isinstance(loss, torch.Tensor)
             else torch.tensor(float(loss), dtype=torch.float32, device="cpu")
         )
-        handle = runtime.submit(
-            Kind.ALLREDUCE,
-            [tensor],
-            outputs=[tensor],
-            name="loss",
-            op=ReduceOp.AVERAGE,
-            process_set_id=self._options.process_set_id,
-        )
-        runtime.synchronize(handle)
-        return tensor
+        average = Reduce(ReduceOp.AVERAGE)
+        return engine.current_runtime().allreduce_(tensor, "loss", average, self._options.process_set_id)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """The base one, guarded against gradients whose reduction is under way."""

@@ -148,17 +148,13 @@ class PerParameterReducer:
         runtime = engine.current_runtime()
         if dense:
             tensors = [item.tensor for item in dense]
-            op, prescale, postscale, _ = self._options.reduce
             handle = runtime.submit(
                 Kind.ALLREDUCE,
                 tensors,
                 outputs=tensors,
                 name=unit.name,
                 grouped=unit.grouped,
-                op=op,
-                prescale=prescale,
-                postscale=postscale,
-                code=code,
+                reduce=self._options.reduce._replace(code=code),
                 process_set_id=self._options.process_set_id,
             )
 

@@ -110,7 +110,7 @@ class RequestedReduction:
         self._kind = kind
         self._tensor = tensor
         self._name = name
-        self._reduce = reduce
+        self._reduce = reduce._replace(code=f"{reduce.code}+") if keeps_losses else reduce
         self._process_set_id = process_set_id
         self._handle: int | None = None
 
@@ -123,17 +123,13 @@ class RequestedReduction:
         return self._handle is not None and self._runtime.poll(self._handle)
 
     def start(self, *, background: bool) -> None:
-        op, prescale, postscale, code = self._reduce
         self._handle = self._runtime.submit(
             self._kind,
             [self._tensor],
             outputs=[self._tensor] if self._kind is Kind.ALLREDUCE else None,
             name=self._name,
-            op=op,
-            prescale=prescale,
-            postscale=postscale,
+            reduce=self._reduce,
             process_set_id=self._process_set_id,
-            code=f"{code}+" if self._residuals else code,
             residuals=self._residuals,
             background=background,
         )
@@ -149,10 +145,6 @@ class RequestedReduction:
 
 def summed(ballot: torch.Tensor, options: ReduceOptions, name: str) -> list[int]:
     """The members' ballots added up (collective): how the ranks agree on something about gradients."""
-    runtime, set_id = engine.current_runtime(), options.process_set_id
-    handle = runtime.submit(
-        Kind.ALLREDUCE, [ballot], outputs=[ballot], name=name, process_set_id=set_id, background=False
-    )
-    runtime.synchronize(handle)
-    result: list[int] = ballot.tolist()
+    set_id = options.process_set_id
+    result: list[int] = engine.current_runtime().allreduce_(ballot, name, set_id=set_id).tolist()
     return result

@@ -377,15 +377,8 @@ class Shards:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type).double().reshape(1)
         infinite = norm_type == float("inf")
         value = norm if infinite else norm**norm_type
-        handle = self.runtime.submit(
-            Kind.ALLREDUCE,
-            [value],
-            outputs=[value],
-            name="gradient norm",
-            op=ReduceOp.MAX if infinite else ReduceOp.SUM,
-            process_set_id=self._set_id,
-        )
-        self.runtime.synchronize(handle)
+        reduce = Reduce(ReduceOp.MAX if infinite else ReduceOp.SUM)
+        self.runtime.allreduce_(value, "gradient norm", reduce, self._set_id)
         total = value if infinite else value ** (1.0 / norm_type)
         return total.float().squeeze(0)
 
