@@ -150,6 +150,7 @@ int hora_wait(struct group *group, int64_t value, int32_t *late, long slice_ns) 
     return all_have(group, value, late, slice_ns);
 }
 
+/* Publish the value, unless that was done in a call before, and wait for the others. */
 int hora_meet(struct group *group, int64_t value, int32_t *late, long slice_ns) {
     if (value_of(counter_of(group, group->member)) != value) publish(group, value);
     return all_have(group, value, late, slice_ns);
