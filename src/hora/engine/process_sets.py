@@ -56,9 +56,7 @@ class ProcessSets:
         self._sets: dict[int, tuple[int, ...]] = {}
         self._queues: dict[int, OperationQueue] = {}
         self._repeated: dict[int, RepeatedAllreduce] = {}  # of the queues whose members share a host
-        # Of allreduces that are repeated, by what fronts know of a call: the fast path, or what is submitted.
-        self.repeated_plans: dict[object, AllreducePlan] = {}
-        self.known_allreduces: dict[object, tuple[OperationQueue, Signature, Any]] = {}
+        self.known_allreduces: dict[object, Any] = {}  # what fronts keep of allreduces that are repeated, by the call
         self._serials: dict[int, int] = {}
         self._num_registered = 0
         self._num_links: dict[str, int] = {}  # that were made, by label of the set
@@ -206,7 +204,6 @@ class ProcessSets:
             del self._sets[number], self._serials[number]
             self._queues.pop(number, None)
             self._repeated.pop(number, None)
-            self.repeated_plans.clear()
             self.known_allreduces.clear()
 
     def register(self, ranks: tuple[int, ...]) -> int:
@@ -294,7 +291,6 @@ class ProcessSets:
             queue.close()
         self._queues.clear()
         self._repeated.clear()
-        self.repeated_plans.clear()
         self.known_allreduces.clear()
 
     # Making a queue.

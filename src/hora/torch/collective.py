@@ -35,7 +35,7 @@ __all__ = [
     "synchronize",
 ]
 
-_KEPT_PLANS = 4096
+_KEPT = 4096
 
 Tensors = tuple[Tensor, ...]
 
@@ -71,40 +71,13 @@ def submit_repeated_allreduce_(
 ) -> int | None:
     """Start an allreduce in place like one before; None for any other. Flat, because programs start thousands."""
     runtime = engine.current_runtime()
-    try:
-        key = (
-            tensor.shape,
-            tensor.dtype,
-            tensor.layout,
-            name,
-            op,
-            type(op),
-            prescale,
-            postscale,
-            process_set.process_set_id,
-        )
-        known = runtime.process_sets.known_allreduces.get(key)
-    except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
+    known = _known(runtime.process_sets, tensor, name, op, prescale, postscale, process_set)
+    if known is None or not tensor.is_cpu:
         return None
-    if not tensor.is_cpu or not _is_plain(tensor):
-        return None
-    if known is None:
-        found = _known(runtime.process_sets, key, tensor, process_set)
-        if found is None:
-            return None
-        queue, signature = found
-        collective = Collective(
-            Kind.ALLREDUCE, name, process_set, signature.op, signature.prescale, signature.postscale
-        )
-        kept = runtime.process_sets.known_allreduces
-        if len(kept) >= _KEPT_PLANS:
-            kept.clear()
-        known = kept[key] = (queue, signature, collective)
-    queue, signature, collective = known
-    request = Request(signature, (tensor,), (tensor,))
+    request = Request(known.signature, (tensor,), (tensor,))
     request.results = [tensor]
-    handle = runtime.put_in_flight(queue, request)
-    _in_flight[handle] = collective
+    handle = runtime.put_in_flight(known.queue, request)
+    _in_flight[handle] = known.collective
     return handle
 
 
@@ -131,25 +104,12 @@ def repeated_allreduce(
     Flat, because this is done for every operation: what the arguments mean is found out once.
     """
     sets = engine.current_runtime().process_sets
-    try:
-        key = (
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-            name,
-            op,
-            type(op),
-            prescale,
-            postscale,
-            process_set.process_set_id,
-        )
-        plan = sets.repeated_plans.get(key)
-    except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
+    known = _known(sets, tensor, name, op, prescale, postscale, process_set)
+    if known is None:
         return None
-    if not _is_plain(tensor) or not (tensor.is_cpu or tensor.is_cuda):
-        return None
+    plan = known.plan
     if plan is None:
-        plan = _learnt(sets, key, tensor, process_set)
+        plan = known.plan = sets.repeated_plan(known.queue, known.signature)
         if plan is None:
             return None
     if not in_place:
@@ -161,33 +121,48 @@ def repeated_allreduce(
     return tensor
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether bytes may be moved to and from it as it is."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is strided
-        and not tensor.requires_grad
-        and tensor.is_contiguous()
-        and not tensor.is_inference()
-        and not is_inference_mode_enabled()
-    )
+class _KnownAllreduce:
+    """The common part of allreduces of one tensor like one that the engine has seen."""
 
-
-def _learnt(sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet) -> AllreducePlan | None:
-    """The plan for calls like this one, kept; None while the engine has not seen one, or has no fast path for it."""
-    found = _known(sets, key, tensor, process_set)
-    plan = None if found is None else sets.repeated_plan(*found)
-    if plan is not None:
-        if len(sets.repeated_plans) >= _KEPT_PLANS:
-            sets.repeated_plans.clear()
-        sets.repeated_plans[key] = plan
-    return plan
+    def __init__(self, queue: OperationQueue, signature: Signature, process_set: ProcessSet) -> None:
+        self.queue, self.signature = queue, signature
+        op, prescale, postscale, _ = signature.reduce
+        self.collective = Collective(Kind.ALLREDUCE, signature.name, process_set, op, prescale, postscale)
+        self.plan: AllreducePlan | None = None  # of the fast path, once there is one
 
 
 def _known(
-    sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet
-) -> tuple[OperationQueue, Signature] | None:
-    """The queue and the signature of calls like this one, if there has been one; bad arguments never have."""
+    sets: ProcessSets,
+    tensor: Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> _KnownAllreduce | None:
+    """Return the common part of calls like this one; None if there has been none, or bytes may not be moved to and
+    from the tensor as it is."""
+    try:
+        device, set_id = tensor.device, process_set.process_set_id
+        key = tensor.shape, tensor.dtype, device, name, op, type(op), prescale, postscale, set_id
+        known: _KnownAllreduce | None = sets.known_allreduces.get(key)
+    except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
+        return None
+    if (
+        type(tensor) is not Tensor
+        or tensor.layout is not strided
+        or tensor.requires_grad
+        or not tensor.is_contiguous()
+        or tensor.is_inference()
+        or is_inference_mode_enabled()
+        or not (tensor.is_cpu or tensor.is_cuda)
+    ):
+        return None
+    return known or _learn(sets, key, tensor, process_set)
+
+
+def _learn(sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet) -> _KnownAllreduce | None:
+    """Keep what calls like this one have in common, if there has been one; bad arguments never have."""
     _, _, _, name, op, _, prescale, postscale, _ = key
     if not isinstance(name, (str, NoneType)):
         return None
@@ -196,7 +171,12 @@ def _known(
         return None
     queue = sets.queue(registered_id(process_set))
     signature = queue.validator.known_allreduce(tensor, name, Reduce(wanted, float(prescale), float(postscale)))
-    return None if signature is None else (queue, signature)
+    if signature is None:
+        return None
+    if len(sets.known_allreduces) >= _KEPT:
+        sets.known_allreduces.clear()
+    known = sets.known_allreduces[key] = _KnownAllreduce(queue, signature, process_set)
+    return known
 
 
 def synchronize(handle: int) -> Any:
