@@ -51,7 +51,7 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
     """Start the runtime unless it runs. `process_sets`: lists of ranks, or "dynamic"."""
     global _runtime, _registered_exit
     with _lock:
-        if _runtime is not None and _runtime.pid == os.getpid():
+        if _runtime is not None:
             return
         place = World.from_env() if world is None else world
         config = EngineConfig.from_env()
@@ -70,7 +70,7 @@ def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: Wo
             # to them. Process sets can be had among them alone.
             alone = replace(place, rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
             place = _next_place(place, config) if sets or _last_place is not None else alone
-        while _runtime is None or _runtime.pid != os.getpid():
+        while _runtime is None:
             try:
                 _runtime = _start(place, config, sets)
             except HorovodInternalError as error:
@@ -179,7 +179,7 @@ def _place() -> World:
 
 
 def is_initialized() -> bool:
-    return _runtime is not None and _runtime.pid == os.getpid()
+    return _runtime is not None
 
 
 def current_runtime() -> Runtime:

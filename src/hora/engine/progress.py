@@ -31,18 +31,19 @@ class Progress(ABC):
     `core`: the background thread's.
     """
 
+    driver = 0  # its thread
+    num_waiters = 0
+    stopping = False
+    _is_put_away = False
+    _parked = False
+    _background: threading.Thread | None = None
+
     def __init__(self, name: str, core: int | None, ranks: Sequence[int], work: Sized) -> None:
         self.driving = threading.Lock()  # held by the driver
-        self.driver = 0  # its thread
-        self.num_waiters = 0
-        self.stopping = False
         self._name, self._core, self._waits_for = name, core, ranks
         self._work = work
-        self._is_put_away = False
         self._finished = threading.Condition()  # for threads that wait while another one drives
         self._changed = threading.Condition()  # for the background thread
-        self._parked = False
-        self._background: threading.Thread | None = None
 
     @abstractmethod
     def _step(self) -> None:

@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -84,6 +84,11 @@ class OperationQueue(Progress):
     """The progress of one process set on this rank. `make_transport(devices)` is called by every member at the same
     point of the agreed order."""
 
+    _exclusive = False  # a thread has it to itself
+    _unfinished: _Unfinished | None = None
+    _farewell = ""  # why the set ends, when its end has been announced
+    _retired = ""  # the same, when all members have agreed on it
+
     def __init__(
         self,
         process_set_id: int,
@@ -109,15 +114,10 @@ class OperationQueue(Progress):
         self.lanes: weakref.WeakSet[Progress] = weakref.WeakSet()  # what goes without agreement (`lane`)
         self.lock = threading.Lock()  # of submission
         self.numbers: dict[str, int] = {}  # the next running number of unnamed requests, by operation
-        self._exclusive = False
-        self._unfinished: _Unfinished | None = None
         self._kept_back: list[tuple[Signature, int]] = []  # announcements, while a thread has the queue to itself
         self._stalls = StallWatch(stall, ranks, self.member, world.status)
         self._make_transport = make_transport
         self._transports: dict[str, Transport] = {}  # by devices
-        self._farewell = ""  # why the set ends, when its end has been announced
-        self._retired = ""  # the same, when all members have agreed on it
-        self._records = world.rank == 0  # rank 0 writes the timeline
 
     # Submission.
 
@@ -202,8 +202,10 @@ class OperationQueue(Progress):
     # Progress. Everything in this part runs under the progress lock, unless it says otherwise.
 
     def drive(self, until: Any) -> None:
-        # Tensors of ours that are made on the way outlive the caller's inference mode.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        if torch.is_inference_mode_enabled():  # the caller's: tensors of ours that are made on the way outlive it
+            with torch.inference_mode(False):
+                super().drive(until)
+        else:
             super().drive(until)
 
     def _step(self) -> None:
@@ -254,7 +256,7 @@ class OperationQueue(Progress):
         """The batches of the next round, None if there is none."""
         self.planner.now = time.monotonic()
         recorder = self.recorder
-        self.planner.on_arrival = recorder.arrived if self._records and recorder.timeline is not None else None
+        self.planner.on_arrival = None if recorder.timeline is None else recorder.arrived
         return self.agreement.poll(self.planner)
 
     def _execute(self, batch: Batch) -> None:

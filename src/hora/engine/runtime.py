@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Sequence
 
@@ -45,7 +44,6 @@ class Runtime:
         self.world = world
         self.config = config
         self.num_joins = 0
-        self.pid = os.getpid()
         self.is_current = True  # `process` has no other, and this process started it
         self.recorder = Recorder(world.rank)
         self.status = WorldStatus(world.rank, tell=self._report_fault, wake=lambda: self.process_sets.wake())
@@ -248,8 +246,6 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Leave the world, which ends it for every rank; what was agreed is still executed."""
-        if self.pid != os.getpid():
-            return  # a forked child: the world is its parent's
         text = f"Horovod has been shut down by rank {self.world.rank}"
         self.status.close(text)
         self.process_sets.drain()
