@@ -43,9 +43,7 @@ def execute(batch: Batch, requests: Requests, transport: Transport, member: int,
 
 
 def _check_sizes(batch: Batch, requests: Requests) -> None:
-    """RuntimeError for a tensor that is not as large as all members have agreed on: the user has resized it
-    meanwhile.
-    """
+    """RuntimeError for a tensor that is not as large as all members have agreed on, because it was resized."""
     gives_outputs = batch.kind in (Kind.ALLREDUCE, Kind.BROADCAST)  # others' outputs are made here, in other shapes
     for part in batch.parts:
         request = requests.get(part.key)
@@ -65,12 +63,7 @@ def _check_sizes(batch: Batch, requests: Requests) -> None:
 
 
 def execute_on_device(
-    batch: Batch,
-    requests: Requests,
-    transport: Transport,
-    member: int,
-    ranks: Sequence[int],
-    home: torch.device | None,
+    batch: Batch, requests: Requests, transport: Transport, member: int, ranks: Sequence[int], home: torch.device | None
 ) -> None:
     """The same on a GPU, on a stream of our own, after the work that the requests were submitted behind.
 
@@ -124,9 +117,7 @@ def write_back(requests: Sequence[Request]) -> None:
 
 @cache
 def _side_stream(device: torch.device | None, ranks: tuple[int, ...]) -> torch.cuda.Stream:
-    """One for each process set: two sets do things in different orders on different ranks, and must not wait in one
-    line.
-    """
+    """One for each process set: two sets do things in different orders on different ranks."""
     return torch.cuda.Stream(device)
 
 

@@ -295,9 +295,7 @@ class Hub:
             return {(operation, name) for operation, name in json.loads(connection.receive(limit_s=limit_s)[1])}
 
     def close(self) -> None:
-        """Stop the thread and close every socket and descriptor, after news that a stopped rank has to be gone around
-        with.
-        """
+        """Stop the thread and close every socket and descriptor, after news has gone around stopped ranks."""
         with self._changed:
             self._changed.wait_for(self._has_told_all, _CLOSE_LIMIT_S)
         self._server.close()

@@ -144,9 +144,7 @@ class Lane(Progress):
     # What the training thread does.
 
     def turn(self, index: int, num_turns: int) -> int:
-        """Return which of `num_turns` places takes the data of the next item of this reduction: another one in every
-        step.
-        """
+        """Return which of `num_turns` places takes the data of the next item of this reduction, in turn."""
         return self.turn_of(self._num_items + index - self._next + 1, num_turns)
 
     def turn_of(self, number: int, num_turns: int) -> int:
@@ -373,14 +371,7 @@ class PersistentReduction:
     """
 
     def __init__(
-        self,
-        lane: Lane,
-        kind: Kind,
-        mine: torch.Tensor,
-        *,
-        name: str,
-        reduce: Reduce,
-        out: torch.Tensor | None = None,
+        self, lane: Lane, kind: Kind, mine: torch.Tensor, *, name: str, reduce: Reduce, out: torch.Tensor | None = None
     ) -> None:
         self.lane = lane
         self.out = out

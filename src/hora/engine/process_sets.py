@@ -109,9 +109,7 @@ class ProcessSets:
         return int(self._request(0, Kind.ADD_PROCESS_SET, *wanted).answer)
 
     def of_this_host(self) -> int:
-        """The number of the set of this host's ranks; the sets of all hosts are registered unless they are
-        (collective).
-        """
+        """The number of the set of this host's ranks; sets of hosts that do not exist are registered (collective)."""
         hosts = [(0,)] if self.peers is None else [tuple(host) for host in self.peers.sharing]
         for host in hosts:
             if host not in self._sets.values():

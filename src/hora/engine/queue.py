@@ -419,8 +419,7 @@ class OperationQueue(Progress):
     # Stalls, on the hub's thread.
 
     def inspect(self) -> None:
-        """Look for stalls, once a second. Nothing is executed here: other ranks may need this thread before they can do
-        their part."""
+        """Look for stalls, once a second. Nothing is executed: other ranks may need this thread for their part."""
         if self._stalls.limits is None:
             return
         if self.driving.acquire(blocking=False):

@@ -170,10 +170,7 @@ class Request:
     )
 
     def __init__(
-        self,
-        signature: Signature,
-        tensors: Sequence[torch.Tensor] = (),
-        outputs: Sequence[torch.Tensor] | None = None,
+        self, signature: Signature, tensors: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] | None = None
     ) -> None:
         self.signature = signature
         self.key = signature.key(0)  # the queue numbers requests without a name

@@ -102,9 +102,7 @@ class Runtime:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts between which data travels over a network: ranks that may share no memory are hosts,
-        too.
-        """
+        """The number of hosts between which data travels over a network; a rank that may share no memory is one."""
         return 1 if self._peers is None else len(self._peers.sharing)
 
     def spans_hosts(self, process_set_id: int, *, in_order: bool = False) -> bool:
@@ -174,9 +172,7 @@ class Runtime:
         )
 
     def synchronize(self, handle: int) -> list[torch.Tensor]:
-        """Wait for the operation, free the handle, and return the outputs; none for an unknown handle, or if it has
-        none.
-        """
+        """Wait for the operation, free the handle, and return the outputs; none for an unknown handle."""
         entry = self._handles.get(handle)
         if entry is None:
             return []
@@ -236,8 +232,7 @@ class Runtime:
             )
 
     def lane(self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None) -> Lane:
-        """A lane of the members, or of those of this host (`near`), with its counters in the next piece of their memory
-        (collective)."""
+        """A lane of the members, or of those of this host (`near`), in the next piece of their memory (collective)."""
         queue = self.process_sets.queue(process_set_id)
         offset = memory.reserve(Lane.num_bytes(len(queue.ranks if near is None else near)))
         return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)

@@ -52,8 +52,7 @@ def stall_text(warning_s: float, missing: Mapping[str, Sequence[str]]) -> str:
 
 
 class StallWatch:
-    """Of the member number `member` of these ranks, with limits if it reports. Between `begin` and `end` a batch is
-    executed."""
+    """Of member `member` of these ranks, with limits if it reports. A batch runs between `begin` and `end`."""
 
     def __init__(self, limits: StallLimits | None, ranks: Sequence[int], member: int, status: WorldStatus) -> None:
         self.limits = limits

@@ -69,9 +69,7 @@ class WorldStatus:
         self.fault(f"a collective failed on rank {self._rank}: {text}; Horovod has been shut down", tell=True)
 
     def interrupted(self, by: str) -> None:
-        """End the job on all ranks because this one was stopped in the middle of its part, which cannot be done
-        again.
-        """
+        """End the job on all ranks because this one was stopped in its part, which cannot be done again."""
         text = f"rank {self._rank} was interrupted ({by}) in the middle of a collective that the others need it for"
         self.fault(f"{text}; Horovod has been shut down, and hvd.init() on all ranks begins anew", tell=True)
 

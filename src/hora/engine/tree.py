@@ -18,9 +18,7 @@ FANOUT = 4  # hosts below a host: with more, rank 0 works longer for a round; wi
 
 
 class Tree:
-    """Of these hosts, each with its ranks in ascending order, ordered by their first ranks: the very first is the
-    root.
-    """
+    """Of these hosts, in the order of their first ranks, each with its ranks in ascending order. The first is root."""
 
     def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
         self.root = hosts[0][0]

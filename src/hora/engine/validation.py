@@ -49,8 +49,7 @@ class Validator:
             self._gpus.append(gpu)
 
     def device_label(self, device: torch.device) -> str:
-        """Return the device as other members see it: "cpu", "cuda", or "cuda/2" for a rank's second GPU, whatever
-        their numbers are."""
+        """Return a device as other members see it: "cpu", "cuda", or "cuda/2" for a second GPU, of any number."""
         if device.type == "cpu":
             return "cpu"
         if device not in self._gpus:
@@ -147,9 +146,7 @@ def _check_op(kind: Kind, op: int) -> None:
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that any thread may write to: one of inference mode must not be, outside that
-    mode.
-    """
+    """The same memory as a tensor that any thread may write to, which one of inference mode is not."""
     if not tensor.is_inference():
         return tensor
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -195,8 +195,7 @@ class SharedMemoryAgreement(Agreement):
         return True
 
     def _batching(self, heads: Sequence[int]) -> bool:
-        """Return whether to leave the news of some members for a moment: others have none yet, so nothing is ready, and
-        theirs may be the same."""
+        """Return whether to leave news of some members for a moment: others, who have none yet, may have the same."""
         num_missing = sum(map(eq, heads, self._fed))
         if num_missing in (0, self._num_members) or sum(heads) - sum(self._fed) > _RING_BYTES // 4:
             return False
