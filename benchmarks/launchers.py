@@ -59,7 +59,7 @@ PLACES = (
     (
         "Kubernetes",
         "`hora kubernetes manifest job … \\| kubectl apply -f -`",
-        "elastic (`--min-nodes`): any pod but the first",
+        "elastic (`--min-nodes`): any pod but the first; with `--any-leader` any pod",
     ),
 )
 _UNMEASURED = "not measured"
