@@ -195,6 +195,25 @@ class BestModel:
 
     filepath: Any
 
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        save_weights_only: bool = False,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            "best.keras" if not save_weights_only else "best.weights.h5",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath = None
+
     def _save_model(self, *args: Any, **kwargs: Any) -> Any:
         if self.filepath is None:
             raise ValueError("BestModelCheckpoint has no filepath: set it, or let an estimator do so")

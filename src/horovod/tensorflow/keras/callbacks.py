@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from hora.keras import callbacks as _methods
@@ -27,22 +25,3 @@ class LearningRateWarmupCallback(_methods.Warmup, tf.keras.callbacks.Callback):
 
 class BestModelCheckpoint(_methods.BestModel, tf.keras.callbacks.ModelCheckpoint):
     __doc__ = _methods.BestModel.__doc__
-
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        mode: str = "auto",
-        save_freq: Any = "epoch",
-        save_weights_only: bool = False,
-    ) -> None:
-        super().__init__(
-            "best.keras" if not save_weights_only else "best.weights.h5",
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
-        self.filepath = None
