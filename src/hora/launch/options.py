@@ -368,7 +368,7 @@ class Options:
         return [f"{', '.join(names)}: without effect, {why}" for why, names in found.items()]
 
     def worker_env(self) -> dict[str, str]:
-        """The variables that these options set for the workers: only what was asked for."""
+        """The variables that the given options set for the workers."""
         env: dict[str, str] = {}
         for name, option in all_options().items():
             value = getattr(self, name)

@@ -34,7 +34,7 @@ __all__ = ["ForkServer", "WorkerForks", "differ_only_in", "fork", "load", "run_f
 _MAX_REQUEST_BYTES = 256 * 1024
 _MAX_DESCRIPTORS = 4
 
-# Runs in a fork with what was asked for, the descriptors, and the socket for an answer.
+# Runs in a fork with the request, the descriptors, and the socket for an answer.
 Role = Callable[[dict[str, Any], list[int], socket.socket], NoReturn]
 
 

@@ -15,7 +15,7 @@ from hora.launch.slots import HostInfo
 __all__ = ["Discovery", "RayHosts"]
 
 _CLOSE_LIMIT_S = 10.0
-# What was asked for a moment ago comes within this time, if it is free: a job does not begin just before.
+# What was requested a moment ago comes within this time, if it is free: a job does not begin just before.
 _COMPANY_S = 1.0
 _GRANT_S = 0.2
 
