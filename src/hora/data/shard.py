@@ -27,10 +27,7 @@ def even_batches(num_rows: int, num_steps: int) -> list[int]:
 
 
 class Shard:
-    """One rank's rows of the dataset at `path`. `transform` gets and returns the rows of a span.
-
-    A span is a part of a row group of a file: what is read at once.
-    """
+    """One rank's rows of the dataset at `path`, read by spans (parts of row groups); `transform` maps a span's rows."""
 
     def __init__(
         self,

@@ -142,10 +142,7 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
-        """`fn(*args, **kwargs)` on all workers; their values in rank order.
-
-        `callbacks` get, here, what workers give to `horovod.ray.ray_logger.log`.
-        """
+        """`fn(*args, **kwargs)` on all workers, values in rank order; `callbacks` get what workers log."""
         self._must_run()
         with queue_for(callbacks) as queue:
             return list(self._call("run", fn, args, kwargs, queue))

@@ -65,10 +65,7 @@ class Controls(Protocol):
 
 
 class Server:
-    """Serves one run, or a `timeline` (`hora.watch.timeline`).
-
-    `controls`: None for a recorded one. `on_tick(run)` is called once a second, in the server's thread.
-    """
+    """Serves a run or a `timeline`. `controls`: None for a recorded run. `on_tick(run)`: each second, in its thread."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from hora.launch.spark.task import gpu_addresses
 from hora.launch.spark.variables import forwarded_variables
 from hora.net.address import source_address
 from hora.workers.backend import GRACE_S, SLOT, PlannedWorker, order_file
-from hora.workers.capacity import Refused
+from hora.workers.spark_backend import TaskSlots
 
 __all__ = ["ConnectBackend"]
 
@@ -36,35 +36,21 @@ _CLOSE_LIMIT_S = GRACE_S + 45.0
 _TERMINATED, _FAILED, _LOST = 143, 255, 137
 
 
-class ConnectBackend:
+class ConnectBackend(TaskSlots):
     """See `backend.Backend`. Calls are serialised by the session."""
 
     def __init__(self, session: Any, events: LaunchEvents) -> None:
+        super().__init__()
         self._session, self._events = session, events
         self._slots = 0
-        self._held: set[str] = set()
         self._workers: dict[int, _ConnectWorker] = {}
 
     def settle(self, n: int) -> None:
         if not self._held:  # counting takes a slot itself
             self._slots = count_slots(self._session)
 
-    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        return request  # a task has the cores that Spark gives it
-
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
-        for what, wanted, setting, default in (
-            ("CPU cores", request["cpu"], "spark.task.cpus", "1"),
-            ("GPUs", request["nvidia_gpu"], "spark.task.resource.gpu.amount", "0"),
-        ):
-            has = float(self._session.conf.get(setting, default))
-            if wanted > has:
-                raise Refused(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
-        if len(self._held) >= self._slots:
-            raise Refused(
-                f"a Spark task slot was requested, but {self._slots - len(self._held)} of {self._slots} are free"
-            )
-        self._held.add(worker)
+        self._take(worker, request, self._session.conf, self._slots)
 
     def start(self, planned: Sequence[PlannedWorker]) -> None:
         check_protection(self._session)
@@ -76,12 +62,6 @@ class ConnectBackend:
         for number in numbers:
             if number in self._workers:
                 self._workers[number].stop()
-
-    def release(self, worker: str) -> None:
-        self._held.discard(worker)
-
-    def clear_up(self, number: int) -> None:
-        pass  # its task ends what is left of it
 
     def close(self) -> None:
         for worker in self._workers.values():

@@ -76,10 +76,7 @@ def _emptied(left: dict[str, str], ended: Sequence[str]) -> list[tuple[str, str]
 
 
 def lease_of(hosts: Collection[str]) -> Lease | None:
-    """The lease of a job on these hosts; None where none of them is an address of a worker.
-
-    The workers are those of the session that the environment names, else of this folder's.
-    """
+    """The lease of a job on these hosts, from the environment's or this folder's session; None if none is a worker."""
     session = _session(variables())
     if session is None:
         return None

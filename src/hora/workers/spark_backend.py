@@ -23,7 +23,7 @@ from hora.launch.spark.variables import forwarded_variables
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Refused
 
-__all__ = ["SparkBackend", "spark_cluster"]
+__all__ = ["SparkBackend", "TaskSlots", "spark_cluster"]
 
 _CLOSE_LIMIT_S = GRACE_S + 45.0
 _TERMINATED, _FAILED = 143, 255
@@ -44,12 +44,39 @@ def spark_cluster(backend: str) -> Any | None:
     return found
 
 
-class SparkBackend:
+class TaskSlots:
+    """The task slots of a Spark cluster that workers hold: what both kinds of Spark backends share."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+
+    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return request  # a task has the cores that Spark gives it
+
+    def release(self, worker: str) -> None:
+        self._held.discard(worker)
+
+    def clear_up(self, number: int) -> None:
+        pass  # its task ends what is left of it
+
+    def _take(self, worker: str, request: Mapping[str, Any], conf: Any, slots: int) -> None:
+        for what, wanted, setting, default in (
+            ("CPU cores", request["cpu"], "spark.task.cpus", "1"),
+            ("GPUs", request["nvidia_gpu"], "spark.task.resource.gpu.amount", "0"),
+        ):
+            if wanted > (has := float(conf.get(setting, default))):
+                raise Refused(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
+        if len(self._held) >= slots:
+            raise Refused(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
+        self._held.add(worker)
+
+
+class SparkBackend(TaskSlots):
     """See `backend.Backend`. Calls are serialised by the session."""
 
     def __init__(self, context: Any, events: LaunchEvents) -> None:
+        super().__init__()
         self._context, self._events = context, events
-        self._held: set[str] = set()
         self._launches: list[_Launch] = []
 
     def settle(self, n: int) -> None:
@@ -58,22 +85,8 @@ class SparkBackend:
         except ValueError:
             return  # `reserve` says it, worker by worker
 
-    def shared(self, n: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        return request  # a task has the cores that Spark gives it
-
     def reserve(self, worker: str, request: Mapping[str, Any]) -> None:
-        conf = self._context.getConf()
-        cores, gpus = float(conf.get("spark.task.cpus", "1")), float(conf.get("spark.task.resource.gpu.amount", "0"))
-        for what, wanted, has, setting in (
-            ("CPU cores", request["cpu"], cores, "spark.task.cpus"),
-            ("GPUs", request["nvidia_gpu"], gpus, "spark.task.resource.gpu.amount"),
-        ):
-            if wanted > has:
-                raise Refused(f"{wanted:g} {what} were requested, but a Spark task here has {has:g} ({setting})")
-        slots = count_slots(self._context)
-        if len(self._held) >= slots:
-            raise Refused(f"a Spark task slot was requested, but {slots - len(self._held)} of {slots} are free")
-        self._held.add(worker)
+        self._take(worker, request, self._context.getConf(), count_slots(self._context))
 
     def start(self, planned: Sequence[PlannedWorker]) -> None:
         self._launches = [launch for launch in self._launches if not launch.over]
@@ -83,12 +96,6 @@ class SparkBackend:
         wanted = set(numbers)
         for launch in self._launches:
             launch.terminate(wanted, grace_s=grace_s)
-
-    def release(self, worker: str) -> None:
-        self._held.discard(worker)
-
-    def clear_up(self, number: int) -> None:
-        pass  # its task ends what is left of it
 
     def close(self) -> None:
         for launch in self._launches:

@@ -112,10 +112,7 @@ class ForkServer:
             start(theirs.fileno())
 
     def ask(self, fork: Mapping[str, Any] | None, descriptors: Sequence[int], modules: Sequence[str] = ()) -> None:
-        """Have it load these modules, and then fork what is described, if anything is.
-
-        If it has ended, so have the other ends of the descriptors, which says it.
-        """
+        """Have it load these modules and fork what is described; if it has ended, the descriptors are closed."""
         with contextlib.suppress(OSError):
             request = {"load": list(modules), "fork": fork}
             socket.send_fds(self.socket, [json.dumps(request).encode()], descriptors)
@@ -219,10 +216,7 @@ def load(modules: Iterable[str]) -> bool:
 
 
 def differ_only_in(one: Mapping[str, str], other: Mapping[str, str], prefixes: tuple[str, ...]) -> bool:
-    """Tell whether two environments are the same but for variables with these prefixes.
-
-    Any other one might have been read by what is loaded already.
-    """
+    """Return whether two environments differ only in variables with these prefixes, which loaded code does not read."""
     changed = {name for name in {*one, *other} if one.get(name) != other.get(name)}
     return all(name.startswith(prefixes) for name in changed)
 
