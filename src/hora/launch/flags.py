@@ -40,7 +40,7 @@ def parse(
     on_version: Callable[[], str],
     on_check_build: Callable[[], str],
 ) -> tuple[argparse.Namespace, Options]:
-    """Reads a command line and the config file it names; ValueError for values that cannot be meant.
+    """Reads a command line and the config file it names; ValueError for invalid values.
 
     The namespace, which Horovod's callers know, has one attribute an option, None where nothing was given; the options
     are made of it and `environ`. Bad flags end the process with argparse's status 2; `--version` and `--check-build`

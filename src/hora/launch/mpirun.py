@@ -96,7 +96,7 @@ def _place(slots: Mapping[str, int], num_proc: int, *, by_node: bool) -> list[st
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> MpiCommand:
-    """Reads the words after `mpirun`. ValueError names an option that is not known, or a value that cannot be meant."""
+    """Reads the words after `mpirun`. ValueError names an option that is not known, or an invalid value."""
     parsed = MpiCommand()
     parameters: dict[str, str] = {}
     words = list(argv)

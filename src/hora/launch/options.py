@@ -137,7 +137,7 @@ def _autotune(flag: str, **rest: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A validated launch request. ValueError, naming the flag and its value, for whatever cannot be meant."""
+    """A validated launch request. ValueError, naming the flag and its value, for invalid values."""
 
     command: tuple[str, ...] = ()
 

@@ -18,7 +18,7 @@ def variable_name(name: str) -> str:
 
 
 def validate_config_args(args: object) -> None:
-    """ValueError, naming the flag, for a value that cannot be meant."""
+    """ValueError, naming the flag, for an invalid value."""
     for name, option in all_options().items():
         value = getattr(args, name, None)
         if value is not None:
