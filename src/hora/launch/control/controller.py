@@ -412,10 +412,10 @@ class _Controller:
         worker, slot = self._roster[failure.worker], self._places.get(failure.worker)
         others = "; ending the others" if len(everyone) > 1 else ""
         reason = f" ({failure.reason})" if failure.reason else ""
-        message = (
+        line = (
             f"process {self._name(failure.worker)} on host {worker.host} failed with exit code {failure.code}{reason}"
         )
-        self.run.end(everyone, "" if worker.written_off else message + others)
+        self.run.end(everyone, "" if worker.written_off else line + others)
         raise job_failed(
             failure,
             name=self._name(failure.worker),
