@@ -32,6 +32,7 @@ __all__ = [
     "HALVES",
     "SERIAL_ELEMENTS",
     "Arithmetic",
+    "adasum",
     "adasum_pair",
     "arithmetic_of",
     "identity",
@@ -164,17 +165,12 @@ class Arithmetic:
     def _reduce_widely(self, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """In float32, piece by piece: what is wide stays in the cache."""
         count = out.numel()
-        if out.device.type != "cpu":
-            self._reduce_piece(operands, out, *torch.empty(2, count, dtype=torch.float32, device=out.device))
-            return
-        with _two_wide_buffers() as (total, other):
-            if count <= SERIAL_ELEMENTS:
-                self._reduce_piece(operands, out, total[:count], other[:count])
-                return
-            for start in range(0, count, SERIAL_ELEMENTS):
-                piece = slice(start, start + SERIAL_ELEMENTS)
-                size = min(SERIAL_ELEMENTS, count - start)
-                self._reduce_piece([operand[piece] for operand in operands], out[piece], total[:size], other[:size])
+        step = SERIAL_ELEMENTS if out.is_cpu else max(count, 1)
+        total, other = torch.empty(2, min(step, count), dtype=torch.float32, device=out.device)
+        for start in range(0, count, step):
+            piece = slice(start, min(start + step, count))
+            size = piece.stop - start
+            self._reduce_piece([operand[piece] for operand in operands], out[piece], total[:size], other[:size])
 
     def _reduce_piece(
         self, operands: Sequence[torch.Tensor], out: torch.Tensor, total: torch.Tensor, other: torch.Tensor
@@ -204,23 +200,6 @@ class Arithmetic:
             self._finish(source, out)
         else:
             out.copy_(source)
-
-
-# Pieces of float32 that no thread uses now. Not of `threading.local`: Python destroys those of a thread that TensorFlow
-# has made as soon as it goes back there, and a tensor does not survive that.
-_wide_buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-
-@contextmanager
-def _two_wide_buffers() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Two pieces of float32, for the caller alone."""
-    try:
-        found = _wide_buffers.pop()
-    except IndexError:
-        total, other = torch.empty(2, SERIAL_ELEMENTS, dtype=torch.float32, device="cpu")
-        found = total, other
-    yield found
-    _wide_buffers.append(found)
 
 
 @lru_cache(maxsize=512)
@@ -312,6 +291,35 @@ def adasum_pair(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     share_b = 1.0 if norm_b < _TINY_SQUARED_NORM else 1.0 - dot / (2.0 * norm_b)
     for piece_a, piece_b, piece_out in pieces:
         piece_out.copy_(piece_a.double() * share_a + piece_b.double() * share_b)
+
+
+def adasum(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    reduce: Reduce,
+    member: int,
+    num_members: int,
+    *,
+    mine: Sequence[torch.Tensor],
+    theirs: Sequence[torch.Tensor],
+    swap: Callable[[int], None],
+) -> None:
+    """Adasum of all members' tensors, each by itself, with the factors of `reduce`.
+
+    `swap(partner)` exchanges what two members have in `mine`, which may be `outputs`, each into its `theirs`.
+    """
+    assert num_members & (num_members - 1) == 0, f"Adasum needs a power of two, not {num_members} members"
+    arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, num_members, elsewhere=True)
+    for source, part in zip(inputs, mine, strict=True):
+        arithmetic.prepare(source, part)
+    distance = 1
+    while distance < num_members:
+        swap(member ^ distance)
+        for own, other in zip(mine, theirs, strict=True):
+            adasum_pair(*((other, own) if member & distance else (own, other)), own)
+        distance *= 2
+    for part, out in zip(mine, outputs, strict=True):
+        arithmetic.finish(part, out)
 
 
 @contextmanager

@@ -9,12 +9,13 @@ traffic than a ring. NCCL reduces by itself, in its own order, which is the same
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from hora.engine.request import Reduce, ReduceOp
-from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum_pair, arithmetic_of
+from hora.engine.request import Reduce
+from hora.engine.transport.arithmetic import SERIAL_ELEMENTS, Arithmetic, adasum, arithmetic_of
 from hora.engine.transport.base import Tensors
 from hora.engine.transport.group import Group, Pending
 from hora.engine.transport.nccl import NcclGroup
@@ -78,23 +79,10 @@ class DistributedTransport:
         )
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
-        n, me, dtype = self._num_members, self._member, inputs[0].dtype
-        assert n & (n - 1) == 0, f"Adasum needs a power of two, not {n} members"
-        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), dtype, n, elsewhere=True)
-        sizes = [tensor.numel() for tensor in inputs]
-        own = self._buffers.take("own", sum(sizes), dtype)
-        for source, part in zip(inputs, own.split(sizes), strict=True):
-            arithmetic.prepare(source, part)
-        other = self._buffers.take("other", sum(sizes), dtype)
-        distance = 1
-        while distance < n:
-            self._swap(own, other, me ^ distance)
-            low, high = (own, other) if me & distance == 0 else (other, own)
-            for a, b, out in zip(low.split(sizes), high.split(sizes), own.split(sizes), strict=True):
-                adasum_pair(a, b, out)
-            distance *= 2
-        for part, result in zip(own.split(sizes), outputs, strict=True):
-            arithmetic.finish(part, result)
+        dtype, sizes = inputs[0].dtype, [tensor.numel() for tensor in inputs]
+        own, other = (self._buffers.take(purpose, sum(sizes), dtype) for purpose in ("own", "other"))
+        mine, theirs, swap = own.split(sizes), other.split(sizes), partial(self._swap, own, other)
+        adasum(inputs, outputs, reduce, self._member, self._num_members, mine=mine, theirs=theirs, swap=swap)
 
     def allgather(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]]) -> None:
         dtype = inputs[0].dtype

@@ -82,10 +82,6 @@ class Ring:
         turn = member * DEPTH + step % DEPTH
         return self._view(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
 
-    def result(self, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
-        """Return the slot into which all members together write the result of `step`."""
-        return self._view(self._results_at + step % DEPTH * self.slot_bytes + offset_bytes, count, dtype)
-
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Private memory for what lies between two operations, at most a slot of it; always the same."""
         key = (-1, count, dtype)

@@ -13,15 +13,15 @@ is unusable and must be closed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_
+from functools import partial
 
 import torch
 
-from hora.engine.request import Reduce, ReduceOp
+from hora.engine.request import Reduce
 from hora.engine.shm import native
 from hora.engine.shm.futex import LINE_BYTES
 from hora.engine.shm.segment import Segment
-from hora.engine.transport.arithmetic import Arithmetic, adasum_pair, arithmetic_of, single_threaded, staged
+from hora.engine.transport.arithmetic import Arithmetic, adasum, arithmetic_of, single_threaded, staged
 from hora.engine.transport.base import AliveCheck, Tensors
 from hora.engine.transport.packing import Piece, copy, cut, put, take, total
 from hora.engine.transport.ring import Ring
@@ -34,10 +34,6 @@ SMALL_SLOT_BYTES = 65536
 LARGE_SLOT_BYTES = 524288
 # Up to this many bytes of all members together each member reduces everything; beyond, each reduces its slice.
 DIRECT_BYTES = 393216
-
-
-def _in_place(inputs: Tensors, outputs: Tensors) -> bool:
-    return outputs is inputs or all(map(is_, inputs, outputs))
 
 
 class ShmTransport:
@@ -99,7 +95,8 @@ class ShmTransport:
             direct = self.is_direct(num_bytes)
             ring.allreduce(self._library, inputs, outputs, count, what, stage, direct)
         else:
-            self._allreduce_in_python(ring, inputs, outputs, arithmetic)
+            most = ring.slot_bytes // dtype.itemsize
+            self._reduce_through(ring, {0: cut(inputs, most)}, cut(outputs, most), 0, arithmetic)
 
     @property
     def ring(self) -> Ring:
@@ -116,48 +113,38 @@ class ShmTransport:
         """
         return self._library is not None and (num_bytes <= self._ring.slot_bytes or self.num_rings > 1)
 
-    def _allreduce_in_python(self, ring: Ring, inputs: Tensors, outputs: Tensors, arithmetic: Arithmetic) -> None:
-        """Each member puts its piece into its slot and reduces all slots into its own output."""
-        dtype, member = arithmetic.dtype, self._member
-        most = ring.slot_bytes // dtype.itemsize
-        sources = cut(inputs, most)
-        results = sources if _in_place(inputs, outputs) else cut(outputs, most)
+    def _reduce_through(
+        self, ring: Ring, sources: dict[int, list[Piece]], results: list[Piece], at: int, arithmetic: Arithmetic
+    ) -> None:
+        """Put pieces into the own slots, by their offset there, and reduce what all members' slots have at `at`."""
+        dtype, scratch = arithmetic.dtype, ring.scratch
 
         def fill(index: int, step: int) -> None:
-            slot = ring.slot(member, step, sources[index].count, dtype)
-            _stage(sources[index], slot, arithmetic)
+            for offset, pieces in sources.items():
+                if index < len(pieces):
+                    piece = pieces[index]
+                    slot = ring.slot(self._member, step, piece.count, dtype, offset)
+                    put(piece, slot)
+                    arithmetic.prepare_(slot)
 
         def drain(index: int, step: int) -> None:
-            self._reduce_slots(ring, step, sources[index], results[index], arithmetic)
+            if index < len(results):
+                piece = results[index]
+                operands = [ring.slot(peer, step, piece.count, dtype, at) for peer in range(self._num_members)]
+                out = piece.parts[0] if len(piece.parts) == 1 else scratch(piece.count, dtype)
+                arithmetic.reduce(operands, out, scratch(piece.count, dtype))
+                if len(piece.parts) > 1:
+                    take(out, piece)
 
         with single_threaded():
-            ring.steps(len(sources), fill, drain)
-
-    def _reduce_slots(self, ring: Ring, step: int, source: Piece, result: Piece, arithmetic: Arithmetic) -> None:
-        """Reduce all members' slots of a step; the own slot holds the (prescaled) source."""
-        count, dtype = source.count, arithmetic.dtype
-        operands = [ring.slot(peer, step, count, dtype) for peer in range(self._num_members)]
-        if len(source.parts) == 1 and not arithmetic.prescales:
-            operands[self._member] = source.parts[0]  # has to come into the cache anyway, to be overwritten
-        _reduce(operands, result, arithmetic, ring.scratch(count, dtype))
+            ring.steps(max(map(len, sources.values())), fill, drain)
 
     def adasum(self, inputs: Tensors, outputs: Tensors, reduce: Reduce) -> None:
         if self._num_members & (self._num_members - 1):
             raise ValueError(f"Adasum needs a power of 2 of ranks, not {self._num_members}; use Average or Sum")
-        arithmetic = arithmetic_of(reduce._replace(op=ReduceOp.SUM), inputs[0].dtype, self._num_members, elsewhere=True)
-        for source, out in zip(inputs, outputs, strict=True):
-            arithmetic.prepare(source, out)
-        distance = 1
-        while distance < self._num_members:
-            partner = self._member ^ distance
-            theirs = [torch.empty_like(out) for out in outputs]
-            self._swap(outputs, theirs, partner)
-            for own, other in zip(outputs, theirs, strict=True):
-                lower, higher = (own, other) if self._member < partner else (other, own)
-                adasum_pair(lower, higher, own)
-            distance *= 2
-        for out in outputs:
-            arithmetic.finish_(out)
+        theirs = [torch.empty_like(out) for out in outputs]
+        swap = partial(self._swap, outputs, theirs)
+        adasum(inputs, outputs, reduce, self._member, self._num_members, mine=outputs, theirs=theirs, swap=swap)
 
     def _swap(self, inputs: Tensors, outputs: Tensors, partner: int) -> None:
         """Each member sends `inputs` and receives those of its partner, of the same sizes."""
@@ -165,28 +152,29 @@ class ShmTransport:
         ring = self._ring_for(total(inputs) * dtype.itemsize)
         most = ring.slot_bytes // dtype.itemsize
         sources = cut(inputs, most)
-        self._move(ring, sources, {partner: cut(outputs, most)}, len(sources), dtype)
+        self._move(ring, {0: sources}, {(partner, 0): cut(outputs, most)}, len(sources), dtype)
 
     def _move(
         self,
         ring: Ring,
-        sources: list[Piece],
-        results: dict[int, list[Piece]],
+        sources: dict[int, list[Piece]],
+        results: dict[tuple[int, int], list[Piece]],
         num_steps: int,
         dtype: torch.dtype,
     ) -> None:
-        """Publish the `sources` and copy what the members in `results` publish, piece by piece."""
+        """Put pieces into the own slots, by their offset there, and copy what other members have put, by the member and
+        the offset.
+        """
 
         def fill(index: int, step: int) -> None:
-            if index < len(sources):
-                piece = sources[index]
-                put(piece, ring.slot(self._member, step, piece.count, dtype))
+            for offset, pieces in sources.items():
+                if index < len(pieces):
+                    put(pieces[index], ring.slot(self._member, step, pieces[index].count, dtype, offset))
 
         def drain(index: int, step: int) -> None:
-            for peer, pieces in results.items():
+            for (peer, offset), pieces in results.items():
                 if index < len(pieces):
-                    piece = pieces[index]
-                    take(ring.slot(peer, step, piece.count, dtype), piece)
+                    take(ring.slot(peer, step, pieces[index].count, dtype, offset), pieces[index])
 
         ring.steps(num_steps, fill, drain)
 
@@ -196,19 +184,19 @@ class ShmTransport:
         largest = max(sum(row[peer] for row in counts) for peer in members)
         ring = self._ring_for(largest * dtype.itemsize)
         most = ring.slot_bytes // dtype.itemsize
-        results = {peer: cut([part[peer] for part in parts], most) for peer in members if peer != self._member}
+        results = {(peer, 0): cut([part[peer] for part in parts], most) for peer in members if peer != self._member}
         for source, part in zip(inputs, parts, strict=True):
             copy(source, part[self._member])
-        self._move(ring, cut(inputs, most), results, -(-largest // most), dtype)
+        self._move(ring, {0: cut(inputs, most)}, results, -(-largest // most), dtype)
 
     def broadcast(self, tensors: Tensors, root: int) -> None:
         dtype = tensors[0].dtype
         ring = self._ring_for(total(tensors) * dtype.itemsize)
         pieces = cut(tensors, ring.slot_bytes // dtype.itemsize)
         if self._member == root:
-            self._move(ring, pieces, {}, len(pieces), dtype)
+            self._move(ring, {0: pieces}, {}, len(pieces), dtype)
         else:
-            self._move(ring, [], {root: pieces}, len(pieces), dtype)
+            self._move(ring, {}, {(root, 0): pieces}, len(pieces), dtype)
 
     def alltoall(
         self,
@@ -224,7 +212,9 @@ class ShmTransport:
         # the size of the largest part, and then all know how many steps are left.
         ring = self._ring
         most = self._share_bytes(ring) // input.itemsize
-        largest = max(self._exchange(ring, sent, received, 1, note=max(send_counts))) - most
+        ring.note(ring.step + 1, max(send_counts))
+        self._exchange(ring, sent, received, 1)
+        largest = max(ring.notes(ring.step)) - most
         if largest > 0:
             ring = self._ring_for(largest * input.itemsize * self._num_members)
             sent, received = tuple(part[most:] for part in sent), tuple(part[most:] for part in received)
@@ -235,76 +225,26 @@ class ShmTransport:
         """Return each member's share of a slot that is divided among them."""
         return ring.slot_bytes // self._num_members // LINE_BYTES * LINE_BYTES
 
-    def _exchange(self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int, *, note: int = 0) -> list[int]:
-        """Send the first `num_steps` pieces of `sent[m]` to each other member m. Returns all members' notes."""
-        dtype, member, share_bytes = sent[0].dtype, self._member, self._share_bytes(ring)
-        most = share_bytes // dtype.itemsize
-        sources, results = [cut([part], most) for part in sent], [cut([part], most) for part in received]
-        notes: list[int] = []
-
-        def fill(index: int, step: int) -> None:
-            ring.note(step, note)
-            for peer, pieces in enumerate(sources):
-                if index < len(pieces) and peer != member:
-                    piece = pieces[index]
-                    put(piece, ring.slot(member, step, piece.count, dtype, peer * share_bytes))
-
-        def drain(index: int, step: int) -> None:
-            notes[:] = ring.notes(step)
-            for peer, pieces in enumerate(results):
-                if index < len(pieces) and peer != member:
-                    piece = pieces[index]
-                    take(ring.slot(peer, step, piece.count, dtype, member * share_bytes), piece)
-
-        ring.steps(num_steps, fill, drain)
-        return notes
+    def _exchange(self, ring: Ring, sent: Tensors, received: Tensors, num_steps: int) -> None:
+        """Send the first `num_steps` pieces of `sent[m]` to each other member m."""
+        dtype, share_bytes = sent[0].dtype, self._share_bytes(ring)
+        most, others = share_bytes // dtype.itemsize, [m for m in range(self._num_members) if m != self._member]
+        sources = {peer * share_bytes: cut([sent[peer]], most)[:num_steps] for peer in others}
+        results = {(peer, self._member * share_bytes): cut([received[peer]], most)[:num_steps] for peer in others}
+        self._move(ring, sources, results, num_steps, dtype)
 
     def reducescatter(self, inputs: Tensors, outputs: Tensors, counts: Sequence[Sequence[int]], reduce: Reduce) -> None:
-        dtype, member, members = inputs[0].dtype, self._member, range(self._num_members)
+        dtype = inputs[0].dtype
         arithmetic = arithmetic_of(staged(reduce, dtype, self._num_members), dtype, self._num_members)
         ring = self._ring_for(total(inputs) * dtype.itemsize)
         share_bytes = self._share_bytes(ring)
         most = share_bytes // dtype.itemsize
         parts = [tensor.split(list(row)) for tensor, row in zip(inputs, counts, strict=True)]
-        sources = [cut([part[peer] for part in parts], most) for peer in members]
-        results = cut(outputs, most)
-
-        def fill(index: int, step: int) -> None:
-            for peer, pieces in enumerate(sources):
-                if index < len(pieces):
-                    piece = pieces[index]
-                    slot = ring.slot(member, step, piece.count, dtype, peer * share_bytes)
-                    _stage(piece, slot, arithmetic)
-
-        def drain(index: int, step: int) -> None:
-            if index < len(results):
-                piece = results[index]
-                at = member * share_bytes
-                operands = [ring.slot(peer, step, piece.count, dtype, at) for peer in members]
-                _reduce(operands, piece, arithmetic, ring.scratch(piece.count, dtype))
-
-        with single_threaded():
-            ring.steps(max(len(pieces) for pieces in sources), fill, drain)
+        sources = {m * share_bytes: cut([part[m] for part in parts], most) for m in range(self._num_members)}
+        self._reduce_through(ring, sources, cut(outputs, most), self._member * share_bytes, arithmetic)
 
     def barrier(self) -> None:
         self._ring.meet()
 
     def close(self) -> None:
         self._ring.close()
-
-
-def _stage(piece: Piece, slot: torch.Tensor, arithmetic: Arithmetic) -> None:
-    """Copy a piece into a slot of its size, prescaled."""
-    if arithmetic.prescales and len(piece.parts) == 1:
-        arithmetic.prepare(piece.parts[0], slot)
-        return
-    put(piece, slot)
-    arithmetic.prepare_(slot)
-
-
-def _reduce(operands: list[torch.Tensor], result: Piece, arithmetic: Arithmetic, scratch: torch.Tensor) -> None:
-    """Reduce and finish straight into the result, or through `scratch` when that is in several places."""
-    out = result.parts[0] if len(result.parts) == 1 else scratch
-    arithmetic.reduce(operands, out, scratch)
-    if out is scratch:
-        take(scratch, result)
