@@ -70,7 +70,8 @@ def made(place, hosts, check_alive=lambda: None, native=None, kind="tcp", name="
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_PORTION_BYTES", PORTION_BYTES)
         patch.setattr(hierarchical, "_PORTION_BYTES", 2**17)
-        patch.setattr(native_hosts, "_MESSAGE_BYTES", 2**11)  # several hundred pieces are under way in a test
+        for size in ("_PAIR_MESSAGE_BYTES", "_MESSAGE_BYTES"):
+            patch.setattr(native_hosts, size, 2**11)  # several hundred pieces are under way in a test
         patch.setattr(native_hosts, "_ONE_STEP_BYTES", 2**12)
 
         def connect(name, members):

@@ -67,11 +67,6 @@ struct hosts_job {
     int64_t sent_a[QUEUE], sent_b[QUEUE]; /* messages of every outgoing stream up to the one of a piece */
 };
 
-int hora_hosts_sizes(int64_t *sizes) { /* checked by native_hosts.py, which has the same structures */
-    sizes[0] = sizeof(struct stream), sizes[1] = sizeof(struct hosts), sizes[2] = sizeof(struct hosts_job);
-    return QUEUE;
-}
-
 /* Streams. */
 
 static void enqueue(struct stream *stream, char *data, int64_t num_bytes) {
@@ -79,26 +74,28 @@ static void enqueue(struct stream *stream, char *data, int64_t num_bytes) {
     stream->queue[at].data = data, stream->queue[at].num_bytes = num_bytes;
 }
 
-/* Move bytes until the kernel takes or has no more: 0. -1 when the connection is broken. */
+/* Move bytes until the kernel takes or has no more: 0. -1 when the connection is broken. What comes is written where it is wanted
+ * before its record is known to be the one that was sent: if it is not, the job ends.
+ */
 static int move(struct stream *stream, int incoming, int flags, int32_t *error) {
     while (stream->num_moved < stream->num_queued) {
         char *data = stream->queue[stream->num_moved % QUEUE].data + stream->at;
-        int64_t left = stream->queue[stream->num_moved % QUEUE].num_bytes - stream->at, length = left;
-        if (!left) {
+        int64_t length = stream->queue[stream->num_moved % QUEUE].num_bytes - stream->at, at = stream->in_record;
+        if (!length) {
             stream->num_moved++, stream->at = 0;
             continue;
         }
         struct records *records = stream->records;
-        char *from = data;
-        if (records) {
-            if (length > RECORD_BYTES) length = RECORD_BYTES;
-            if (!incoming && !stream->sealed && !(stream->sealed = seal(records, data, (int)length)))
-                return *error = EPROTO, -1;
-            from = (char *)records->room + stream->in_record;
-            left = length + TAG_BYTES - stream->in_record;
-        }
-        ssize_t n = incoming ? recv(stream->socket, from, (size_t)left, flags)
-                             : send(stream->socket, from, (size_t)left, flags | MSG_NOSIGNAL);
+        if (records && length > RECORD_BYTES) length = RECORD_BYTES;
+        if (records && !incoming && !stream->sealed && !(stream->sealed = seal(records, data, (int)length)))
+            return *error = EPROTO, -1;
+        char *from = records && records->hides && !incoming ? (char *)records->room : data;
+        int64_t behind = at > length ? at - length : 0; /* of the tag */
+        struct iovec parts[] = {{from + at - behind, (size_t)(length - at + behind)},
+                                {records ? records->room + length + behind : NULL, (size_t)(TAG_BYTES - behind)}};
+        struct msghdr message = {.msg_iov = parts, .msg_iovlen = records ? 2 : 1};
+        ssize_t n = incoming ? recvmsg(stream->socket, &message, flags)
+                             : sendmsg(stream->socket, &message, flags | MSG_NOSIGNAL);
         if (n < 0 && (errno == EAGAIN || errno == EINTR)) return 0;
         if (n <= 0) return *error = n < 0 ? errno : ECONNRESET, -1;
         if (!records) {

@@ -10,6 +10,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -17,7 +18,7 @@
 
 #include "codes.h"
 
-#define VERSION 13 /* native.py asks for the one that it was written for */
+#define VERSION 14 /* native.py asks for the one that it was written for */
 
 int hora_version(void) { return VERSION; }
 
@@ -284,9 +285,9 @@ void hora_reduce_everywhere(int dtype, int k, char *const *data, int64_t begin, 
 
 #include "hosts.h"
 
-/* The size of every struct that native.py fills in, and where its members are: it compares them with its own. */
+/* The size of every struct that Python fills in, and where its members are: `Library.check` compares them. */
 #define AT(type, member) (int32_t) offsetof(struct type, member)
-static const int32_t layouts[][24] = {
+static const int32_t layouts[][36] = {
     {sizeof(struct group), AT(group, words), AT(group, stride), AT(group, member), AT(group, num_members),
      AT(group, patience)},
     {sizeof(struct ring), AT(ring, slots), AT(ring, results), AT(ring, slot_bytes), AT(ring, depth), AT(ring, ahead),
@@ -301,6 +302,23 @@ static const int32_t layouts[][24] = {
      AT(repeated, head_bytes), AT(repeated, late), AT(repeated, spec), AT(repeated, source), AT(repeated, out),
      AT(repeated, rounds), AT(repeated, step), AT(repeated, record.ticket), AT(repeated, record.digest),
      AT(repeated, record.instance), AT(repeated, published), AT(repeated, state), AT(repeated, job)},
+    {sizeof(struct records), AT(records, context), AT(records, begin), AT(records, update), AT(records, end),
+     AT(records, control), AT(records, room), AT(records, number), AT(records, hides)},
+    {sizeof(struct stream), AT(stream, records), AT(stream, num_queued), AT(stream, num_moved), AT(stream, at),
+     AT(stream, in_record), AT(stream, socket), AT(stream, sealed), AT(stream, queue)},
+    {sizeof(struct hosts), AT(hosts, memory), AT(hosts, room), AT(hosts, headers), AT(hosts, outgoing),
+     AT(hosts, incoming), AT(hosts, counter_bytes), AT(hosts, inputs_at), AT(hosts, results_at), AT(hosts, slice_room),
+     AT(hosts, piece_room), AT(hosts, member), AT(hosts, num_local), AT(hosts, num_carriers), AT(hosts, host),
+     AT(hosts, num_hosts), AT(hosts, num_results), AT(hosts, num_rooms), AT(hosts, patience)},
+    {sizeof(struct numbers), AT(numbers, prescale), AT(numbers, factor), AT(numbers, dtype), AT(numbers, finish)},
+    {sizeof(struct hosts_job), AT(hosts_job, hosts), AT(hosts_job, inputs), AT(hosts_job, outputs),
+     AT(hosts_job, residuals), AT(hosts_job, starts), AT(hosts_job, weights), AT(hosts_job, num_tensors),
+     AT(hosts_job, begin), AT(hosts_job, end), AT(hosts_job, most), AT(hosts_job, first), AT(hosts_job, num_pieces),
+     AT(hosts_job, begins), AT(hosts_job, counts), AT(hosts_job, first_owned), AT(hosts_job, owned),
+     AT(hosts_job, inside), AT(hosts_job, between), AT(hosts_job, last), AT(hosts_job, stage), AT(hosts_job, resident),
+     AT(hosts_job, code), AT(hosts_job, two_steps), AT(hosts_job, window), AT(hosts_job, kind), AT(hosts_job, check),
+     AT(hosts_job, greeting), AT(hosts_job, number), AT(hosts_job, step), AT(hosts_job, asked), AT(hosts_job, late),
+     AT(hosts_job, error), AT(hosts_job, header), AT(hosts_job, sent_a), AT(hosts_job, sent_b)},
 };
 
 int hora_layout(int number, int index) { return layouts[number][index]; }

@@ -41,7 +41,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 13  # VERSION of native.c
+_VERSION = 14  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.
@@ -180,13 +180,6 @@ class Repeated(ctypes.Structure):
 # Spec, source, out, rounds, step, ticket, instance: one call of `struct.pack_into` instead of a store for each.
 CALL = struct.Struct("<QQQqqq16xqii")
 CALL_AT = Repeated.spec.offset
-_LAYOUTS: tuple[type[ctypes.Structure], ...] = (
-    Group,
-    Ring,
-    Allreduce,
-    AllreduceSpec,
-    Repeated,
-)  # `layouts` of native.c
 
 
 class Sum(NamedTuple):
@@ -210,10 +203,7 @@ class Library:
         if found != _VERSION:
             raise OSError(f"{path.name} is version {found}, not {_VERSION}: it was built from another source")
         self.long = long  # for callers with structures of their own
-        for number, kind in enumerate(_LAYOUTS):
-            expected = [ctypes.sizeof(kind), *(getattr(kind, field[0]).offset for field in kind._fields_)]
-            if expected != [int(long.hora_layout(number, index)) for index in range(len(expected))]:
-                raise OSError(f"{path.name} lays out {kind.__name__} in another way: it was built from another source")
+        self.check(Group, Ring, Allreduce, AllreduceSpec, Repeated)
         self.has_float16 = bool(long.hora_has_f16())
         for reduce in (long.hora_reduce, short.hora_reduce):
             reduce.argtypes = (
@@ -245,6 +235,13 @@ class Library:
         self.nudge = short.hora_nudge
         self.nudge.argtypes = (ctypes.c_void_p,)
         self.nudge.restype = None
+
+    def check(self, *kinds: type[ctypes.Structure], first: int = 0) -> None:
+        """Compare structures with those of native.c's `layouts` from number `first` on; OSError if they differ."""
+        for number, kind in enumerate(kinds, first):
+            expected = [ctypes.sizeof(kind), *(getattr(kind, field[0]).offset for field in kind._fields_)]
+            if expected != [int(self.long.hora_layout(number, index)) for index in range(len(expected))]:
+                raise OSError(f"libhora.so lays out {kind.__name__} in another way: it was built from another source")
 
     def sums(self, dtype: torch.dtype) -> bool:
         """Return whether it can sum this dtype, on this processor."""

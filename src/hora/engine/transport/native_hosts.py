@@ -31,8 +31,9 @@ from hora.errors import AuthenticationError
 __all__ = ["HEADER_BYTES", "Cut", "NativeHosts", "Scaling", "cut_for"]
 
 # Half of what a message between two hosts carries stays in the first-level cache while it is combined, encrypted and
-# sent.
-_MESSAGE_BYTES = 64 * 2**10
+# sent; among more hosts, each of which sends to all, fewer and longer ones take less time.
+_PAIR_MESSAGE_BYTES = 64 * 2**10
+_MESSAGE_BYTES = 128 * 2**10
 _LONGEST_SLICE_BYTES = 512 * 2**10
 # Up to here a host sends all it has to all others, in one step instead of two.
 _ONE_STEP_BYTES = 64 * 2**10
@@ -71,7 +72,7 @@ def cut_for(count: int, itemsize: int, num_slices: int, num_hosts: int) -> Cut:
 
 def _longest(num_hosts: int) -> int:
     """The bytes of the longest slice."""
-    return _MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
+    return _PAIR_MESSAGE_BYTES if num_hosts == 2 else min(_MESSAGE_BYTES * num_hosts, _LONGEST_SLICE_BYTES)
 
 
 class Scaling(NamedTuple):
@@ -187,14 +188,7 @@ class _Job(ctypes.Structure):
 @lru_cache(maxsize=1)
 def _function(compiled: Library) -> Callable[[_Job, int], int]:
     """`hora_between_hosts`, when its structures are those of this file."""
-    sizes = (ctypes.c_int64 * 3)()
-    queue = compiled.long.hora_hosts_sizes(sizes)
-    expected = [ctypes.sizeof(each) for each in (_Stream, _Hosts, _Job)]
-    if (list(sizes), queue) != (expected, _QUEUE):
-        raise RuntimeError(
-            f"libhora.so was built from another source: its hosts.h has {list(sizes)} and {queue}, not {expected} and "
-            f"{_QUEUE}; install Hora again (`make native` in a checkout), or set HORA_NATIVE=0"
-        )
+    compiled.check(RecordsOfOneDirection, _Stream, _Hosts, _Sum, _Job, first=5)
     compiled.long.hora_between_hosts.argtypes = (ctypes.POINTER(_Job), ctypes.c_long)
     run: Callable[[_Job, int], int] = compiled.long.hora_between_hosts
     return run
