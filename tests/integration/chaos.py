@@ -9,12 +9,18 @@ must be to the last bit those of a run with the same ranks in the same steps.
 
 With `--hosts` the ranks are on three hosts, which are network namespaces (as root), the launcher on the first of them.
 Cables are pulled as well, and the disk that commits are written to is full at times.
+
+With `--store` these hosts are the nodes of `hora run --join`, and an etcd has a member on each of them. Leaders are
+killed and stopped as well, and so are members of etcd; cables are pulled of the leader's host, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
+import json
 import os
 import random
 import signal
@@ -31,8 +37,10 @@ sys.path.insert(0, os.path.dirname(sys.path[0]))
 
 import psutil
 from elastic_job import ElasticJob, assert_good_ending, assert_no_step_lost
+from job_process import BIN, JobProcess
 from namespaces import Host, joined
 from ssh_server import SshServer
+from test_job_store import Etcd, secret_file
 
 from waiting import wait_until
 
@@ -130,7 +138,7 @@ class Chaos:
 
 
 class HostChaos(Chaos):
-    """The same on three hosts with two ranks each. A death bars its host, so one host at least stays unharmed."""
+    """Chaos on three hosts with two ranks each. A death bars its host, so one host at least stays unharmed."""
 
     NAMES = ("10.79.0.1", "second", "third")
 
@@ -151,7 +159,9 @@ class HostChaos(Chaos):
 
     def strike(self) -> int:
         """Hurt ranks of one or two hosts, pull a cable for a while, or fill the disk; returns the number of faults."""
-        host_of = {int(note.split()[1]): note.split(" as ")[1].rpartition("/")[0] for note in self.job.notes()}
+        host_of = {
+            int(note.split()[1]): self.job.host(note.split(" as ")[1].rpartition("/")[0]) for note in self.job.notes()
+        }
         members = self.members()
         inhabited = sorted({host_of[pid] for pid in members})
         kind = self.random.choice(("hurt",) * 8 + ("cut", "cut", "disk"))
@@ -162,6 +172,8 @@ class HostChaos(Chaos):
         if count < 1:
             return 0
         far = [name for name in inhabited if name != self.NAMES[0]]
+        if isinstance(self.job, NodesJob):
+            far = list(self.NAMES)
         if kind == "cut" and far:
             self.cut(self.hosts[self.NAMES.index(self.random.choice(far))])
             return 1
@@ -189,8 +201,113 @@ class HostChaos(Chaos):
 
     def finish(self) -> None:
         super().finish()
+        if isinstance(self.job, NodesJob):
+            self.job.etcd.stop()
         mine = [host.pid for host in self.hosts]
         wait_until("every process on the hosts is gone", lambda: all(len(inside(pid)) <= 2 for pid in mine))
+
+
+class NodesJob(ElasticJob):
+    """A job whose nodes have come by themselves; one process on each of three hosts, where it may be killed."""
+
+    def __init__(self, work: Path, plan: dict[str, Any], environment: dict[str, str], hosts: list[Host], etcd: Etcd):
+        self.folder, self.work = work / "job", work
+        self.folder.mkdir()
+        self.plan = {"samples": 48, "epochs": 2, "batch": 2, **plan, "folder": str(self.folder)}
+        self.hosts, self.etcd, self.past = hosts, etcd, []
+        self.prefix, self.place = tuple(hosts[0].command()), {"network_interfaces": ["cable"], "start_timeout": 60}
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), "HORA_SECRET_FILE": str(secret_file(work))}
+        self.environment = os.environ | own | environment
+        self.nodes = [self._start(index) for index in range(len(hosts))]
+
+    def _start(self, index: int) -> JobProcess:
+        folder = self.work / f"node.{index}.{len(self.past)}"
+        folder.mkdir()
+        place = ["--nnodes", "3", "--node-rank", str(index), "--meet", "10.79.0.1:29500", "--slots-per-host", "2"]
+        size = ["-np", "6", "--min-np", "1", "--start-timeout", "120", "--blacklist-cooldown-range", "1", "1"]
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"host{index}"]
+        program = [sys.executable, str(Path(__file__).with_name("elastic_job.py")), json.dumps({"plan": self.plan})]
+        line = [str(BIN / "hora"), "run", *place, *size, "--network-interfaces", "cable", *program]
+        environment = {**self.environment, "HORA_STORE": self.etcd.url}
+        return JobProcess(self.hosts[index].command(*named, *line), folder, **environment)
+
+    def host(self, name: str) -> str:
+        return HostChaos.NAMES[int(name.partition("-")[0].removeprefix("host"))]
+
+    @property
+    def process(self) -> Any:
+        """The process that tells whether the job has ended: each does."""
+        ended = [node.process for node in self.nodes if node.process.poll() is not None]
+        return ended[0] if ended else self.nodes[0].process
+
+    def leader(self) -> int | None:
+        """The node that leads, as etcd knows it."""
+        line = ["etcdctl", "--endpoints", ",".join(self.etcd.members), "get", "--prefix", "/hora/"]
+        env = {"ETCDCTL_API": "3", "PATH": os.environ["PATH"]}
+        for host in self.hosts:
+            found = subprocess.run(
+                host.command(*line), capture_output=True, text=True, env=env, timeout=60, check=False
+            )
+            for key, value in itertools.pairwise(found.stdout.splitlines()):
+                if key.endswith("/leader"):
+                    return int(json.loads(value)["name"].removeprefix("host"))
+        return None
+
+    def kill_node(self, index: int) -> None:
+        """Kill a node's process, not its workers, and start it again."""
+        self.nodes[index].process.kill()
+        self.nodes[index].process.wait(30)
+        self.past.append(self.nodes[index])
+        self.nodes[index] = self._start(index)
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for node in (*self.past, *self.nodes) for process in node.processes()]
+
+    def text(self) -> str:
+        return "\n".join(f"--- {node.log}\n{node.text()[-6000:]}" for node in (*self.past, *self.nodes))
+
+    def kill(self) -> None:
+        for node in (*self.past, *self.nodes):
+            node.kill()
+
+    def results(self, limit_s: float = 120.0) -> list[dict[str, Any]]:
+        statuses = [node.wait(limit_s) for node in self.nodes]
+        assert statuses == [0] * len(self.nodes), self.text()
+        for node in (*self.past, *self.nodes):
+            node.wait_for_the_last(60)
+        files = sorted(self.folder.glob("result.*"), key=lambda file: int(file.suffix[1:]))
+        found = [json.loads(file.read_text()) for file in files]
+        return found[: found[0]["size"]]
+
+
+class StoreChaos(HostChaos):
+    """Chaos on three nodes that may all lead, and on their etcd."""
+
+    def __init__(self, work: Path, seed: int, hosts: list[Host], disk: Path, ssh: str, etcd: Etcd, per_step: bool):
+        self.random, self.hosts, self.disk, self.etcd = random.Random(seed), hosts, disk, etcd
+        plan = {"samples": 96, "epochs": 10**6, "pause_s": 0.05, "per_step": per_step, "durable": str(disk / "commits")}
+        self.job = NodesJob(work, plan, {**ENVIRONMENT, "HORA_SSH": ssh}, hosts, etcd)
+        self.hurt, self.faults = set(), Counter()
+
+    def strike(self) -> int:
+        kind = self.random.choice(("any", "any", "any", "kill leader", "kill leader", "stop leader", "etcd", "etcd"))
+        leader = self.job.leader() if "leader" in kind else None
+        if kind == "etcd":
+            index = self.random.randrange(3)
+            self.etcd.kill(index)
+            time.sleep(self.random.uniform(0.0, 5.0))
+            self.etcd.start()
+        elif leader is not None and kind == "kill leader":
+            self.job.kill_node(leader)
+        elif leader is not None:
+            node = self.job.nodes[leader].process
+            node.send_signal(signal.SIGSTOP)
+            time.sleep(self.random.choice((1.0, 6.0)))
+            node.send_signal(signal.SIGCONT)
+        else:
+            return super().strike()
+        self.faults[kind] += 1
+        return 1
 
 
 def inside(holder: int) -> list[int]:
@@ -215,8 +332,8 @@ def small_disk(place: Path):
 
 
 @contextlib.contextmanager
-def chaos_on_hosts(work: Path, seed: int, **arguments: Any):
-    """Three hosts, of which the second and the third let ssh in."""
+def chaos_on_hosts(work: Path, seed: int, store: bool = False, **arguments: Any):
+    """Three hosts, of which the second and the third let ssh in. `store`: with an etcd on them."""
     addresses = ("10.79.0.1", "10.79.0.2", "10.79.0.3")
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(joined(addresses))
@@ -228,7 +345,13 @@ def chaos_on_hosts(work: Path, seed: int, **arguments: Any):
             stack.enter_context(SshServer(folder, {name: address}, prefix=tuple(host.command())))
             with config.open("a") as file:
                 file.write(f"Include {folder}/ssh_config\n")
-        yield HostChaos(work, seed, hosts, disk, f"ssh -F {config}", **arguments)
+        if not store:
+            yield HostChaos(work, seed, hosts, disk, f"ssh -F {config}", **arguments)
+            return
+        etcd = Etcd(work, hosts=list(zip(hosts, addresses, strict=True)))
+        etcd.start()
+        stack.callback(etcd.stop)
+        yield StoreChaos(work, seed, hosts, disk, f"ssh -F {config}", etcd, **arguments)
 
 
 def main() -> None:
@@ -237,10 +360,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="train for so many steps at least")
     parser.add_argument("--per-step", action="store_true")
     parser.add_argument("--hosts", action="store_true", help="three hosts, in network namespaces")
+    parser.add_argument("--store", action="store_true", help="three hosts that may all lead, and an etcd on them")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    make = chaos_on_hosts if arguments.hosts else chaos_here
+    make = functools.partial(chaos_on_hosts, store=True) if arguments.store else chaos_here
+    make = chaos_on_hosts if arguments.hosts else make
     with (
         tempfile.TemporaryDirectory() as work,
         make(Path(work), arguments.seed, per_step=arguments.per_step) as chaos,

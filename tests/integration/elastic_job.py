@@ -1,7 +1,7 @@
 """An elastic job in a process of its own, and what its ranks returned: for the elastic tests.
 
 As a program: `python elastic_job.py JSON` with the arguments of `horovod.run` and a plan, or worlds to be played again;
-prints the results as JSON.
+prints the results as JSON. With a plan alone it is a rank of a job, and writes its result down.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class ElasticJob(JobProcess):
         self.assert_nothing_left()
         found: list[dict[str, Any]] = json.loads(line.removeprefix(_RESULT))
         return found
+
+    def host(self, name: str) -> str:
+        """Name by which the host of a rank can be reached."""
+        return name
 
     def step(self) -> int:
         """How many steps were committed."""
@@ -158,7 +162,8 @@ def _again(job: ElasticJob, hosts: list[str], worlds: dict[int, list[list[int]]]
     """Play these worlds again, on ranks of these hosts, in a process like the job's own."""
     names = list(dict.fromkeys(hosts))
     assert hosts == sorted(hosts, key=names.index), "the ranks of a host are numbered together"
-    arguments = dict(job.place, num_proc=len(hosts), hosts=",".join(f"{name}:{hosts.count(name)}" for name in names))
+    where = ",".join(f"{job.host(name)}:{hosts.count(name)}" for name in names)
+    arguments = dict(job.place, num_proc=len(hosts), hosts=where)
     sharded = job.plan.get("sharded", False)
     order = json.dumps({"again": [str(job.folder), list(worlds.items()), sharded], "arguments": arguments})
     command = [*job.prefix, sys.executable, __file__, order]
@@ -198,6 +203,10 @@ def main() -> None:
     launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 15.0
     ssh._OPTIONS["ServerAliveInterval"] = "5"
     order = json.loads(sys.argv[1])
+    if "arguments" not in order:
+        result = call(order["plan"])
+        (Path(order["plan"]["folder"]) / f"result.{result['rank']}").write_text(json.dumps(result))
+        return
     function, args = (call_again, order["again"]) if "again" in order else (call, [order["plan"]])
     results = horovod.run(function, args=tuple(args), **order["arguments"])
     print(_RESULT + json.dumps(results), flush=True)

@@ -6,22 +6,27 @@ A real etcd-server.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from job_process import BIN, JobProcess
 from lease_server import certificates, lease_server
+from namespaces import Host
 
 from hora.launch.agent.etcd import Etcd as EtcdStore
 from hora.launch.agent.store import StoreError
 from hora.launch.kubernetes import Request, manifests
+from hora.watch.address import find_pages
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
@@ -34,26 +39,47 @@ def free_ports(number: int) -> list[int]:
         return [sock.getsockname()[1] for sock in opened]
 
 
-class Etcd:
-    """A cluster at 127.0.0.1. `tls`: the arguments that make it speak TLS."""
+def secret_file(folder: Path) -> Path:
+    """A secret for nodes that are all here."""
+    made = folder / "secret"
+    made.touch(mode=0o600)
+    made.write_text("s" * 64)
+    return made
 
-    def __init__(self, folder: Path, tls: list[str] | None = None, *, number: int = 1) -> None:
+
+class Etcd:
+    """A cluster at 127.0.0.1. `tls`: the arguments that make it speak TLS. `hosts`: a host and its address for each
+    member, which then are there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tls: list[str] | None = None,
+        *,
+        number: int = 1,
+        hosts: Sequence[tuple[Host, str]] = (),
+    ) -> None:
         self._folder = folder
-        self.ports, peers = free_ports(number), [f"http://127.0.0.1:{port}" for port in free_ports(number)]
+        number = len(hosts) or number
+        addresses = [address for _, address in hosts] or ["127.0.0.1"] * number
+        self.ports = free_ports(number)
+        peers = [f"http://{address}:{port}" for address, port in zip(addresses, free_ports(number), strict=True)]
         cluster = ",".join(f"m{index}={peer}" for index, peer in enumerate(peers))
         scheme = "https" if tls else "http"
         self._commands = []
-        for index, (port, peer) in enumerate(zip(self.ports, peers, strict=True)):
-            client = f"{scheme}://127.0.0.1:{port}"
+        self.members = [f"{address}:{port}" for address, port in zip(addresses, self.ports, strict=True)]
+        for index, (member, peer) in enumerate(zip(self.members, peers, strict=True)):
+            client = f"{scheme}://{member}"
             self._commands.append([
+                *(hosts[index][0].command() if hosts else ()),
                 "etcd", "--name", f"m{index}", "--data-dir", str(folder / f"etcd.{index}"), "--log-level", "error",
                 "--logger", "zap", "--listen-client-urls", client, "--advertise-client-urls", client,
                 "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", cluster,
                 *(tls or []),
             ])  # fmt: skip
-        hosts = ",".join(f"127.0.0.1:{port}" for port in self.ports)
-        self.url = f"{'etcds' if tls else 'etcd'}://{hosts}"
-        self._members: dict[int, subprocess.Popen[bytes]] = {}
+        self.url = f"{'etcds' if tls else 'etcd'}://{','.join(self.members)}"
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
     def port(self) -> int:
@@ -62,9 +88,9 @@ class Etcd:
     def start(self) -> None:
         """Start the members that do not run."""
         for index, command in enumerate(self._commands):
-            if index not in self._members:
+            if index not in self._running:
                 with (self._folder / "etcd.log").open("ab") as log:
-                    self._members[index] = subprocess.Popen(command, stdout=log, stderr=log)
+                    self._running[index] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def wait(self, store: EtcdStore) -> None:
         def answers() -> bool:
@@ -76,12 +102,12 @@ class Etcd:
         wait_until("etcd answers", answers, 60)
 
     def kill(self, index: int) -> None:
-        member = self._members.pop(index)
+        member = self._running.pop(index)
         member.kill()
         member.wait(30)
 
     def stop(self) -> None:
-        for index in list(self._members):
+        for index in list(self._running):
             self.kill(index)
 
 
@@ -108,9 +134,7 @@ class Nodes:
         for index in range(number):
             folder = work / str(index)
             folder.mkdir()
-            secret = folder / "secret"
-            secret.touch(mode=0o600)
-            secret.write_text("s" * 64)
+            secret = secret_file(folder)
             place = ["--nnodes", str(number), "--node-rank", str(index), "--meet", f"127.0.0.1:{meet}"]
             line = [str(BIN / "hora"), "run", *place, "-np", str(number), "--min-np", "1", "--slots-per-host", "1"]
             own = {"HORA_SECRET_FILE": str(secret), "HORA_STORE": store, "OMP_NUM_THREADS": "1", **environment}
@@ -182,15 +206,31 @@ def store(request, tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def test_the_leader_is_killed_and_another_node_leads_and_no_rank_notices(store, tmp_path: Path):
-    nodes = Nodes(tmp_path, store[0], "store_training.py", **store[1])
+    nodes = Nodes(tmp_path, store[0], "store_training.py", HORA_DASHBOARD="1", **store[1])
     nodes.wait_for_step(20)
     leader = nodes.wait_for_leader()
     leader.process.send_signal(signal.SIGKILL)
     next_one = nodes.wait_for_leader(other_than=leader)
     nodes.wait_for_step(nodes.last() + 20)
     assert "this process leads the job now" in next_one.text()
+    assert_page_goes_on(next_one)
     nodes.finish([job for job in nodes.jobs if job is not leader])
     nodes.assert_nothing_lost(workers=3)
+
+
+def assert_page_goes_on(job: JobProcess) -> None:
+    """The live page of a new leader shows all ranks, and their steps."""
+    job.wait_for_text("see it live", 60)
+    (page,) = [page for page in find_pages() if page.pid == job.process.pid]
+    asking = urllib.request.Request(f"{page.url}api/run", headers={"Authorization": f"Bearer {page.token}"})
+
+    def shown() -> dict[str, Any]:
+        with urllib.request.urlopen(asking, timeout=30) as answer:
+            return dict(json.loads(answer.read())["head"])
+
+    wait_until("the page shows that the ranks train", lambda: shown()["state"] == "training", 60)
+    before = shown()["step"]
+    wait_until("it shows more steps", lambda: shown()["step"] > before + 5, 60)
 
 
 @pytest.mark.slow
@@ -200,7 +240,7 @@ def test_a_leader_that_was_stopped_comes_back_and_does_not_command(etcd: Etcd, t
     leader = nodes.wait_for_leader()
     leader.process.send_signal(signal.SIGSTOP)
     next_one = nodes.wait_for_leader(other_than=leader)
-    time.sleep(10)  # for so long it is stopped, at least
+    time.sleep(30)  # for so long it is stopped, at least
     leader.process.send_signal(signal.SIGCONT)
     leader.wait_for_text("does not lead the job any more", 60)
     nodes.wait_for_step(nodes.last() + 40)

@@ -5,9 +5,11 @@ afterwards.
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from job_process import BIN, JobProcess
 from slurm_cluster import SlurmCluster, missing
 from test_ssh import SPY
 
+from hora.launch.host.processes import environment_value
 from waiting import wait_until
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
@@ -240,3 +243,47 @@ def test_a_job_that_meets_its_time_limit_is_submitted_again_and_goes_on(slurm, t
     wait_until("it goes on", lambda: f"resumed at step {last}\n" in out.read_text(), 400)
     slurm.command("scancel", "--user=root")
     slurm.wait_until_free()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="needs etcd (Debian: etcd-server)")
+def test_the_first_node_of_a_job_with_a_store_dies_and_the_other_goes_on(slurm, tmp_path):
+    from test_job_store import Etcd, EtcdStore, secret_file
+
+    etcd = Etcd(tmp_path)
+    etcd.start()
+    try:
+        etcd.wait(EtcdStore.from_url(etcd.url))
+        training = str(Path(__file__).with_name("store_training.py"))
+        step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill", str(BIN / "hora"), "run", "--join"]
+        line = ["salloc", "-Q", "-N2", "--no-kill", *step, "-np", "2", "--min-np", "1", sys.executable, training]
+        own = {"HORA_STORE": etcd.url, "HORA_SECRET_FILE": str(secret_file(tmp_path)), "OMP_NUM_THREADS": "1"}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
+        job = JobProcess([*line, str(tmp_path)], tmp_path, **slurm.environment, **own)
+        notes = {worker: tmp_path / f"worker.{worker}" for worker in (0, 1)}
+
+        def last(worker: int) -> list[int]:
+            lines = notes[worker].read_text().splitlines() if notes[worker].exists() else []
+            return list(map(int, lines[-1].split())) if lines else [0, 0, 0]
+
+        wait_until("some steps of two ranks", lambda: last(0)[1:] >= [10, 2], 240)
+        wait_until("both take part", lambda: last(1)[1] >= 10, 60)
+        (first,) = {worker for worker in (0, 1) if environment_value(last(worker)[0], "SLURMD_NODENAME") == "n1"}
+        other = 1 - first
+        for process in job.processes():
+            if environment_value(process.pid, "SLURMD_NODENAME") == "n1":
+                with suppress(ProcessLookupError):
+                    process.kill()
+        wait_until("the other one goes on alone", lambda: last(other)[2] == 1, 120)
+        step_then = last(other)[1]
+        wait_until("it trains", lambda: last(other)[1] > step_then + 20, 120)
+        (tmp_path / "stop").touch()
+        job.wait(120)
+        assert f"has finished at step {last(other)[1]}" in job.text(), job.text()
+        steps = [list(map(int, line.split())) for line in notes[other].read_text().splitlines()]
+        assert [step for _, step, _ in steps] == list(range(1, len(steps) + 1)), "a step was lost"
+        assert len({pid for pid, _, _ in steps}) == 1
+        job.wait_for_the_last(60)
+        slurm.wait_until_free()
+    finally:
+        etcd.stop()

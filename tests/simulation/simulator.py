@@ -105,7 +105,7 @@ class Link:
         self.name, self.number, self.where = f"worker {speaker}", -1, host
         self.open = True  # for the server
         self.connected = True  # for the worker
-        self.broken = False  # it did not end by anybody's hand
+        self.broken = self.reset = False  # it did not end by anybody's hand
         self._server, self._heard = server, heard
         self._simulation = server.simulation
         self._arrival = [0.0, 0.0]  # of the last message to the server, to the worker

@@ -108,7 +108,9 @@ def test_pods_that_may_lead_have_an_account_for_their_lease_and_secret_alone(kin
     assert names == {made["RoleBinding"]["roleRef"]["name"], made["RoleBinding"]["subjects"][0]["name"]}
     text = yaml.safe_dump_all(manifests(kind, request))
     assert "serviceAccountName: train-hora-state" in text
-    assert "value: kubernetes://train-hora-state" in text
+    assert "value: kubernetes://train-hora-state\n" in text
+    many = Request(**{**REQUEST.__dict__, "any_leader": True, "num_nodes": 200})
+    assert "value: kubernetes://train-hora-state?ttl=25\n" in yaml.safe_dump_all(manifests(kind, many))
     assert "train-hora-state" not in yaml.safe_dump_all(manifests(kind, REQUEST))
 
 

@@ -35,7 +35,7 @@ class Peer:
         self.opener: Opener | None = None
         self.sealer: Sealer | None = None
         self.open = True
-        self.broken = False
+        self.broken = self.reset = False  # cut off, or ended by somebody on the way, as it seems
         self.drained = True  # nothing waits to be sent
         self._flush, self._drop = flush, drop
         self._lock = threading.Lock()

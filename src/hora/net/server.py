@@ -289,7 +289,8 @@ class Server:
         except BlockingIOError:
             return
         except OSError as error:
-            data, peer.broken = b"", not isinstance(error, ConnectionError)
+            data, peer.reset = b"", isinstance(error, ConnectionError)
+            peer.broken = not peer.reset
         try:
             if not data and handshake is not None and peer.sock.family != socket.AF_UNIX:
                 self._turn_away(peer, "it hung up without identifying itself")
@@ -336,7 +337,8 @@ class Server:
         try:
             events = selectors.EVENT_READ if peer.push() else selectors.EVENT_READ | selectors.EVENT_WRITE
         except OSError as error:
-            peer.broken = not isinstance(error, ConnectionError)
+            peer.reset = isinstance(error, ConnectionError)
+            peer.broken = not peer.reset
             self._drop(peer)
             return
         if self._selector.get_key(peer.sock).events != events:

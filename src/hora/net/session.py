@@ -32,8 +32,9 @@ __all__ = ["ClientSession", "SessionHandler", "SessionPeer", "Sessions"]
 
 _TELL_MESSAGES, _TELL_BYTES = 64, 256 * 1024  # after so much that was received the other end hears of it
 _PAUSE_S = 0.1
-# A process whose connection was closed or reset has died as a rule. One that has not is back at once.
-_HUNG_UP_S = 2.0
+# A process whose connection was closed has died, unless there is a proxy on the way; one whose connection was reset has
+# died as a rule. One that has not is back at once.
+_CLOSED_S, _RESET_S = 0.5, 2.0
 
 
 class _Ledger:
@@ -301,7 +302,9 @@ class Sessions:
     def closed(self, peer: Peer) -> None:
         session = self._of.pop(peer, None)
         if session is not None and session.cut(peer) and session.open:
-            limit_s = self.limit_s if peer.broken else min(self.limit_s, _HUNG_UP_S)
+            limit_s = self.limit_s
+            if not peer.broken:
+                limit_s = min(limit_s, _RESET_S if peer.reset else _CLOSED_S)
             if limit_s <= 0:
                 self._end(session)
                 return

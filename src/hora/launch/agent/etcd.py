@@ -181,7 +181,7 @@ class Etcd:
         self, member: tuple[str, int], path: str, question: Mapping[str, Any], token: str
     ) -> tuple[int, dict[str, Any]]:
         headers = {"Authorization": token} if token else {}
-        return exchange(member, "POST", f"/v3/{path}", question, headers, self.tls)
+        return exchange(member, "POST", f"/v3/{path}", question, headers, self.tls, ttl_s=self.ttl_s)
 
 
 def _encode(value: Mapping[str, Any]) -> str:

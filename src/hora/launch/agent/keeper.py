@@ -79,6 +79,7 @@ class Keeper:
         self._room.set()
         self._session: ClientSession | None = None
         self._term = 0
+        self._why = ""  # a leader has refused this node
         self._welcome: Mapping[str, Any] = {}
         self._over: threading.Event = threading.Event()
         self._status: int | None = None  # of the job, once it is over
@@ -128,7 +129,7 @@ class Keeper:
     # ---- one leader -----------------------------------------------------------------------------------------
 
     def _serve(self, term: int, host: str, port: int) -> bool:
-        """Obey this leader until it has gone or another one leads; whether it has let us join."""
+        """Obey this leader until it has gone or another one leads; whether there was one."""
 
         def reach(limit_s: float) -> Connection:
             return connect((host, port), credentials(self._secret), timeout_s=limit_s)
@@ -142,6 +143,9 @@ class Keeper:
                           "workers": sorted(self._workers)})  # fmt: skip
             welcome, _ = session.receive(limit_s=_ANSWER_S)
             session.connection.sock.settimeout(None)
+            if welcome["op"] == "refused":
+                self._refused(str(welcome["why"]))
+                return True
             if welcome["op"] != "welcome" or int(welcome["term"]) != term:
                 return False
             self._begin(session, welcome, host)
@@ -160,6 +164,12 @@ class Keeper:
                     self._held = [(frame[:1], frame) for frame in said if frame[:1] in _OUTPUT]
                 self._session, self._ahead = None, 0
             self._room.set()
+
+    def _refused(self, why: str) -> None:
+        """Say it once. Perhaps an earlier keeper holds the workers: come again until it has gone, or all is over."""
+        if why != self._why:
+            print(f"hora: node {self._place['name']}: the leader refuses it: {why}", file=sys.stderr)
+        self._why = why
 
     def _begin(self, session: ClientSession, welcome: Mapping[str, Any], host: str) -> None:
         """Tell a leader that has let us join all that it must know, and from then on what happens."""

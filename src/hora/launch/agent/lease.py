@@ -184,7 +184,7 @@ class LeaseStore:
             # The kubelet writes another token into the file before this one ends.
             token = (self.account / "token").read_text(encoding="ascii").strip()
             headers = {"Authorization": f"Bearer {token}"}
-            status, answer = exchange(self.members[0], method, path, content, headers, self.tls)
+            status, answer = exchange(self.members[0], method, path, content, headers, self.tls, ttl_s=self.ttl_s)
         except (OSError, http.client.HTTPException, ValueError) as error:
             where = f"{self.members[0][0]}:{self.members[0][1]}"
             raise StoreError(

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["Contents", "Office", "StoreError", "exchange", "lease_time"]
 
-_ANSWER_S = 2.0
+_ANSWER_S = 2.0  # for one server; and no longer than until the next renewal of a lease, so that another can be asked
 
 
 class StoreError(OSError):
@@ -48,13 +48,16 @@ def exchange(
     content: Mapping[str, Any] | None,
     headers: Mapping[str, str],
     tls: ssl.SSLContext | None,
+    *,
+    ttl_s: int,
 ) -> tuple[int, dict[str, Any]]:
     """One request: the status and the answer. OSError, HTTPException or ValueError where there is no sensible one."""
     connection: http.client.HTTPConnection
+    limit_s = min(_ANSWER_S, ttl_s / 3)
     if tls is None:
-        connection = http.client.HTTPConnection(*where, timeout=_ANSWER_S)
+        connection = http.client.HTTPConnection(*where, timeout=limit_s)
     else:
-        connection = http.client.HTTPSConnection(*where, timeout=_ANSWER_S, context=tls)
+        connection = http.client.HTTPSConnection(*where, timeout=limit_s, context=tls)
     try:
         body = None if content is None else json.dumps(content)
         connection.request(method, path, body, {"Content-Type": "application/json", **headers})
