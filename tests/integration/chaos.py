@@ -71,6 +71,7 @@ class Chaos:
         self.job = ElasticJob(work, plan, ENVIRONMENT | (environment or {}), **arguments)
         self.hurt: set[int] = set()
         self.faults: Counter[str] = Counter()
+        self.struck: list[str] = []
 
     def members(self) -> list[int]:
         """Processes of the last world that are unharmed."""
@@ -106,7 +107,9 @@ class Chaos:
             # Somebody must have got over the last fault: then at least two have the state again, sooner or later.
             self.wait(f"a step after fault {done}", lambda step=step: self.job.step() > step)
             time.sleep(self.random.uniform(0, 1.0))
+            before = Counter(self.faults)
             done += self.strike()
+            self.struck += [f"{time.time():.3f} after step {step}: {dict(self.faults - before)}"]
         self.wait(f"step {min_steps}", lambda: self.job.step() >= min_steps)
         print(f"{done} faults in {self.job.step()} steps: {dict(self.faults)}", flush=True)
         self.finish()
@@ -264,7 +267,7 @@ class NodesJob(ElasticJob):
         return [process for node in (*self.past, *self.nodes) for process in node.processes()]
 
     def text(self) -> str:
-        return "\n".join(f"--- {node.log}\n{node.text()[-6000:]}" for node in (*self.past, *self.nodes))
+        return "\n".join(f"--- {node.log}\n{node.text()[-20000:]}" for node in (*self.past, *self.nodes))
 
     def kill(self) -> None:
         for node in (*self.past, *self.nodes):
@@ -287,7 +290,7 @@ class StoreChaos(HostChaos):
         self.random, self.hosts, self.disk, self.etcd = random.Random(seed), hosts, disk, etcd
         plan = {"samples": 96, "epochs": 10**6, "pause_s": 0.05, "per_step": per_step, "durable": str(disk / "commits")}
         self.job = NodesJob(work, plan, {**ENVIRONMENT, "HORA_SSH": ssh}, hosts, etcd)
-        self.hurt, self.faults = set(), Counter()
+        self.hurt, self.faults, self.struck = set(), Counter(), []
 
     def strike(self) -> int:
         kind = self.random.choice(("any", "any", "any", "kill leader", "kill leader", "stop leader", "etcd", "etcd"))
@@ -374,7 +377,7 @@ def main() -> None:
         try:
             chaos.run(arguments.faults, arguments.steps)
         except BaseException:
-            print(chaos.job.text()[-8000:])
+            print(chaos.job.text()[-200_000:], *chaos.job.notes()[-60:], chaos.struck, sep="\n")
             chaos.job.kill()
             raise
         print(f"all is well after {time.monotonic() - began:.0f} s", flush=True)

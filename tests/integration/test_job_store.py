@@ -126,20 +126,25 @@ class Nodes:
     def __init__(
         self, work: Path, store: str, script: str, number: int = 3, limit_s: int = 120, **environment: str
     ) -> None:
-        self.folder = work / "training"
+        self.folder, self._work, self._number = work / "training", work, number
         self.folder.mkdir()
-        (meet,) = free_ports(1)
-        command = sys.executable, str(HERE / script), str(self.folder)
-        self.jobs = []
+        (self._meet,) = free_ports(1)
+        self._command = ["--start-timeout", str(limit_s), sys.executable, str(HERE / script), str(self.folder)]
+        self._environment = {"HORA_STORE": store, "OMP_NUM_THREADS": "1", **environment}
+        self._environment["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # torch makes it at import, and leaves it
+        self.jobs: list[JobProcess] = []
         for index in range(number):
-            folder = work / str(index)
-            folder.mkdir()
-            secret = secret_file(folder)
-            place = ["--nnodes", str(number), "--node-rank", str(index), "--meet", f"127.0.0.1:{meet}"]
-            line = [str(BIN / "hora"), "run", *place, "-np", str(number), "--min-np", "1", "--slots-per-host", "1"]
-            own = {"HORA_SECRET_FILE": str(secret), "HORA_STORE": store, "OMP_NUM_THREADS": "1", **environment}
-            own["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")  # torch makes it at import, and leaves it
-            self.jobs.append(JobProcess([*line, "--start-timeout", str(limit_s), *command], folder, **own))
+            self.start(index)
+
+    def start(self, index: int) -> JobProcess:
+        """Start the process of a node, perhaps again."""
+        folder = self._work / str(len(self.jobs))
+        folder.mkdir()
+        place = ["--nnodes", str(self._number), "--node-rank", str(index), "--meet", f"127.0.0.1:{self._meet}"]
+        size = ["-np", str(self._number), "--min-np", "1", "--slots-per-host", "1"]
+        line = [str(BIN / "hora"), "run", *place, *size, *self._command]
+        self.jobs.append(JobProcess(line, folder, HORA_SECRET_FILE=str(secret_file(folder)), **self._environment))
+        return self.jobs[-1]
 
     def steps(self, worker: int) -> list[list[int]]:
         """Process, step and size of the world, of each step of a worker."""
@@ -306,6 +311,24 @@ def test_a_rank_dies_after_a_take_over_and_the_others_go_on(etcd: Etcd, tmp_path
     nodes.finish([job for job in nodes.jobs if job is not leader])
     assert [step for _, step, _ in nodes.steps(0)] == list(range(1, len(nodes.steps(0)) + 1)), "a step was lost"
     assert len({pid for pid, _, _ in nodes.steps(0)}) == 1
+
+
+@pytest.mark.slow
+def test_processes_of_nodes_are_killed_and_started_again_and_no_rank_notices(etcd: Etcd, tmp_path: Path):
+    """A process that is started again may lead; the workers of its node stay with the keeper that holds them."""
+    nodes = Nodes(tmp_path, etcd.url, "store_training.py")
+    nodes.wait_for_step(20)
+    alive, leads = list(nodes.jobs), "this process leads the job now"
+    for index in range(3):  # each one, until those that were started again are the only ones
+        said = nodes.text().count(leads)
+        alive[index].process.send_signal(signal.SIGKILL)
+        alive[index].process.wait(30)
+        alive[index] = nodes.start(index)
+        nodes.wait_for_step(nodes.last() + 100)
+        assert nodes.text().count(leads) <= said + 1
+    wait_until("one that was started again leads", lambda: any(leads in job.text() for job in nodes.jobs[3:]), 60)
+    nodes.finish(alive)
+    nodes.assert_nothing_lost(workers=3)
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ No process.
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
 
 import pytest
 
+from hora.launch.agent.agents import Agents
 from hora.launch.agent.keeper import Keeper
 from hora.launch.agent.leadership import Leadership, Over, View, next_step
 from hora.launch.agent.relay import Relay
@@ -72,6 +74,33 @@ def test_a_keeper_refuses_orders_of_a_leader_of_the_past():
     assert obeyed == [b"new"]
     assert not keeper._over.is_set()
     keeper._relay.close()
+
+
+def test_one_keeper_of_a_node_at_a_time_holds_its_workers():
+    place, limits = (
+        {"node": 0, "name": "a", "slots": 1},
+        {"leaderless_s": 60, "orphaned_s": 60, "poll_s": 60, "parent": 1},
+    )
+    first, second = (Keeper(place, new_secret(), NOWHERE, **limits, claim=f"unit-{os.getpid()}") for _ in range(2))
+    assert first._holds_claim()
+    assert first._holds_claim()
+    assert not second._holds_claim()
+    first._over.set()
+    assert first.run() is None
+    assert second._holds_claim()
+    second._over.set()
+    second.run()
+
+
+def test_a_node_that_is_new_to_the_next_leader_has_a_new_name():
+    """Its name may be that of a node whose workers are gone with it."""
+    agents = Agents(("127.0.0.1", 0), new_secret(), num_nodes=2, silence_limit_s=60, term=2, names=["a", "a-1"])
+    try:
+        assert agents._new_name("a", 0) == "a-0"
+        assert agents._new_name("a", 1) == "a-1-2"
+        assert agents._new_name("b", 1) == "b"
+    finally:
+        agents.dismiss(0)
 
 
 def test_the_next_leader_knows_the_workers():

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import IO, Any
 
 from hora.errors import StartTimeoutError
@@ -53,8 +53,8 @@ class Agents:
 
     `own`: this machine's name and slots, if the job may use it too, as its first host. `silence_limit_s`: after so long
     a silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave
-    first. `return_s`: how long one that was cut off may take to come back. `nonce` and `term`: of a job whose leaders
-    change.
+    first. `return_s`: how long one that was cut off may take to come back. `nonce`, `term` and `names`: of a job whose
+    leaders change, and of all nodes that ever joined one of them.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Agents:
         return_s: float = 0.0,
         nonce: str = "",
         term: int = 0,
+        names: Iterable[str] = (),
     ) -> None:
         self.nonce, self._term, self._meeting = nonce or new_secret().hex(), term, 0
         self.job_secret = job_secret(secret, self.nonce)
@@ -76,7 +77,7 @@ class Agents:
         self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
         self._first_index = 0 if own is None else 1
         self._nodes: dict[int, _Node] = {}
-        self._names: set[str] = set()  # of all that have ever joined
+        self._names = set(names)  # of all that have ever joined
         self._changed = threading.Condition()
         self._refused = ""
         self._starter_ended: Callable[[], str] = lambda: ""

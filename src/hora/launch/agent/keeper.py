@@ -52,6 +52,8 @@ class Keeper:
     """`place`: the node's number, name and slots, as the agents' protocol has them.
 
     Orders of a leader whose term is not the latest that was seen here are refused. `parent`: the process of the node.
+    `claim`: a name that one keeper of this machine has at a time. A process that is started again on a node where an
+    earlier keeper holds workers has its own wait until that one has gone.
     """
 
     def __init__(
@@ -64,10 +66,11 @@ class Keeper:
         orphaned_s: float,
         poll_s: float,
         parent: int,
+        claim: str = "",
     ) -> None:
         self._place, self._secret, self._store = dict(place), secret, store
         self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
-        self._parent = parent
+        self._parent, self._claim = parent, claim
         self._relay = Relay(own_address(store.members))
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +82,7 @@ class Keeper:
         self._room.set()
         self._session: ClientSession | None = None
         self._term = 0
-        self._why = ""  # a leader has refused this node
+        self._claimed: socket.socket | None = None
         self._welcome: Mapping[str, Any] = {}
         self._over: threading.Event = threading.Event()
         self._status: int | None = None  # of the job, once it is over
@@ -93,6 +96,10 @@ class Keeper:
         alone_since = time.monotonic()
         try:
             while not self._over.is_set():
+                if self._claim and not self._holds_claim():
+                    alone_since = time.monotonic()
+                    self._over.wait(self._poll_s)
+                    continue
                 found = self._leader()
                 if found is not None and self._serve(*found):
                     alone_since = time.monotonic()
@@ -107,6 +114,20 @@ class Keeper:
         finally:
             self._relay.close()
             self._end_workers()
+            if self._claimed is not None:
+                self._claimed.close()
+
+    def _holds_claim(self) -> bool:
+        """Take the name, which goes with its process, whatever becomes of it."""
+        if self._claimed is None:
+            claimed = socket.socket(socket.AF_UNIX)
+            try:
+                claimed.bind(f"\0hora-keeper-{self._claim}")
+            except OSError:
+                claimed.close()
+                return False
+            self._claimed = claimed
+        return True
 
     def _leader(self) -> tuple[int, str, int] | None:
         """The present leader's term, and where it listens; None if there is none, or nobody knows."""
@@ -129,7 +150,7 @@ class Keeper:
     # ---- one leader -----------------------------------------------------------------------------------------
 
     def _serve(self, term: int, host: str, port: int) -> bool:
-        """Obey this leader until it has gone or another one leads; whether there was one."""
+        """Obey this leader until it has gone or another one leads; whether it has let us join."""
 
         def reach(limit_s: float) -> Connection:
             return connect((host, port), credentials(self._secret), timeout_s=limit_s)
@@ -143,9 +164,6 @@ class Keeper:
                           "workers": sorted(self._workers)})  # fmt: skip
             welcome, _ = session.receive(limit_s=_ANSWER_S)
             session.connection.sock.settimeout(None)
-            if welcome["op"] == "refused":
-                self._refused(str(welcome["why"]))
-                return True
             if welcome["op"] != "welcome" or int(welcome["term"]) != term:
                 return False
             self._begin(session, welcome, host)
@@ -164,12 +182,6 @@ class Keeper:
                     self._held = [(frame[:1], frame) for frame in said if frame[:1] in _OUTPUT]
                 self._session, self._ahead = None, 0
             self._room.set()
-
-    def _refused(self, why: str) -> None:
-        """Say it once. Perhaps an earlier keeper holds the workers: come again until it has gone, or all is over."""
-        if why != self._why:
-            print(f"hora: node {self._place['name']}: the leader refuses it: {why}", file=sys.stderr)
-        self._why = why
 
     def _begin(self, session: ClientSession, welcome: Mapping[str, Any], host: str) -> None:
         """Tell a leader that has let us join all that it must know, and from then on what happens."""
@@ -370,7 +382,8 @@ def main() -> int:
     store = open_store(given["store"], variables()).below(given["job"])
     limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "parent")}
     given["place"]["name"] = given["place"]["name"] or socket.gethostname()
-    status = Keeper(given["place"], bytes.fromhex(given["secret"]), store, **limits).run()
+    claim = f"{given['job']}-{given['place']['node']}"
+    status = Keeper(given["place"], bytes.fromhex(given["secret"]), store, **limits, claim=claim).run()
     with contextlib.suppress(BrokenPipeError):
         print("" if status is None else status, end="", flush=True)
     return 0

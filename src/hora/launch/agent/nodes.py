@@ -52,6 +52,7 @@ def open_nodes(
             return_s=return_s,
             nonce=leadership.run,
             term=leadership.term,
+            names=[str(host) for _, host, *_ in (leadership.state or {}).get("workers", ())],
         )
         starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     elif options.joins:
