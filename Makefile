@@ -32,7 +32,8 @@ help:
 	@echo "make bench    side-by-side measurements against gloo, DDP and torchrun"
 	@echo "make scale    a thousand simulated workers of 125 hosts meet and agree"
 	@echo "make chaos    a hundred random faults over one elastic training, and a look at what is left; by the step, to the last bit:"
-	@echo "              five hundred steps with twenty deaths, and two hundred faults on three hosts (as root)"
+	@echo "              five hundred steps with twenty deaths, a hundred faults on three hosts (as root), and two hundred on"
+	@echo "              three that may all lead, with an etcd (etcd-server, etcd-client)"
 	@echo "make soak     elastic training under random faults for MINUTES=120: memory and descriptors stay flat"
 	@echo "make simulate ten thousand elastic jobs under random faults in virtual time, each from a seed that replays it"
 	@echo "make fuzz     two thousand random programs of collectives against a reference, a million malformed messages,"
@@ -179,7 +180,8 @@ scale: $(STAMP)
 chaos: $(STAMP)
 	$(BIN)/python tests/integration/chaos.py --faults 100
 	$(BIN)/python tests/integration/chaos.py --faults 20 --steps 500 --per-step
-	$(BIN)/python tests/integration/chaos.py --faults 200 --per-step --hosts
+	$(BIN)/python tests/integration/chaos.py --faults 100 --per-step --hosts
+	$(BIN)/python tests/integration/chaos.py --faults 200 --per-step --store
 
 MINUTES ?= 120
 soak: $(STAMP)

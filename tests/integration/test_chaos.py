@@ -28,3 +28,11 @@ def test_500_steps_with_20_deaths_have_the_bits_of_500_steps_without(tmp_path: P
 def test_chaos_on_three_hosts(tmp_path: Path):
     with chaos_on_hosts(tmp_path, seed=3, per_step=True) as chaos:
         chaos.run(6)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("nsenter"), reason="needs root and nsenter")
+@pytest.mark.skipif(not shutil.which("etcd") or not shutil.which("etcdctl"), reason="needs etcd-server and etcd-client")
+def test_chaos_on_three_hosts_that_may_all_lead(tmp_path: Path):
+    with chaos_on_hosts(tmp_path, seed=1, store=True, per_step=True) as chaos:
+        chaos.run(8)
