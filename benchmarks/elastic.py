@@ -412,12 +412,15 @@ def recovery(worker: str, command: list[str], num_kills: int) -> list[dict[str, 
 
 
 def steps_lost(seen: list[dict[str, Any]], victims: set[int]) -> int:
-    """Count the steps that survivors had done and that were done once more in another world."""
-    worlds: dict[int, set[str]] = {}
+    """Count the steps that processes which were not killed had done in a world, and that the next one begins before.
+
+    A peer whose survivors fail as well, and begin again at the first step, has lost them all.
+    """
+    worlds: dict[str, list[int]] = {}
     for event in seen:
         if event["what"] == "step" and event["pid"] not in victims:
-            worlds.setdefault(event["number"], set()).add(event["world"])
-    return sum(len(its) - 1 for its in worlds.values())
+            worlds.setdefault(event["world"], []).append(event["number"])
+    return sum(max(max(before) - min(after) + 1, 0) for before, after in itertools.pairwise(worlds.values()))
 
 
 def newcomers(seen: list[dict[str, Any]]) -> list[float]:

@@ -75,6 +75,37 @@ def by_hand(epochs):
     return model
 
 
+def deadly_loss(path):
+    """A loss that ends rank 1 in its third step, once."""
+    calls = []
+
+    def loss(outputs, labels):
+        import os
+        import signal
+
+        import horovod.torch as hvd
+
+        calls.append(labels)
+        if hvd.rank() == 1 and len(calls) == 3 and not os.path.exists(path):
+            open(path, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return F.mse_loss(outputs, labels)
+
+    return loss
+
+
+def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, store, tmp_path):
+    backend = SparkBackend(num_proc=2, min_num_proc=2, verbose=0)
+    elastic = estimator(store, num_proc=None, backend=backend, loss=deadly_loss(str(tmp_path / "killed")), epochs=6)
+    fitted = elastic.fit(frame)
+    assert (tmp_path / "killed").exists()
+    torch.testing.assert_close(fitted.getModel().state_dict(), by_hand(6).state_dict())
+    assert [entry["epoch"] for entry in fitted.getHistory()] == list(range(6))
+    assert fitted.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05)
+    with mock.patch.object(TorchEstimator, "can_be_elastic", False), pytest.raises(ValueError, match="fixed number"):
+        elastic.fit(frame)
+
+
 def test_a_training_equals_one_by_hand_can_be_resumed_and_saved(frame, tmp_path):
     store = Store.create(str(tmp_path / "store"))
     fitted = estimator(store, run_id="run", metrics=[[F.l1_loss]]).fit(frame)

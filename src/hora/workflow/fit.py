@@ -310,10 +310,7 @@ class _ElasticRun(_Run):
         self.sampler, self.batch_size = sampler, int(batch_size)
         self.tally = Tally(self.stepper.objective.names, self.stepper.device)
         self.tally_epoch = self.rows_before = -1
-        registry = get_handler_registry()
-        for kind, handler in ((Tally, _TallyHandler), (EarlyStopping, _ReferenceHandler)):
-            if (kind, handler) not in registry:
-                registry.append((kind, handler))
+        register_handlers()
         more = {"scaler": self.stepper.scaler, "early_stopping": self.early_stopping}
         # The history is a text because plain values are copied in every step, which costs nothing for a text.
         self.state: Any = elastic.TorchState(
@@ -400,6 +397,14 @@ class _ElasticRun(_Run):
         if not peers.is_chief():
             self.tally.clear()
         self.tally_epoch = state["epoch"]
+
+
+def register_handlers() -> None:
+    """Let elastic states hold a `Tally` and an `EarlyStopping`."""
+    registry = get_handler_registry()
+    for kind, handler in ((Tally, _TallyHandler), (EarlyStopping, _ReferenceHandler)):
+        if (kind, handler) not in registry:
+            registry.append((kind, handler))
 
 
 class _TallyHandler(StateHandler):

@@ -27,12 +27,16 @@ class Backend:
 
 
 class SparkBackend(Backend):
-    """The tasks of the active Spark cluster, through `horovod.spark.run`; further arguments are that function's."""
+    """The tasks of the active Spark cluster, through `horovod.spark.run`; further arguments are that function's.
+
+    With `min_num_proc` or `max_num_proc` through `horovod.spark.run_elastic`: the training goes on when tasks are lost.
+    """
 
     def __init__(self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         self._num_proc = default_num_proc() if num_proc is None else num_proc
         self._env = env
         self._kwargs = kwargs
+        self.is_elastic = not kwargs.keys().isdisjoint(("min_num_proc", "max_num_proc"))
 
     def run(
         self,
@@ -41,10 +45,11 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        from hora.spark.run import run
+        from hora.spark.run import run, run_elastic
 
         variables = dict(self._env or {}) | dict(env or {})
-        return run(fn, args=args, kwargs=kwargs or {}, num_proc=self.num_processes(), env=variables, **self._kwargs)
+        call: Callable[..., list[Any]] = run_elastic if self.is_elastic else run
+        return call(fn, args=args, kwargs=kwargs or {}, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:
         return self._num_proc

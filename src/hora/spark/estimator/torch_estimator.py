@@ -25,6 +25,7 @@ __all__ = ["TorchEstimator"]
 class TorchEstimator(HorovodEstimator):
     """Fits a torch model on a DataFrame. Keywords are the parameters of `hora.spark.estimator.params.ESTIMATOR`."""
 
+    can_be_elastic = True
     __signature__ = signature_of(ESTIMATOR)
 
     def __init__(self, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ where it is new; batch-norm statistics stay each rank's own; checkpoint, log and
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from hora.spark.estimator.dataset import Dataset
 from hora.spark.estimator.objective import LabelColumns, Minibatch, split_columns
 from hora.spark.estimator.packing import ModelAndOptimizer, pack_model
 from hora.spark.estimator.store import RemoteStore, Store
+from hora.torch.elastic.loop import is_elastic
+from hora.workflow.fit import register_handlers
 from hora.workflow.history import Tally
 from hora.workflow.objective import Scored
 from hora.workflow.step import Recipe, Stepper, score_all
@@ -88,64 +91,104 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
         torch.manual_seed(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]))
     model, inner = spec.model_and_optimizer.unpack(device)
-    history = _resume(spec, model, inner)
+    place = _Place(json.dumps(_resume(spec, model, inner)))
+    rates = [float(group["lr"]) for group in inner.param_groups]
     optimizer = _distributed(values, model, inner)
-    with open_data_module(spec) as data, _RunFiles(spec, inner) as files:
-        objective = LabelColumns(values, _losses(spec, model, optimizer), device)
-        recipe = Recipe(accumulate=values["backward_passes_per_step"])
-        trainer = _Trainer(Stepper(model, optimizer, objective, recipe=recipe, device=device), objective, values)
-        batches = endless(data.train_data())
-        for epoch in range(len(history), values["epochs"]):
-            entry: dict[str, Any] = {"epoch": epoch}
-            of_epoch = (next(batches) for _ in range(num_steps(spec, data)))
-            entry["train"] = trainer.train(minibatches(spec, of_epoch, device))
-            if spec.dataset.val_rows:
-                entry["validation"] = trainer.validate(minibatches(spec, data.val_data(), device))
-            history.append(entry)
-            if hvd.rank() == 0:
-                files.keep(model, history)
+    objective = LabelColumns(values, _losses(spec, model, optimizer), device)
+    recipe = Recipe(accumulate=values["backward_passes_per_step"])
+    trainer = _Trainer(Stepper(model, optimizer, objective, recipe=recipe, device=device), objective, values)
+    if is_elastic():
+        register_handlers()
+        tally = trainer.tally
+        state: Any = hvd.elastic.TorchState(
+            model, optimizer, per_step=True, tally=tally, history=place.history, done=0.0
+        )
+        hvd.elastic.run(_train_epochs)(state, spec, trainer, rates)
+        place = state
+    else:
+        _train_epochs(place, spec, trainer, rates)
     if hvd.rank() != 0:
         return None
-    for group in inner.param_groups:
-        group["lr"] = group["lr"] / hvd.size()
     packed = pack_model(model.cpu().eval())
-    trained = replace(spec.model_and_optimizer, model=packed, state=inner.state_dict())
-    return TrainingResult(trained, history, objective.output_sizes)
+    trained = replace(spec.model_and_optimizer, model=packed, state=_unscaled(optimizer))
+    return TrainingResult(trained, json.loads(place.history), objective.output_sizes)
+
+
+@dataclass
+class _Place:
+    """A training's place: its epochs so far, as JSON, and how much of the next one is done. In an elastic job a
+    TorchState has them.
+    """
+
+    history: str
+    done: float = 0.0
+
+    def commit(self) -> None:
+        """Ranks may come and go now, in an elastic job."""
+
+
+def _train_epochs(place: Any, spec: TrainingSpec, trainer: _Trainer, rates: Sequence[float]) -> None:
+    """Train the epochs that are left, on the ranks that there are now."""
+    stepper, values = trainer.stepper, spec.values
+    for group, rate in zip(stepper.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * hvd.size()
+    trainer.num_backward = 0
+    with open_data_module(spec) as data, _RunFiles(spec, stepper.optimizer) as files:
+        batches = endless(data.train_data())
+        while len(history := json.loads(place.history)) < values["epochs"]:
+            entry: dict[str, Any] = {"epoch": len(history)}
+            total = num_steps(spec, data)
+            of_epoch = (next(batches) for _ in range(round(place.done * total), total))
+            entry["train"] = trainer.train(minibatches(spec, of_epoch, stepper.device), place, len(history), total)
+            if spec.dataset.val_rows:
+                entry["validation"] = trainer.validate(minibatches(spec, data.val_data(), stepper.device))
+            history.append(entry)
+            if hvd.rank() == 0:
+                files.keep(stepper.model, history)
+            place.history, place.done = json.dumps(history), 0.0
+            place.commit()
 
 
 class _Trainer:
     """Passes over minibatches: the user's own step, or the workflow's, every `accumulate` minibatches."""
 
     def __init__(self, stepper: Stepper, objective: LabelColumns, values: Mapping[str, Any]) -> None:
-        self._stepper, self._objective = stepper, objective
+        self.stepper, self._objective = stepper, objective
         self._own_step: Callable[..., Any] | None = values["train_minibatch_fn"]
-        self._num_backward = 0
+        self.num_backward = 0
+        self.tally, self._epoch = Tally(objective.names, stepper.device), -1
 
-    def train(self, minibatches: Iterable[Minibatch]) -> dict[str, Any]:
-        """The mean loss and metrics of an epoch, over all minibatches of all ranks."""
-        stepper = self._stepper
-        tally = Tally(self._objective.names, stepper.device)
+    def train(self, minibatches: Iterable[Minibatch], place: Any, epoch: int, total: int) -> dict[str, Any]:
+        """The mean loss and metrics of what is left of an epoch of so many minibatches, over those of all ranks."""
+        stepper, first = self.stepper, round(place.done * total)
+        if epoch != self._epoch:
+            self.tally.clear()
+        self._epoch = epoch
         stepper.model.train()
-        for index, minibatch in enumerate(minibatches):
-            if self._own_step is not None:
-                stepper.report(self._score_by_own_step(self._own_step, minibatch, index), tally)
-                continue
-            if self._num_backward % stepper.recipe.accumulate == 0:
-                stepper.begin()
-            stepper.add(minibatch, tally)
-            self._num_backward += 1
-            if self._num_backward % stepper.recipe.accumulate == 0:
-                stepper.finish()
-        return self._objective.entry(tally.averages())
+        for index, minibatch in enumerate(minibatches, first):
+            own = self._own_step
+            if own is not None:
+                stepper.report(self._score_by_own_step(own, minibatch, index), self.tally)
+            else:
+                if self.num_backward % stepper.recipe.accumulate == 0:
+                    stepper.begin()
+                stepper.add(minibatch, self.tally)
+            self.num_backward += 1
+            if self.num_backward % stepper.recipe.accumulate == 0:
+                if own is None:
+                    stepper.finish()
+                place.done = (index + 1) / total
+                place.commit()
+        return self._objective.entry(self.tally.averages())
 
     def validate(self, minibatches: Iterable[Minibatch]) -> dict[str, Any]:
         """The same without learning."""
-        stepper = self._stepper
+        stepper = self.stepper
         tally = score_all(stepper.model, minibatches, self._objective, recipe=stepper.recipe, device=stepper.device)
         return self._objective.entry(tally.averages())
 
     def _score_by_own_step(self, own_step: Callable[..., Any], minibatch: Minibatch, index: int) -> Scored:
-        stepper, objective = self._stepper, self._objective
+        stepper, objective = self.stepper, self._objective
         outputs, loss = own_step(
             stepper.model,
             stepper.optimizer,
@@ -163,9 +206,7 @@ class _Trainer:
 def _distributed(
     values: Mapping[str, Any], model: torch.nn.Module, inner: torch.optim.Optimizer
 ) -> torch.optim.Optimizer:
-    """The optimizer that averages gradients; all ranks begin with rank 0's parameters and state, at the scaled rate."""
-    for group in inner.param_groups:
-        group["lr"] = group["lr"] * hvd.size()
+    """The optimizer that averages gradients; all ranks begin with rank 0's parameters and state."""
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(inner, root_rank=0)
     return hvd.DistributedOptimizer(
@@ -323,12 +364,18 @@ class _RunFiles:
                 for name, value in _scalars(last.get(part, {})):
                     self._writer.add_scalar(f"{tag}/{name}", value, last["epoch"])
             self._writer.flush()
-        state = self._optimizer.state_dict()
-        for group in state["param_groups"]:
-            group["lr"] = group["lr"] / hvd.size()
-        whole = {"model": model.state_dict(), "optimizer": state, "epoch": last["epoch"], "history": list(history)}
+        state = {"model": model.state_dict(), "optimizer": _unscaled(self._optimizer)}
+        whole = {**state, "epoch": last["epoch"], "history": list(history)}
         torch.save(whole, os.path.join(self._folder, self._spec.remote.checkpoint_filename))
         self._spec.remote.sync(self._folder)
+
+
+def _unscaled(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state, with the learning rates of one rank."""
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["lr"] = group["lr"] / hvd.size()
+    return state
 
 
 def _scalars(part: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
