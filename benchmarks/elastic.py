@@ -129,18 +129,16 @@ def work_torchrun(folder: Path) -> None:
 
 
 def torchft_manager(net: Any, optimizer: Any, num_replicas: int) -> Any:
-    """A replica of one process; the lighthouse is in the environment."""
+    """A replica of one process; the lighthouse and its store are in the environment."""
     from datetime import timedelta
 
-    import torch.distributed as dist
     import torchft
 
     def load(state: dict[str, Any]) -> None:
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
+    return torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "optimizer": optimizer.state_dict()},
@@ -148,13 +146,11 @@ def torchft_manager(net: Any, optimizer: Any, num_replicas: int) -> Any:
         timeout=timedelta(seconds=5),
         heartbeat_interval=timedelta(milliseconds=50),
         store_addr="127.0.0.1",
-        store_port=store.port,
+        store_port=int(os.environ["STORE_PORT"]),
         hostname="127.0.0.1",
         rank=0,
         world_size=1,
     )
-    manager.own_store = store  # it lives as long
-    return manager
 
 
 def work_torchft(folder: Path) -> None:
@@ -267,13 +263,18 @@ def keep_replicas(folder: Path, worker: str, count: int) -> None:
     """torchft's launcher for one machine: a lighthouse, and replicas that are started again a second after their
     death.
     """
+    import torch.distributed as dist
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **LIGHTHOUSE)
+    stores: list[Any] = []
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
 
     def start(number: int) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, "REPLICA": str(number)}
+        # Under torchrun it is the agent's: survivors that use a killed replica's store must find it.
+        stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        own = {"REPLICA": str(number), "STORE_PORT": str(stores[-1].port)}
+        environment = {**os.environ, "TORCHFT_LIGHTHOUSE": address, **own}
         return subprocess.Popen([*MYSELF, "--folder", str(folder), "--worker", worker], env=environment)
 
     replicas, due = [start(number) for number in range(count)], [0.0] * count
