@@ -42,7 +42,9 @@ def train(plan: dict[str, Any]) -> dict[str, Any]:
         state.persist(plan["durable"], keep=3)
     start = f"{os.environ['HOROVOD_HOSTNAME']}/{os.environ['HORA_WORKER']}"
     if engine.is_newcomer():
-        alone = hvd.allreduce(torch.tensor(2.0), op=hvd.Sum).item()
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        alone = hvd.broadcast_object(hvd.allgather_object(hvd.allreduce(torch.tensor(2.0), op=hvd.Sum).item()))
         note(plan, f"prepares rank {hvd.rank()} of {hvd.size()} device {hvd.local_rank()} alone {alone}")
         wait_for_steps(plan, plan.get("preparation_steps", 0))
     _loop(state, plan, start)

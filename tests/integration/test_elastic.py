@@ -48,7 +48,7 @@ def test_rank_0_is_killed_in_its_commit_and_a_newcomer_takes_its_place(tmp_path:
     assert 2 in results[0]["sizes"]
     assert results[0]["sizes"][-1] == 3, "the slot came back after its time out"
     (prepared,) = job.notes("prepares")
-    assert prepared.endswith("rank 2 of 3 device 0 alone 2.0")
+    assert prepared.endswith("rank 2 of 3 device 0 alone [2.0]")
 
 
 def test_two_of_four_die_at_once(tmp_path: Path):

@@ -21,6 +21,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "engine_rank",
     "gloo_built",
     "gloo_enabled",
     "init",
@@ -81,6 +82,11 @@ def is_initialized() -> bool:
 def rank() -> int:
     """This process's number in the world."""
     return _world().rank
+
+
+def engine_rank() -> int:
+    """This process's number among those that its collectives reach: 0 in a newcomer, which is alone."""
+    return _runtime().world.rank
 
 
 def size() -> int:

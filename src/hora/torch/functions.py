@@ -18,7 +18,7 @@ import torch
 
 from hora import engine
 from hora.errors import HorovodInternalError
-from hora.torch.basics import rank
+from hora.torch.basics import engine_rank
 from hora.torch.collective import synchronize
 from hora.torch.ops import allgather_async, broadcast_, broadcast_async, broadcast_async_
 from hora.torch.process_sets import ProcessSet, global_process_set
@@ -94,7 +94,7 @@ def broadcast_object(
     """The root's object, on all ranks; the root gets its own back. Anything cloudpickle can handle."""
     # The default name must not depend on the object: ranks other than the root usually pass None.
     name = "broadcast_object" if name is None else name
-    on_root = rank() == root_rank
+    on_root = engine_rank() == root_rank
     payload, failure = _pickle(obj) if on_root else (torch.empty(0, dtype=torch.uint8, device="cpu"), None)
     header = torch.tensor([-len(payload) if failure else len(payload)], dtype=torch.int64, device="cpu")
     broadcast_(header, root_rank, f"{name}.size", process_set)
@@ -132,7 +132,7 @@ def _pickle(obj: Any) -> tuple[torch.Tensor, Exception | None]:
     except Exception as error:  # whatever the object's own __reduce__ raises; raised again after the peers were told
         failure = error
         data = "".join(traceback.format_exception_only(type(error), error)).encode() or b"unknown"
-    mac = _mac(data, rank(), failed=failure is not None)
+    mac = _mac(data, engine_rank(), failed=failure is not None)
     return torch.frombuffer(bytearray(mac + data), dtype=torch.uint8), failure
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, SGD, Optimizer, SparseAdam
 
-from hora.torch.basics import rank
+from hora.torch.basics import engine_rank
 from hora.torch.collective import synchronize
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import broadcast_async_
@@ -42,7 +42,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: torch
         state = optimizer.state_dict()
         optimizer.load_state_dict(broadcast_object(state, root_rank, "broadcast_optimizer_state"))
         return
-    on_root = rank() == root_rank
+    on_root = engine_rank() == root_rank
     if not optimizer.state:
         _fill_missing_gradients(optimizer, model)
     tensors: list[torch.Tensor] = []
