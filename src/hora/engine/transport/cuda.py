@@ -82,11 +82,7 @@ class CudaTransport:
         self._mark()
 
     def alltoall(
-        self,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         self._choose(input.device).alltoall(input, output, send_counts, receive_counts)
         self._mark()

@@ -61,11 +61,7 @@ class CudaStagingTransport:
         self._in_portions(tensors, tensors, lambda portion: self._cpu.broadcast([portion], root))
 
     def alltoall(
-        self,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         staged, results = self._stage("in", [input]), self._room("out", [output])
         mark().synchronize()

@@ -133,11 +133,7 @@ class DeviceMemoryTransport:
                 unpack(slots[root], group)
 
     def alltoall(
-        self,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         self._staged.alltoall(input, output, send_counts, receive_counts)
 

@@ -110,11 +110,7 @@ class DistributedTransport:
                     unpack(packed, group)
 
     def alltoall(
-        self,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         self._group.finish(self.start_alltoall(input, output, send_counts, receive_counts))
 

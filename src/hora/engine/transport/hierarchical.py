@@ -33,16 +33,7 @@ from hora.engine.transport.distributed import DistributedTransport
 from hora.engine.transport.division import Division, Portion, consecutive, portions, where
 from hora.engine.transport.group import Group
 from hora.engine.transport.native_hosts import HEADER_BYTES, Cut, NativeHosts, Scaling, cut_for
-from hora.engine.transport.packing import (
-    Buffers,
-    InTwoHalves,
-    complete,
-    copy,
-    overlap,
-    spread,
-    total,
-    unpack,
-)
+from hora.engine.transport.packing import Buffers, InTwoHalves, complete, copy, overlap, spread, total, unpack
 from hora.engine.transport.stream import StreamGroup
 
 __all__ = ["HierarchicalTransport"]
@@ -222,12 +213,7 @@ class HierarchicalTransport:
         return [member for host in hosts if host is not self._here for member in host]
 
     def allreduce_unannounced(
-        self,
-        places: Tensors,
-        reduce: Reduce,
-        residual: torch.Tensor | None,
-        header: bytes = b"",
-        most_records: int = 0,
+        self, places: Tensors, reduce: Reduce, residual: torch.Tensor | None, header: bytes = b"", most_records: int = 0
     ) -> bool:
         """This member's part of `allreduce_resident`, without a wait for the other members of this host, and on
         nobody's word but a header of `HEADER_BYTES` in front of the data. False if the hosts have different headers, on
@@ -449,11 +435,7 @@ class HierarchicalTransport:
             self._local.allgather(slices, tensors, counts)
 
     def alltoall(
-        self,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         """Inside the host through memory, the rest directly between the members concerned."""
         if self._apart is not None:

@@ -199,11 +199,7 @@ class ShmTransport:
             self._move(ring, {}, {(root, 0): pieces}, len(pieces), dtype)
 
     def alltoall(
-        self,
-        input: torch.Tensor,
-        output: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
+        self, input: torch.Tensor, output: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> None:
         sent = input[: sum(send_counts)].split(list(send_counts))
         received = output.split(list(receive_counts))
