@@ -83,11 +83,12 @@ def measured(call: Callable[[], object], times: int) -> float:
 
 def instrumented() -> Clock:
     from hora.engine.transport import shm
+    from hora.engine.transport.arithmetic import Arithmetic
     from hora.engine.transport.ring import Ring
 
     clock = Clock()
     clock.wrap(shm, "put", "copy in")
-    clock.wrap(shm, "_reduce", "reduce")
+    clock.wrap(Arithmetic, "reduce", "reduce")
     clock.wrap(Ring, "publish", "publish")
     clock.wrap(Ring, "wait", "wait")
     clock.wrap(shm.ShmTransport, "allreduce", "transport")
