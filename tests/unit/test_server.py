@@ -230,6 +230,41 @@ def test_an_abandoned_server_leaves_its_peers_to_others(place: Place):
     sockets.listen(name).close()
 
 
+@pytest.mark.parametrize("local", [True, False])
+def test_the_last_words_of_a_peer_are_heard_although_nothing_can_be_sent_to_it(place: Place, local: bool):
+    """A goodbye is not lost because the other end wanted to say something at the same moment."""
+    came, busy, left = (threading.Event() for _ in range(3))
+    heard: list[str] = []
+    peers: list[Peer] = []
+
+    def react(peer: Peer, header: dict, payload: bytes) -> None:
+        heard.append(header["op"])
+        if header["op"] == "here":
+            peers.append(peer)
+            came.set()
+        elif header["op"] == "busy":
+            busy.set()
+            assert left.wait(LIMIT_S)
+            for _ in range(3):
+                peers[0].send({"notice": "too late"})
+                time.sleep(0.05)
+
+    place.echo.react = react
+    first, second = (place.connect(place.name if local else place.tcp) for _ in range(2))
+    try:
+        first.send({"op": "here"})
+        assert came.wait(LIMIT_S)
+        second.send({"op": "busy"})
+        assert busy.wait(LIMIT_S)
+        first.send({"op": "goodbye"})
+        first.close()
+        left.set()
+        assert place.echo.closings.get(timeout=LIMIT_S) is peers[0]
+        assert heard[-1] == "goodbye"
+    finally:
+        second.close()
+
+
 def test_the_handler_is_not_told_of_a_dead_peer_in_the_middle_of_its_work(place: Place):
     """It may be walking through what the dead peer's end would change."""
     came, dead, told = threading.Event(), threading.Event(), queue.SimpleQueue()

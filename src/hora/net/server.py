@@ -43,6 +43,7 @@ _MALFORMED = (
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _OUT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 _RECEIVE_BYTES = 256 * 1024
+_LAST_READS = 64  # of a peer that no longer listens
 
 
 class Handler(Protocol):
@@ -282,12 +283,13 @@ class Server:
         self._selector.unregister(listener)
         self.call_at(time.monotonic() + _REST_S, lambda: self._watch(listener))
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: Peer) -> bool:
+        """Take what has come from the peer, or its end; False: nothing has."""
         handshake = peer.handshake
         try:
             data = peer.sock.recv(_RECEIVE_BYTES if handshake is None else handshake.wanted_bytes)
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             data, peer.reset = b"", isinstance(error, ConnectionError)
             peer.broken = not peer.reset
@@ -304,6 +306,7 @@ class Server:
             self._turn_away(peer, str(error) if isinstance(error, AuthenticationError) else repr(error))
         except OSError:
             self._drop(peer)
+        return True
 
     def _greet(self, peer: Peer, handshake: ServerHandshake, data: bytes) -> None:
         try:
@@ -339,6 +342,9 @@ class Server:
         except OSError as error:
             peer.reset = isinstance(error, ConnectionError)
             peer.broken = not peer.reset
+            for _ in range(_LAST_READS):  # its last words, perhaps a goodbye
+                if not peer.open or not self._read(peer):
+                    break
             self._drop(peer)
             return
         if self._selector.get_key(peer.sock).events != events:
