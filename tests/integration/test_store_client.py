@@ -49,6 +49,12 @@ def url(request) -> tuple[str, dict[str, str]]:
     return server.url(REQUEST.state), server.environment
 
 
+def with_ttl(url, seconds):
+    """A request may take a third of it."""
+    address, environment = url
+    return f"{address}{'&' if '?' in address else '?'}ttl={seconds}", environment
+
+
 def test_only_the_present_leader_writes(url):
     store, other = (open_store(*url).below("job") for _ in range(2))
     first = store.lead("a")
@@ -76,7 +82,7 @@ def test_only_the_present_leader_writes(url):
 
 
 def test_a_lease_that_is_not_renewed_ends(url):
-    store, other = (open_store(f"{url[0]}{'&' if '?' in url[0] else '?'}ttl=1", url[1]).below("job") for _ in range(2))
+    store, other = (open_store(*with_ttl(url, 3)).below("job") for _ in range(2))
     office = store.lead("a")
     assert office is not None
     assert store.renew(office)
@@ -107,7 +113,7 @@ def test_a_leader_whose_lease_was_taken_hears_of_it(url):
 
 
 def test_one_of_many_that_stand_at_once_leads(url):
-    stores = [open_store(*url).below("job") for _ in range(8)]
+    stores = [open_store(*with_ttl(url, 60)).below("job") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         offices = [office for office in pool.map(lambda store: store.lead("x"), stores) if office is not None]
     assert len(offices) == 1
@@ -127,7 +133,7 @@ def test_writers_of_a_secret_wait_for_one_another_and_lose_nothing(api):
 
 
 def test_a_leader_that_was_stopped_between_reading_and_writing_is_refused(api, monkeypatch):
-    store, other = (open_store(api.url(REQUEST.state, "ttl=1"), api.environment).below("job") for _ in range(2))
+    store, other = (open_store(api.url(REQUEST.state, "ttl=3"), api.environment).below("job") for _ in range(2))
     office = store.lead("a")
     assert office is not None
     assert store.put("state", {"x": 1}, term=office.term)

@@ -75,10 +75,12 @@ class Training:
                 part = self.net(inputs).square().mean()
                 mean = hvd.allreduce(part.detach())
                 self.happen("forward", state)
+                failing = self.is_due("backward", state)  # noted before another rank's failure is heard in backward
                 part.backward()
                 loss += mean.item()
                 state.batch += 1
-                self.happen("backward", state)
+                if failing:
+                    raise hvd.HorovodInternalError("injected")
                 self.happen("amid", state)
             with self.failing_to_apply(state):
                 self.optimizer.step()
@@ -90,10 +92,15 @@ class Training:
             self.happen("commit", state)
             state.commit()
 
+    def is_due(self, when, state):
+        due = self.faults.get(state.step) == when
+        if due:
+            del self.faults[state.step]
+        return due
+
     def happen(self, when, state):
-        if self.faults.get(state.step) != when:
+        if not self.is_due(when, state):
             return
-        del self.faults[state.step]
         if when in ("between", "amid"):
             raise HostsUpdatedInterrupt(False)
         raise hvd.HorovodInternalError("injected")
