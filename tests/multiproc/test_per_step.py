@@ -80,7 +80,8 @@ class Training:
                 loss += mean.item()
                 state.batch += 1
                 if failing:
-                    raise hvd.HorovodInternalError("injected")
+                    self.faults[state.step] = "backward"
+                self.happen("backward", state)
                 self.happen("amid", state)
             with self.failing_to_apply(state):
                 self.optimizer.step()
