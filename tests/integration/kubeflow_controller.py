@@ -57,10 +57,17 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def controller(folder: Path) -> Iterator[Controller]:
     server = Controller(folder)
+    with serving(server):
+        yield server
+
+
+@contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[None]:
+    """Have a server answer in a thread of its own until the end."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
-        yield server
+        yield
     finally:
         server.shutdown()
         server.server_close()

@@ -19,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from kubeflow_controller import serving
+
 Manifest = dict[str, Any]
 
 _GROUPS = {"/api/v1": "", "/apis/coordination.k8s.io/v1": "coordination.k8s.io"}
@@ -155,11 +157,5 @@ def certificates(folder: Path) -> None:
 @contextmanager
 def lease_server(folder: Path, manifests: Sequence[Manifest]) -> Iterator[LeaseServer]:
     server = LeaseServer(folder, manifests)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(30)
