@@ -31,22 +31,19 @@ from typing import Any
 import psutil
 import torch
 
-from hora.engine.agree.announcement import Announcer, Reader
+from hora.engine.agree.agreement import Announcer, Reader
 from hora.engine.agree.tree import ALL, SLOTS, Slots, TreeAgreement, as_bytes
-from hora.engine.hub import Hub, HubEvents, cut_parts, join_parts
+from hora.engine.hub import FANOUT, Hub, HubEvents, Tree, cut_parts, join_parts
 from hora.engine.lane import Lane
 from hora.engine.plan import Planner
 from hora.engine.queue import OperationQueue, QueueWorld
-from hora.engine.recorder import Recorder
 from hora.engine.request import Kind, Reduce, Signature
 from hora.engine.shm.counters import MEMBER_BYTES
 from hora.engine.shm.futex import Counter
 from hora.engine.shm.segment import Segment
-from hora.engine.stall import StallLimits
-from hora.engine.status import WorldStatus
+from hora.engine.status import Recorder, StallLimits, WorldStatus
 from hora.engine.transport.host_reduction import HostLink, HostReduction
 from hora.engine.transport.local import LocalTransport
-from hora.engine.tree import FANOUT, Tree
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys, worker_credentials

@@ -1,4 +1,4 @@
-/* Repeated allreduces (src/hora/engine/agree/repeated.py, src/hora/engine/shm/repeated.h) beside announced requests and rounds
+/* Repeated allreduces (src/hora/engine/repeated.py, src/hora/engine/shm/repeated.h) beside announced requests and rounds
  * (src/hora/engine/agree/shared_memory.py): N members have OPS requests, in the same order, and each takes for each of them the fast
  * path, the announced way, or the announced way without waiting for it (the handle is waited for at the end).
  *

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hora.engine.store import ControlStore
+from hora.engine.meeting import ControlStore
 from hora.errors import HorovodInternalError
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.client import ControlClient

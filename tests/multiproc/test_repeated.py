@@ -210,7 +210,7 @@ def test_those_who_wait_alone_hear_of_a_death(size):
     if hvd.rank() == 1:
         agreement = engine.current_runtime().process_sets.queue(0).agreement
         wait_until("the others wait", lambda: _waiting(agreement) == 2)
-        wait_until("they sleep", lambda: all(asleep.value for asleep in agreement.repeated.tickets._asleep))
+        wait_until("they sleep", lambda: all(asleep.value for asleep in agreement.tickets._asleep))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(HorovodInternalError, match="rank 1") as caught:
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks(2)
 
 FILES = {
     "torch/optimizer/base.py", "torch/optimizer/buckets.py", "torch/optimizer/order.py",
-    "engine/lane.py", "engine/progress.py", "engine/shm/counters.py", "engine/shm/reduction.py",
+    "engine/lane.py", "engine/queue.py", "engine/shm/counters.py", "engine/shm/reduction.py",
     "telemetry/meters.py",
 }  # fmt: skip
 ROOT = Path(hora.__file__).parent

@@ -18,12 +18,11 @@ from fibers import Condition, Fiber, Process, pause
 from simulator import Network, Simulation
 
 from hora.engine.agree.tree import TreeAgreement
-from hora.engine.hub import Hub, HubEvents
+from hora.engine.hub import Hub, HubEvents, Tree
 from hora.engine.plan import Planner
 from hora.engine.request import Kind, Signature
 from hora.engine.runtime import Runtime
 from hora.engine.status import WorldStatus
-from hora.engine.tree import Tree
 from hora.errors import HorovodInternalError
 from hora.net.server import Timer
 

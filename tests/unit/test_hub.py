@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hora.engine.hub import Hub, HubEvents, cut_parts, join_parts
-from hora.engine.tree import Tree
+from hora.engine.hub import Hub, HubEvents, Tree, cut_parts, join_parts
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys

@@ -14,15 +14,13 @@ import torch
 
 from hora.engine.lane import Lane
 from hora.engine.queue import QueueWorld
-from hora.engine.recorder import Recorder
 from hora.engine.request import Kind, Reduce, Signature
 from hora.engine.shm.counters import OPEN
 from hora.engine.shm.futex import Counter
 from hora.engine.shm.native import library
 from hora.engine.shm.reduction import SharedMemoryReduction
 from hora.engine.shm.segment import Segment, SharedMemory
-from hora.engine.stall import StallLimits
-from hora.engine.status import WorldStatus
+from hora.engine.status import Recorder, StallLimits, WorldStatus
 from hora.errors import HorovodInternalError
 from waiting import wait_until
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hora.engine.plan import Planner
-from hora.engine.request import Kind, ReduceOp, Signature
-from hora.engine.validation import Validator
+from hora.engine.request import Kind, ReduceOp, Signature, Validator
 
 
 def allreduce(name, *, dtype="float32", shape=(4,), op=ReduceOp.SUM, operation="allreduce", **more):

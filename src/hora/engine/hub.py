@@ -1,8 +1,10 @@
 """The hub: how the ranks of one world hear of one another, apart from tensors.
 
-Every rank keeps an authenticated connection, a link, to its parent in the world's tree (`hora.engine.tree`): over a
-local socket to the first rank of its host, over TCP between the first ranks of hosts. Members of a process set have
-links along the tree of their set besides, where these are others. Links carry
+Ranks stand in a tree (`Tree`): the ranks of a host below its first one, its speaker; the speakers of hosts below one
+another, at most `FANOUT` below each. So no rank talks to more than its host and `FANOUT + 1` others, however many there
+are. Every rank keeps an authenticated connection, a link, to its parent: over a local socket to the first rank of its
+host, over TCP between the first ranks of hosts. A process set has a tree of its members alone, so that no rank holds up
+a set that it is not in; its members have links along that tree besides, where these are others. Links carry
 
     up, round     what members announce and what was agreed (`hora.engine.agree.tree`), for the agreement of the set
     gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
@@ -42,7 +44,6 @@ from dataclasses import dataclass
 
 from hora.engine.request import Key
 from hora.engine.shm.segment import Segment
-from hora.engine.tree import Tree
 from hora.errors import HorovodInternalError
 from hora.net.connection import Connection, Stream, connect
 from hora.net.keys import RankKeys
@@ -50,10 +51,11 @@ from hora.net.server import Peer, Server
 from hora.net.sockets import Where
 from hora.net.wire import Header
 
-__all__ = ["Hub", "HubEvents", "Rounds", "cut_parts", "join_parts"]
+__all__ = ["FANOUT", "Hub", "HubEvents", "Rounds", "Tree", "cut_parts", "join_parts"]
 
 log = logging.getLogger("hora")
 
+FANOUT = 4  # hosts below a host: with more, rank 0 works longer for a round; with fewer, a round takes more hops
 _TICK_S = 1.0  # how often to look for stalls
 _SILENCE_LIMIT_S = 8
 _FETCH_SLICE_S = 0.5
@@ -63,6 +65,59 @@ _CLOSE_LIMIT_S = 3.0
 _PART = struct.Struct(">II")  # a rank, and the length of what it says
 
 Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
+
+
+class Tree:
+    """Of these hosts, in the order of their first ranks, each with its ranks in ascending order. The first is root.
+
+    Pure: every rank derives the same tree from the same hosts.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
+        self.root = hosts[0][0]
+        self._parents: dict[int, int] = {}
+        self._children: dict[int, list[int]] = {rank: [] for host in hosts for rank in host}
+        for index, (speaker, *others) in enumerate(hosts):
+            for rank in others:
+                self._attach(rank, speaker)
+            if index:
+                self._attach(speaker, hosts[(index - 1) // FANOUT][0])
+
+    def _attach(self, rank: int, parent: int) -> None:
+        self._parents[rank] = parent
+        self._children[parent].append(rank)
+
+    def parent(self, rank: int) -> int | None:
+        """The rank to which this one speaks; None for the root."""
+        return self._parents.get(rank)
+
+    def children(self, rank: int) -> list[int]:
+        return self._children[rank]
+
+    def neighbours(self, rank: int) -> list[int]:
+        """The ranks with which this one speaks."""
+        parent = self._parents.get(rank)
+        return self._children[rank] if parent is None else [parent, *self._children[rank]]
+
+    def above(self, rank: int) -> list[int]:
+        """Its parent, the parent of that, and so on to the root."""
+        path: list[int] = []
+        while (parent := self._parents.get(path[-1] if path else rank)) is not None:
+            path.append(parent)
+        return path
+
+    def below(self, rank: int) -> list[int]:
+        """This rank and all that speak through it, in ascending order."""
+        found = [rank]
+        for one in found:
+            found.extend(self._children[one])
+        return sorted(found)
+
+    def behind(self, rank: int, neighbour: int) -> set[int]:
+        """The ranks of which `rank` hears through this neighbour, which is one of them."""
+        if neighbour == self._parents.get(rank):
+            return self._children.keys() - set(self.below(rank))
+        return set(self.below(neighbour))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,13 +42,12 @@ from typing import Protocol
 import torch
 
 from hora.engine.plan import Batch, Part
-from hora.engine.progress import Progress
-from hora.engine.queue import OperationQueue
+from hora.engine.queue import OperationQueue, Progress
 from hora.engine.request import KINDS, Key, Kind, Reduce, Request, Signature, dtype_name, full_names
 from hora.engine.shm.counters import MEMBER_BYTES, OPEN, Counters
 from hora.engine.shm.futex import LINE_BYTES, Counter
 from hora.engine.shm.segment import Segment
-from hora.engine.stall import StallLimits, stall_text
+from hora.engine.status import StallLimits, stall_text
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hora.config import accept_risk
-from hora.engine.store import ControlStore
-from hora.engine.tree import FANOUT
+from hora.engine.hub import FANOUT
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.address import listening_address
 from hora.net.client import ControlClient, Group
@@ -33,9 +32,10 @@ from hora.net.table import Table
 from hora.net.wire import Credentials, derived_secret
 from hora.world import MeetingPoint, World
 
-__all__ = ["Meeting", "control_client", "open_meeting"]
+__all__ = ["ControlStore", "Meeting", "control_client", "open_meeting"]
 
 _PAUSE_S = 0.1
+_SLICE_S = 0.5  # how long one request may wait at the server before the liveness check is asked again
 
 
 class Meeting:
@@ -57,7 +57,7 @@ class Meeting:
         return RankKeys(world.rank, get, at_once=[0] if world.rank else [])
 
     def gather(self, key: str, group: str, value: bytes, *, rank: int, size: int, limit_s: float) -> Group:
-        """The values of the ranks of this group, when all ranks have come; groups stand in a tree (`hora.engine.tree`).
+        """The values of the ranks of this group, when all ranks have come; groups stand in a tree (`hora.engine.hub`).
         HorovodInternalError names the ranks that did not come."""
         try:
             return self.client.gather(key, value, rank=rank, size=size, timeout_s=limit_s, group=group, fanout=FANOUT)
@@ -210,3 +210,97 @@ def _listening(world: World) -> Iterator[tuple[str, int]]:
         raise HorovodInternalError(
             f"rank 0 cannot listen at {where[0]}:{where[1]} ({error.strerror}): set MASTER_PORT to a free port"
         ) from error
+
+
+class ControlStore(Store):
+    """A torch store in which NCCL publishes its addresses: through the launcher's rendezvous, which checks the job's
+    secret, instead of an open TCPStore. Torch calls the methods, also from threads of its own.
+
+    Keys live under `prefix`. Waiting ends after `timeout_s`, or when `check_alive` raises.
+    """
+
+    def __init__(
+        self, client: ControlClient, *, prefix: str, timeout_s: float, check_alive: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._check_alive = check_alive
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._client.set(self._key(key), _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._get(key, self._timeout_s)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._client.add(self._key(key), amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._client.check([self._key(key) for key in keys])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when every key is set."""
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        for key in keys:
+            self._get(key, max(deadline - time.monotonic(), 0.001))
+
+    def delete_key(self, key: str) -> bool:
+        return self._client.delete(self._key(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set `key` if its value is `expected` (empty: or the key is missing); the value afterwards."""
+        lock = f"{key}/lock"
+        deadline = time.monotonic() + self._timeout_s
+        # `add` is the server's only atomic read-modify-write: the rank that counts to one holds the lock, and its
+        # release wakes the next.
+        turn = self.add(f"{lock}/turns", 1)
+        if turn > 1:
+            self._get(f"{lock}/{turn - 1}", max(deadline - time.monotonic(), 0.001))
+            self.delete_key(f"{lock}/{turn - 1}")
+        try:
+            current = self.get(key) if self.check([key]) else b""
+            if current == _bytes(expected):
+                current = _bytes(desired)
+                self.set(key, current)
+            return current
+        finally:
+            self.set(f"{lock}/{turn}", b"released")
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _get(self, key: str, limit_s: float) -> bytes:
+        deadline = time.monotonic() + limit_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return self._client.get(self._key(key), timeout_s=max(min(left_s, _SLICE_S), 0.001))
+            except TimeoutError:
+                self._check_alive()
+                if left_s <= _SLICE_S:
+                    raise TimeoutError(f"waited {limit_s:g} s for the key {self._key(key)!r}") from None
+
+
+def _bytes(value: str | bytes) -> bytes:
+    # Values may be binary; Python callers also pass text.
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hora.config import EngineConfig
-from hora.engine.hub import Hub, HubEvents
+from hora.engine.hub import FANOUT, Hub, HubEvents, Tree
 from hora.engine.meeting import Meeting, open_meeting
 from hora.engine.shm import futex
 from hora.engine.shm.native import library
@@ -29,7 +29,6 @@ from hora.engine.shm.records import usable
 from hora.engine.shm.segment import Segment
 from hora.engine.transport.factory import Topology
 from hora.engine.transport.stream import Streams
-from hora.engine.tree import FANOUT, Tree
 from hora.errors import HorovodInternalError
 from hora.net.address import interface_address, source_address
 from hora.net.client import Group

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import logging
 import os
 import threading
@@ -14,11 +16,12 @@ from hora import logs
 from hora.config import EngineConfig
 from hora.engine.malloc import keep_freed_memory
 from hora.engine.meeting import control_client, open_meeting
-from hora.engine.reporting import start_reporting
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
 from hora.net.client import ControlClient
+from hora.telemetry.data_loaders import meter_data_loaders
 from hora.telemetry.meters import meter
+from hora.telemetry.reporter import Reporter
 from hora.world import PLAN_KEY, World
 
 __all__ = [
@@ -42,6 +45,7 @@ _inherited: Runtime | None = None  # of the parent, in a forked child
 _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
 _registered_exit = False
 _last_place: World | None = None
+_reporters: dict[ControlClient, Reporter] = {}
 _watched: list[ControlClient] = []  # connections over which we hear of lost ranks
 # A newcomer waits for the others' next commit. How long is the launcher's decision.
 _LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
@@ -145,8 +149,42 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
         _starting = None
     meter.restart_step()
     if not is_newcomer(place):
-        start_reporting(place, config)
+        _start_reporting(place, config)
     return runtime
+
+
+def _start_reporting(place: World, config: EngineConfig) -> None:
+    """Answer the launcher's questions and, if it wants that (`HORA_TELEMETRY_S`), send it this rank's telemetry.
+
+    One reporter per connection: it outlives the generations of an elastic world.
+    """
+    if place.meeting.kind != "hora":
+        return
+    if config.telemetry_s:
+        open_meeting(place, limit_s=config.init_timeout_s)  # a world of one has not opened it
+    client = control_client(place)
+    if client is None or client in _reporters:
+        return
+
+    # Where no launcher has numbered the processes (Ray's actors), their ranks are their numbers.
+    worker = place.worker if place.worker >= 0 else place.rank
+
+    def send(kind: str, data: bytes) -> None:
+        client.tell(kind, data, worker=worker)
+
+    def late(ranks: Sequence[int]) -> None:
+        with contextlib.suppress(ConnectionError):
+            send("stall", json.dumps(list(ranks)).encode())
+
+    reporter = Reporter(meter, send, machine=place.local_rank == 0)
+    _reporters[client] = reporter
+    meter.on_stall = late
+    client.on_notice(lambda notice: reporter.answer(notice) if notice["notice"] == "question" else None)
+    send("here", b"")  # from now on the launcher knows whom to ask
+    if config.telemetry_s:
+        meter_data_loaders()
+        reporter.start(config.telemetry_s)
+        atexit.register(reporter.stop)
 
 
 def _next_place(place: World, config: EngineConfig) -> World:

@@ -23,23 +23,20 @@ from hora.engine.lane import Lane
 from hora.engine.peers import Peers
 from hora.engine.plan import Batch, Planner
 from hora.engine.queue import OperationQueue, QueueWorld
-from hora.engine.recorder import Recorder
 from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
 from hora.engine.request import Key, Kind, Request, Signature
 from hora.engine.shm.native import library
 from hora.engine.shm.segment import Segment, SharedMemory
-from hora.engine.stall import StallLimits
-from hora.engine.status import WorldStatus
+from hora.engine.status import Recorder, StallLimits, WorldStatus
 from hora.engine.transport.base import AliveCheck, Transport
 from hora.engine.transport.factory import between_hosts, make_transport
 from hora.engine.transport.hierarchical import HierarchicalTransport
 from hora.engine.transport.host_reduction import HostLink
 from hora.engine.transport.local import LocalTransport
-from hora.engine.validation import check_ranks
 from hora.net.wire import Header
 from hora.world import World
 
-__all__ = ["ProcessSets"]
+__all__ = ["ProcessSets", "check_ranks"]
 
 log = logging.getLogger("hora")
 
@@ -355,3 +352,15 @@ class ProcessSets:
                 f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
             )
         return cores[local_rank]
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a process set, sorted. ValueError for what is no set of ranks of this world."""
+    values = sorted(ranks)
+    if not values:
+        raise ValueError("a process set needs at least one rank")
+    if len(set(values)) != len(values):
+        raise ValueError(f"a process set must not name a rank twice: {values}")
+    if values[0] < 0 or values[-1] >= size:
+        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
+    return tuple(values)

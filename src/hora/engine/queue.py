@@ -4,7 +4,7 @@
 
 A request is numbered, kept in flight and announced to the other members; the members agree on rounds, of which each
 derives the same batches; a batch is executed, and its requests are done. One thread at a time makes progress
-(`progress`).
+(`Progress`).
 
 A thread may have the queue to itself for a repeated call (`repeated`), which puts nothing in flight: meanwhile it is
 the driver, and what others submit is announced afterwards. If it is interrupted (Ctrl-C) while it waits for the other
@@ -23,10 +23,12 @@ waits without a limit for a lock that the interrupted thread may hold.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -36,24 +38,184 @@ import torch
 from hora.engine.agree.agreement import Agreement
 from hora.engine.execute import deliver, execute, execute_on_device, write_back
 from hora.engine.plan import Batch, Part, Planner
-from hora.engine.progress import Progress
-from hora.engine.recorder import Recorder
-from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, full_names
+from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, Validator, full_names
 from hora.engine.shm.segment import Segment
-from hora.engine.stall import StallLimits, StallWatch
-from hora.engine.status import WorldStatus
+from hora.engine.status import Recorder, StallLimits, StallWatch, WorldStatus
 from hora.engine.transport.base import Transport
 from hora.engine.transport.cuda import CudaTransport
-from hora.engine.validation import Validator
 from hora.errors import HorovodInternalError
 from hora.telemetry.meters import meter
 
-__all__ = ["ExecuteBound", "OperationQueue", "QueueWorld"]
+__all__ = ["ExecuteBound", "OperationQueue", "Progress", "QueueWorld"]
 
 log = logging.getLogger("hora")
 
+_WAITER_SLICE_S = 0.5
+_STOP_LIMIT_S = 5.0
+_CLOSE_LIMIT_S = 5.0
 _DRAIN_LIMIT_S = 1.0
 _SETTLE_LIMIT_S = 600.0  # of work that is queued on a GPU
+
+
+class Progress(ABC):
+    """Base of what is driven, a queue or a lane of these ranks. There is something to do while there is `work`.
+
+    One thread at a time, the driver, makes progress; the others sleep until it has finished something. A thread that
+    waits for a result becomes the driver, which saves two changes of thread. What no thread waits for is driven by a
+    background thread, on `core` if that is given, which is started when it is first needed and sleeps when there is
+    nothing to do.
+    """
+
+    driver = 0  # its thread
+    num_waiters = 0
+    stopping = False
+    _is_put_away = False
+    _parked = False
+    _background: threading.Thread | None = None
+
+    def __init__(self, name: str, core: int | None, ranks: Sequence[int], work: Sized) -> None:
+        self.driving = threading.Lock()  # held by the driver
+        self._name, self._core, self._waits_for = name, core, ranks
+        self._work = work
+        self._finished = threading.Condition()  # for threads that wait while another one drives
+        self._changed = threading.Condition()  # for the background thread
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Do the next piece of work, or wait for other members a while. On the driver's thread."""
+
+    @abstractmethod
+    def _fail(self, error: HorovodInternalError) -> None:
+        """Give everything that is under way this error. Any thread."""
+
+    @abstractmethod
+    def _error(self) -> HorovodInternalError:
+        """Return the error of what is under way when this is stopped."""
+
+    @abstractmethod
+    def _put_away(self) -> None:
+        """Let go of what is held. Called once, by the last driver after `_end`."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End the driver's wait for other members."""
+
+    @abstractmethod
+    def keys_in_flight(self) -> list[Key]:
+        """Of what this rank waits for. Any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it, with `_end`."""
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._work)
+
+    def wait(self, request: Any) -> None:
+        """Return when a request is `done`; drive unless another thread does."""
+        since, moving_s = time.perf_counter(), meter.transport_s
+        meter.blocked = request, since, self._waits_for
+        try:
+            while not request.done:
+                self.drive_or_wait(request)
+        finally:
+            meter.blocked = None
+            meter.waited(since, moving_s)
+
+    def drive_or_wait(self, request: Any) -> None:
+        """Bring a request nearer to its end, or let the driver do that."""
+        if self.driving.acquire(blocking=False):
+            try:
+                self.drive(request)
+            finally:
+                self.release()
+                self.hand_over()
+            return
+        self.wake()
+        with self._finished:
+            self.num_waiters += 1
+            if not request.done and self.driving.locked():
+                self._finished.wait(_WAITER_SLICE_S)
+            self.num_waiters -= 1
+
+    def drive(self, until: Any) -> None:
+        """Work until `until.done`, or until there is nothing to do any more. Under the lock."""
+        self.driver = get_ident()
+        try:
+            while self._work and not (until is not None and until.done) and not self.stopping:
+                self._step()
+            if self.stopping:
+                self._fail(self._error())
+        except HorovodInternalError as error:
+            self._fail(error)
+        finally:
+            self.driver = 0
+
+    def may_drive(self, limit_s: float) -> bool:
+        """Become the driver. Not while this very thread is, in the lines that a signal has interrupted."""
+        return self.driver != get_ident() and self.driving.acquire(timeout=limit_s)
+
+    def release(self) -> None:
+        """Let another thread be the driver. The last one puts away what is held."""
+        if self.stopping and not self._is_put_away:
+            self._is_put_away = True
+            self._put_away()
+        self.driving.release()
+
+    def hand_over(self) -> None:
+        """This thread drives no more: let others go on, if there is something to do."""
+        self.notify_waiters()
+        if self._work:
+            self.wake_background()
+
+    def notify_waiters(self, *, all_threads: bool = False) -> None:
+        """Something has been finished. `all_threads`: also those that are about to wait."""
+        if self.num_waiters or all_threads:
+            with self._finished:
+                self._finished.notify_all()
+
+    def wake_background(self) -> None:
+        """Something has come that no thread waits for."""
+        if self._background is None:
+            with self._changed:
+                if self._background is None and not self.stopping:
+                    self._background = threading.Thread(target=self._run_in_background, name=self._name, daemon=True)
+                    self._background.start()
+        elif self._parked:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _end(self) -> None:
+        """Fail what is under way, end the background thread unless it is the caller, put away what is held."""
+        with self._changed:
+            self.stopping = True
+            self._changed.notify_all()
+        self.wake()
+        if self._background is not None and self._background is not threading.current_thread():
+            self._background.join(_STOP_LIMIT_S)
+        self._fail(self._error())
+        if self.may_drive(_CLOSE_LIMIT_S):
+            self.release()
+
+    def _run_in_background(self) -> None:
+        if self._core is not None:
+            os.sched_setaffinity(0, {self._core})  # of this thread only
+        while True:
+            with self._changed:
+                self._parked = True
+                # Idleness, not a wait for another rank: whatever comes and `_end` notify.
+                self._changed.wait_for(lambda: self.stopping or bool(self._work))
+                self._parked = False
+            if self.stopping:
+                return
+            self.driving.acquire()  # a driver lets go of it, or its check ends its wait
+            try:
+                self.drive(None)
+            finally:
+                self.release()
+            self.notify_waiters()
+
 
 # Executes a persistent reduction that all members have agreed on; the request is None if this rank has joined.
 ExecuteBound = Callable[[Part, Request | None, Transport], None]

@@ -1,7 +1,7 @@
 """The repeated allreduce: a blocking one of one tensor, on a host whose members do the same one after the other.
 
 Nothing is put in flight, nothing is announced and no thread is woken: the native part publishes a record
-(`agree.repeated`), and when all members' records are equal each member reduces. Whatever is not as simple as that
+(`agree.shared_memory`), and when all members' records are equal each member reduces. Whatever is not as simple as that
 (another request in flight, news of another kind, a rank that has joined, a timeline that is written, what the native
 part does not know) goes the ordinary way.
 
@@ -157,7 +157,7 @@ class RepeatedAllreduce:
         agreement = self._agreement
         if state != _DONE:
             meter.wait_s += _clock() - began
-            if agreement.repeated.has_published(ticket):
+            if agreement.has_published(ticket):
                 agreement.void = ticket
             return False
         agreement.ticket = ticket + 1
@@ -201,7 +201,7 @@ class RepeatedAllreduce:
 
         Anything else than such an interruption of a wait has ended the world.
         """
-        if isinstance(error, HorovodInternalError) or not self._agreement.repeated.has_published(ticket):
+        if isinstance(error, HorovodInternalError) or not self._agreement.has_published(ticket):
             return
         if self._job.state == _MOVING or isinstance(error, Exception):
             self._queue.status.interrupted(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

@@ -19,14 +19,11 @@ from hora.config import EngineConfig
 from hora.engine.hub import Hub, HubEvents, Rounds
 from hora.engine.lane import Lane
 from hora.engine.peers import Peers
-from hora.engine.process_sets import ProcessSets
+from hora.engine.process_sets import ProcessSets, check_ranks
 from hora.engine.queue import OperationQueue
-from hora.engine.recorder import Recorder
-from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
+from hora.engine.request import Call, Kind, Reduce, ReduceOp, Request, Signature
 from hora.engine.shm.segment import SharedMemory
-from hora.engine.stall import StallLimits
-from hora.engine.status import WorldStatus
-from hora.engine.validation import check_ranks_at_init
+from hora.engine.status import Recorder, StallLimits, WorldStatus
 from hora.net.wire import Header, derived_secret, new_secret
 from hora.world import World
 
@@ -74,7 +71,10 @@ class Runtime:
                 self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
                 self.config = self._peers.config
-            sets = [check_ranks_at_init(ranks, size) for ranks in wanted]  # which are the same on all ranks
+            try:
+                sets = [check_ranks(ranks, size) for ranks in wanted]  # which are the same on all ranks
+            except ValueError as error:
+                raise ValueError(f"Horovod initialization failed: {error}") from None
             with contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go():
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
                     self.process_sets.register(ranks)
@@ -139,16 +139,7 @@ class Runtime:
         if kind is Kind.BARRIER:
             request = _request_without_tensors(kind)
         else:
-            request = queue.validator.request(
-                kind,
-                tensors,
-                outputs=outputs,
-                name=name,
-                reduce=reduce,
-                root_rank=root_rank,
-                splits=splits,
-                grouped=grouped,
-            )
+            request = queue.validator.request(Call(kind, name, reduce, root_rank, splits, grouped), tensors, outputs)
             request.residuals = residuals
             if request.signature.device != "cpu":
                 request.device_event = torch.cuda.current_stream(request.tensors[0].device).record_event()

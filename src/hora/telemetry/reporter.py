@@ -10,7 +10,7 @@ import contextlib
 import resource
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hora.telemetry import stacks
@@ -24,22 +24,13 @@ _MACHINE_S = 2.0
 _SHOWN_WAIT_S = 0.5
 
 Send = Callable[[str, bytes], None]
-Describe = Callable[[Any, Sequence[int]], tuple[str, tuple[int, ...]]]
-
-
-def _as_it_is(what: Any, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    return str(what), tuple(ranks)
 
 
 class Reporter:
-    """`send(kind, data)` raises ConnectionError or TimeoutError when the launcher is gone.
+    """`send(kind, data)` raises ConnectionError or TimeoutError when the launcher is gone. `machine`: report on it."""
 
-    `describe` gives a name to what the training thread is blocked in. `machine`: report on it too.
-    """
-
-    def __init__(self, meter: Meter, send: Send, *, machine: bool, describe: Describe = _as_it_is) -> None:
+    def __init__(self, meter: Meter, send: Send, *, machine: bool) -> None:
         self._meter, self._send = meter, send
-        self._describe = describe
         self._reading = Reading(meter)
         self._machine = Machine() if machine else None
         self._machine_at = 0.0
@@ -87,8 +78,7 @@ class Reporter:
         waited_s = time.perf_counter() - since
         if waited_s < _SHOWN_WAIT_S:
             return None
-        name, members = self._describe(what, ranks)
-        return name, round(waited_s, 2), members
+        return str(getattr(what, "name", what)), round(waited_s, 2), tuple(ranks)
 
     def answer(self, question: Mapping[str, Any]) -> None:
         """The launcher asks: `stack`, `profile`, or word of the next `commit`. In the connection's thread: be quick."""

@@ -19,7 +19,20 @@ A round, as the coordinator sees it. `fed` is how far the news has been given to
 The other members learn the cut and feed the same news, or see in the same way that it is alike. The coordinator
 publishes a cut only where the one of _NUM_CUTS rounds ago has been read by all members (`_cut_is_free`).
 
-One request of every member, and nothing else, needs no round at all: `repeated`.
+One request of every member, and nothing else, needs no round at all. A member that has nothing else in flight and knows
+of nothing that others wait for may publish a record: *this request, and nothing else until it is settled*. When every
+member has published the same they all see it, and go on at once (`engine.repeated`). Each such moment has a ticket,
+which all members count alike: the rounds so far, and the repeated calls since the last.
+
+    publish --all members have published this ticket, with equal records--> settled: carried out
+            --all have, but the records differ--> void: announced in the ordinary way, which explains the difference
+            --a member has ordinary news instead, or a round was cut--> void, likewise
+
+Why no two members come to different ends: the records of a ticket do not change before all members have read them. And
+news that comes instead is about a request that cannot be settled without the member that reads it, so the member that
+announced it does not get as far as this ticket; by then a round has passed, and tickets are others. Who sees news looks
+once more whether all have published: news may also come after the ticket was settled. `verify/repeated.pml` has all of
+it. Records are published, waited for and compared by the native part (`repeated.h`).
 """
 
 from __future__ import annotations
@@ -33,13 +46,12 @@ from collections import deque
 from collections.abc import Sequence
 from operator import eq, sub
 
-from hora.engine.agree.agreement import Agreement, UnannouncedRequests
-from hora.engine.agree.announcement import RECORD, Announcer, Reader
-from hora.engine.agree.repeated import TICKETS_PER_ROUND, RepeatedRecords
+from hora.engine.agree.agreement import RECORD, Agreement, Announcer, Reader, UnannouncedRequests
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Kind, Signature
-from hora.engine.shm import native
+from hora.engine.shm.counters import MEMBER_BYTES, Counters
 from hora.engine.shm.futex import LINE_BYTES, Counter, fence
+from hora.engine.shm.native import Repeated, library
 from hora.engine.shm.segment import Segment, aligned
 
 __all__ = ["SharedMemoryAgreement"]
@@ -48,13 +60,18 @@ _RING_BYTES = 512 * 1024
 _NUM_CUTS = 64
 # How long the coordinator holds back news of some members in the hope that the others announce the same.
 _PATIENCE_S = 0.2
-_RECORD_BYTES = RECORD.size
+# More repeated calls than this never come between two rounds; not a power of two, because sleepers watch the low half.
+_TICKETS_PER_ROUND = 2**32 + 7919
+# Of a repeated call: the ticket, a digest of the signature, the running number of an unnamed request.
+_CALL_RECORD = struct.Struct("<q16sq")
+_NUM_CALL_RECORDS = 4  # no member is more than one ticket ahead
+_CALL_BYTES = MEMBER_BYTES + 2 * LINE_BYTES  # of a member: the ticket and whether it sleeps, and two lines of records
 
 
 class SharedMemoryAgreement(Agreement):
-    """Layout: per member one line each for head (bytes announced), rounds (rounds done) and bell; one line for the
-    round number; the records of repeated calls; a ring of cuts (vectors of 64-bit positions); one ring of announcements
-    per member. Positions never wrap.
+    """Layout: per member one line each for head (bytes announced) and rounds (rounds done); one line each for the round
+    number and the coordinator's bell; the records of repeated calls; a ring of cuts (vectors of 64-bit positions); one
+    ring of announcements per member. Positions never wrap.
     """
 
     def __init__(self, segment: Segment, member: int, num_members: int, *, cache_capacity: int) -> None:
@@ -62,15 +79,17 @@ class SharedMemoryAgreement(Agreement):
         self._member = member
         self._num_members = num_members
         self._memory = memoryview(memory)
-        self._heads = [Counter.at(memory, (3 * m) * line) for m in range(num_members)]
-        self._rounds_done = [Counter.at(memory, (3 * m + 1) * line) for m in range(num_members)]
-        self._bells = [Counter.at(memory, (3 * m + 2) * line) for m in range(num_members)]
-        self._asleep = Counter.at(memory, 2 * line + 8)  # whether the coordinator waits for its bell, beside this
-        self._round = Counter.at(memory, 3 * num_members * line)
-        self.repeated = RepeatedRecords(memory, (3 * num_members + 1) * line, member, num_members)
-        self.ticket = 1  # the next one: see `repeated`
+        self._heads = [Counter.at(memory, (2 * m) * line) for m in range(num_members)]
+        self._rounds_done = [Counter.at(memory, (2 * m + 1) * line) for m in range(num_members)]
+        self._round = Counter.at(memory, 2 * num_members * line)
+        self._bell = Counter.at(memory, (2 * num_members + 1) * line)
+        self._asleep = Counter.at(memory, (2 * num_members + 1) * line + 8)  # whether the coordinator waits for it
+        self.ticket = 1  # the next one
         self.void = 0  # a ticket that was published and not settled: never again
-        self._cuts_at = (3 * num_members + 1) * line + RepeatedRecords.num_bytes(num_members)
+        self._calls_at = (2 * num_members + 2) * line
+        self.tickets = Counters(memory, self._calls_at, member, num_members, stride=_CALL_BYTES)
+        self._native, self._group_at = library(), ctypes.addressof(self.tickets.group)
+        self._cuts_at = self._calls_at + num_members * _CALL_BYTES
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)
         self._announcer = Announcer(cache_capacity)
@@ -93,14 +112,13 @@ class SharedMemoryAgreement(Agreement):
     def num_bytes(num_members: int) -> int:
         """Return the size of the segment."""
         cuts = aligned(_NUM_CUTS * 8 * num_members, LINE_BYTES)
-        records = RepeatedRecords.num_bytes(num_members)
-        return (3 * num_members + 1) * LINE_BYTES + records + cuts + num_members * _RING_BYTES
+        return (2 * num_members + 2) * LINE_BYTES + num_members * (_CALL_BYTES + _RING_BYTES) + cuts
 
     def wait(self) -> None:
         if self._member == 0:
             self._asleep.store(1)
             fence()  # either the bell that another member rings is seen here, or that this one sleeps is seen there
-            self._bells[0].wait_beyond(self._bell_seen)
+            self._bell.wait_beyond(self._bell_seen)
             self._asleep.store(0)
         else:
             self._round.wait_beyond(self.rounds)
@@ -108,29 +126,35 @@ class SharedMemoryAgreement(Agreement):
     def wake(self) -> None:
         if self._member == 0:
             # Closed meanwhile: the hub's thread wakes queues until it ends.
-            with contextlib.suppress(IndexError, AttributeError):
+            with contextlib.suppress(AttributeError):
                 self._ring()
 
     def close(self) -> None:
         """Let go of the memory. No thread waits any more, though a `wake` may still come."""
         self._memory.release()
-        self.repeated.close()
-        self._heads, self._rounds_done, self._bells = [], [], []
-        del self._round, self._asleep
+        self.tickets.close()
+        self._heads, self._rounds_done, self._native = [], [], None
+        del self._round, self._bell, self._asleep
 
     # Without a round: nothing is announced while a member is at a ticket.
 
-    def describe_to(self, job: native.Repeated) -> None:
+    def describe_to(self, job: Repeated) -> None:
         """Tell the native part where records are, and where it sees that all announcements have been agreed on."""
-        job.group, job.heads, job.round = self.repeated.tickets.group, self._heads[0].address, self._round.address
-        job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 3 * LINE_BYTES
+        job.group, job.heads, job.round = self.tickets.group, self._heads[0].address, self._round.address
+        job.fed, job.head_bytes = ctypes.addressof(self._fed_by_round), 2 * LINE_BYTES
+
+    def has_published(self, ticket: int) -> bool:
+        """Return whether this member has got as far as that."""
+        return self.tickets.own.value >= ticket
 
     def unannounced_requests(self) -> UnannouncedRequests:
         found: UnannouncedRequests = {}
-        for member, record in enumerate(self.repeated.waiting(self.ticket)):
-            for signature in [] if record is None else list(self._interned):
-                if record is not None and signature.digest() == record[1]:
-                    found.setdefault((signature, record[2]), [None] * self._num_members)[member] = signature
+        at = self._calls_at + MEMBER_BYTES + self.ticket % _NUM_CALL_RECORDS * _CALL_RECORD.size
+        for member, counter in enumerate(self.tickets.counters):
+            ticket, digest, instance = _CALL_RECORD.unpack_from(self._memory, at + member * _CALL_BYTES)
+            if counter.value == ticket == self.ticket:
+                for signature in [known for known in list(self._interned) if known.digest() == digest]:
+                    found.setdefault((signature, instance), [None] * self._num_members)[member] = signature
         return found
 
     # Rounds.
@@ -141,7 +165,7 @@ class SharedMemoryAgreement(Agreement):
     def _lead(self, planner: Planner) -> list[Batch] | None:
         """The coordinator: look at the news, and cut a round when it is worth one."""
         # The bell is read before the heads: news that comes after the heads were read changes it, and `wait` returns.
-        self._bell_seen = self._bells[0].value
+        self._bell_seen = self._bell.value
         heads = [head.value for head in self._heads]
         if planner.idle and self._cut_is_free():
             num_bytes = min(map(sub, heads, self._fed))
@@ -176,7 +200,7 @@ class SharedMemoryAgreement(Agreement):
     def _feed_alike(self, planner: Planner, num_bytes: int) -> bool:
         """Give the planner the next so many bytes of every member's news, if all of them announce the same known
         requests in the same order."""
-        if num_bytes < _RECORD_BYTES:
+        if num_bytes < RECORD.size:
             return False
         same: list[Signature] | None = None
         instances: Sequence[int] = ()
@@ -222,7 +246,7 @@ class SharedMemoryAgreement(Agreement):
         self._round.set(self.rounds)
 
     def _end_round(self, batches: list[Batch]) -> list[Batch]:
-        self.ticket = self.rounds * TICKETS_PER_ROUND + 1
+        self.ticket = self.rounds * _TICKETS_PER_ROUND + 1
         self._fed_by_round[:] = list(self._fed)
         with self._cuts_lock:
             self._own_cuts.append((self.rounds, self._fed[self._member]))
@@ -242,13 +266,6 @@ class SharedMemoryAgreement(Agreement):
         return bool(self._overflow)
 
     def announce(self, signature: Signature, instance: int) -> None:
-        number = self._announcer.number(signature)
-        if number >= 0 and not self._overflow and self._head + _RECORD_BYTES - self._free_from <= _RING_BYTES:
-            # Records never straddle the end.
-            at = self._rings_at + self._member * _RING_BYTES + self._head % _RING_BYTES
-            RECORD.pack_into(self._memory, at, number, instance)
-            self._announced(_RECORD_BYTES)
-            return
         data = self._announcer.encode(signature, instance)
         if self._overflow:
             self._overflow += data
@@ -283,15 +300,12 @@ class SharedMemoryAgreement(Agreement):
         self._memory[at + low : at + low + first] = data[:first]
         if first < len(data):
             self._memory[at : at + len(data) - first] = data[first:]
-        self._announced(len(data))
-
-    def _announced(self, num_bytes: int) -> None:
-        """So many bytes more are in the own ring: tell the others."""
-        self._head += num_bytes
+        self._head += len(data)
         self._heads[self._member].store(self._head)
         # What they hope for will not come. Each time: those that have seen a round that this member has not seen yet
         # may have fallen asleep since it announced something before.
-        self.repeated.nudge()
+        if self._native is not None:  # else nobody waits at a ticket
+            self._native.nudge(self._group_at)
         if self._member != 0:  # the coordinator's own driver is woken by `wake`, if it has to be
             self._ring()
 
@@ -304,7 +318,7 @@ class SharedMemoryAgreement(Agreement):
     def _ring(self) -> None:
         # Every member writes this word: values never repeat, so that a sleeper sees each change.
         self._num_bells += 1
-        self._bells[0].store((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
+        self._bell.store((self._num_bells & 0x7FFFFF) << 8 | (self._member & 0xFF))
         fence()
         if self._asleep.value:
-            self._bells[0].wake()
+            self._bell.wake()

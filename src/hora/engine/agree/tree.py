@@ -1,6 +1,6 @@
 """Agreement of the members of a set that spans hosts: announcements go up a tree of the members, rounds come down it.
 
-The tree (`hora.engine.tree`) is the set's own: members alone are in it, the first member of each host speaks for those
+The tree (`hora.engine.hub`) is the set's own: members alone are in it, the first member of each host speaks for those
 of its host, and the first member of all is the root. Each member waits until all at or below it have announced a
 request, and then says so once to its parent: however many ranks there are, a member hears one message of each child and
 sends one. What is complete at the root is agreed: it goes down unchanged to everybody as one round, in the same order
@@ -47,12 +47,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import and_, or_
 
-from hora.engine.agree.agreement import Agreement, UnannouncedRequests
-from hora.engine.agree.announcement import Announcer, Reader
-from hora.engine.hub import Hub, cut_parts, join_parts
+from hora.engine.agree.agreement import Agreement, Announcer, Reader, UnannouncedRequests
+from hora.engine.hub import Hub, Tree, cut_parts, join_parts
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Key, Kind, Signature
-from hora.engine.tree import Tree
 from hora.net.wire import Header
 
 __all__ = ["ALL", "SLOTS", "Collector", "Slots", "TreeAgreement", "as_bytes"]

@@ -1,4 +1,4 @@
-/* A repeated allreduce (agree/repeated.py has the rules): publish a record, wait for the others' equal ones, reduce. What fits a
+/* A repeated allreduce (agree/shared_memory.py has the rules): publish a record, wait for the others' equal ones, reduce. What fits a
  * slot is staged there before the record is published; anything else goes through the ring when all records are there.
  * Each member has four lines: its ticket and its sleep word (`struct group`), and four records. Included by native.c alone.
  *
