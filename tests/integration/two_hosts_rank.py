@@ -94,7 +94,7 @@ def describe() -> dict[str, object]:
     return {
         "hosts": runtime.hosts,
         "place": [hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()],
-        "transport": runtime.process_sets.queue(0).transport("cpu").name,
+        "transport": runtime.queue(0).transport("cpu").name,
         "memory": shared_memory(),
     }
 
@@ -316,7 +316,7 @@ def steady_steps(victim: int | None) -> dict[str, object]:
                 wrong.append(what)
 
     def rounds() -> int:
-        return sum(engine.current_runtime().process_sets.rounds().values())
+        return sum(engine.current_runtime().rounds().values())
 
     announced = [rounds_of_sharded_steps(rounds)]
     for epoch in range(2):

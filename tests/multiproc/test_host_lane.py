@@ -48,7 +48,7 @@ class Training:
 
 def rounds():
     """How many rounds this rank has agreed on."""
-    (number,) = engine.current_runtime().process_sets.rounds().values()
+    (number,) = engine.current_runtime().rounds().values()
     return number
 
 

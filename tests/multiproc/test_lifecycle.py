@@ -53,7 +53,7 @@ def test_300_cycles_leave_nothing_behind():
 @pytest.mark.ranks(1, 2)
 def test_a_signal_handler_may_shut_down_whatever_it_interrupts(where):
     hvd.init()
-    agreement = current_runtime().process_sets.queue(0).agreement
+    agreement = current_runtime().queue(0).agreement
     _shut_down_in(agreement, {"submit": "announce", "drive": "poll"}[where])
 
 

@@ -188,8 +188,8 @@ def test_removal_with_operations_in_flight():
 
 
 def _look_for_rounds_in_the_removal_only(number):
-    sets = current_runtime().process_sets
-    queue, agreement = sets.queue(0), sets.queue(number).agreement
+    runtime = current_runtime()
+    queue, agreement = runtime.queue(0), runtime.queue(number).agreement
     world, poll, removing = queue.world, agreement.poll, threading.Event()
 
     def change(batch):

@@ -208,7 +208,7 @@ def test_those_who_wait_alone_hear_of_a_death(size):
     for _ in range(3):
         hvd.allreduce(ones(size), name="lone", op=hvd.Sum)
     if hvd.rank() == 1:
-        agreement = engine.current_runtime().process_sets.queue(0).agreement
+        agreement = engine.current_runtime().queue(0).agreement
         wait_until("the others wait", lambda: _waiting(agreement) == 2)
         wait_until("they sleep", lambda: all(asleep.value for asleep in agreement.tickets._asleep))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -235,7 +235,7 @@ def test_process_sets_have_short_ways_of_their_own():
 def test_ctrl_c_while_waiting_alone_harms_no_rank(place, size, same):
     """As on the ordinary way, the request stays in flight: the other rank, which comes later, is not left alone."""
     hvd.init()
-    queue = engine.current_runtime().process_sets.queue(0)
+    queue = engine.current_runtime().queue(0)
     queue.inspect = lambda: None  # while the hub's thread looks at the queue no request is lone
     agreement = queue.agreement
     for _ in range(3):

@@ -185,7 +185,6 @@ class Rank(Process):
         self._farewells: list[Any] = []
         self.num_in_flight = 0
         self.step = 0
-        self.process_sets = self
         Fiber(self, self._live)
 
     # The runtime's part.
@@ -213,10 +212,10 @@ class Rank(Process):
         if self.agreement is not None:
             self.agreement.tick()
 
-    def lacks(self, rounds: dict[int, int]) -> bool:
+    def _lacks(self, rounds: dict[int, int]) -> bool:
         return self.agreement is not None and self.agreement.num_delivered < rounds.get(1, 0)
 
-    def say_goodbye_if_idle(self) -> None:
+    def _say_goodbye_if_idle(self) -> None:
         if self.rank not in self.hub.goodbyes and not self.num_in_flight:
             self.hub.leave(self.status.reason, self._rounds())
 
@@ -311,7 +310,7 @@ class Rank(Process):
         self.executed.append(name)
         self.num_in_flight -= 1
         if self.status.closing and not self.num_in_flight:
-            self.say_goodbye_if_idle()
+            self._say_goodbye_if_idle()
 
     def _shut_down(self) -> None:
         """As `Runtime.shutdown`."""

@@ -1,6 +1,6 @@
 """The engine: named requests from any thread, agreed on by all ranks, executed in fused batches.
 
-Read in this order: request, plan, agree/agreement, queue, process_sets, peers, runtime; then transport/ and shm/.
+Read in this order: request, plan, agree/agreement, queue, peers, runtime; then transport/ and shm/.
 """
 
 from hora.engine.process import (

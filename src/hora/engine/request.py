@@ -96,7 +96,7 @@ class Signature(NamedTuple):
     """The properties of a request that members must agree on. Dimension 0 may differ for gathers.
 
     `device`: see `Validator.device_label`. `extra`: an alltoall's splits; what a request for the process sets is about
-    (`process_sets.py`). `bound`: a persistent reduction, executed by what the members have bound to the name
+    (`Runtime._execute`). `bound`: a persistent reduction, executed by what the members have bound to the name
     (`OperationQueue.bound`). `code`: how float32 travels between hosts in fewer bytes (`transport.codes`), with a
     "+" if what it loses is kept and added the next time.
     """

@@ -1,37 +1,68 @@
 """The runtime: this process's part of a running world, from `init` to `shutdown`.
 
-It meets the other ranks (`peers`), gives every process set its queue (`process_sets`), hands requests to the queues,
-and tells the world's status (`status`) what the hub reports. One runtime exists at a time; `process` keeps it. States:
+It meets the other ranks (`peers`), keeps the process sets, each with the queue to which it hands requests, and tells
+the world's status (`status`) what the hub reports. One runtime exists at a time; `process` keeps it. States:
 
     absent --init--> up --shutdown, here or on any rank--> closing --close--> absent
+
+Set number 0 is the world itself. All ranks register and remove sets in the same order, so that numbers and labels
+agree. `add_process_set`, `remove_process_set`, `shared_memory` and `host_memory` are requests like any other: the
+members agree on them, and `_execute` does what they ask. What members of other hosts say of a set may come before this
+rank has registered it; it is kept until then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import logging
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from hora.config import EngineConfig
+from hora.engine.agree.agreement import Agreement, LocalAgreement
+from hora.engine.agree.shared_memory import SharedMemoryAgreement
+from hora.engine.agree.tree import TreeAgreement
 from hora.engine.hub import Hub, HubEvents, Rounds
 from hora.engine.lane import Lane
 from hora.engine.peers import Peers
-from hora.engine.process_sets import ProcessSets, check_ranks
-from hora.engine.queue import OperationQueue
-from hora.engine.request import Call, Kind, Reduce, ReduceOp, Request, Signature
-from hora.engine.shm.segment import SharedMemory
+from hora.engine.plan import Batch, Planner
+from hora.engine.queue import OperationQueue, QueueWorld
+from hora.engine.repeated import AllreducePlan, RepeatedAllreduce
+from hora.engine.request import Call, Key, Kind, Reduce, ReduceOp, Request, Signature
+from hora.engine.shm.native import library
+from hora.engine.shm.segment import Segment, SharedMemory
 from hora.engine.status import Recorder, StallLimits, WorldStatus
+from hora.engine.transport.base import AliveCheck, Transport
+from hora.engine.transport.factory import between_hosts, make_transport
+from hora.engine.transport.hierarchical import HierarchicalTransport
+from hora.engine.transport.host_reduction import HostLink
+from hora.engine.transport.local import LocalTransport
 from hora.net.wire import Header, derived_secret, new_secret
 from hora.world import World
 
 __all__ = ["Runtime"]
 
+log = logging.getLogger("hora")
+
 _GOODBYE_LIMIT_S = 2.0
 _FAREWELL_LIMIT_S = 1.0
 _SUM = Reduce()
+
+
+class _Set(NamedTuple):
+    """A process set. `serial`: as how many-th it was registered, on every rank; numbers are used again."""
+
+    ranks: tuple[int, ...]
+    serial: int
+    queue: OperationQueue | None = None  # where this rank is a member
+    repeated: RepeatedAllreduce | None = None  # where the members share a host
 
 
 class Runtime:
@@ -39,19 +70,24 @@ class Runtime:
 
     def __init__(self, world: World, config: EngineConfig, epoch: int) -> None:
         self.world = world
-        self.config = config
+        self.config = config  # from `start` on with rank 0's values where all ranks must have the same
         self.num_joins = 0
         self.is_current = True  # `process` has no other, and this process started it
         self.recorder = Recorder(world.rank)
-        self.status = WorldStatus(world.rank, tell=self._report_fault, wake=lambda: self.process_sets.wake())
-        self.process_sets = ProcessSets(world, config, self.status, self.recorder)
+        self.status = WorldStatus(world.rank, tell=self._report_fault, wake=self._wake)
+        self.known_allreduces: dict[object, Any] = {}  # what fronts keep of allreduces that are repeated, by the call
         self._epoch = f"{world.generation}.{epoch}"
         self._handles: dict[int, tuple[OperationQueue, Request]] = {}
         self._next_handle = itertools.count()
         self._peers: Peers | None = None  # none in a world of one
+        self._solo_secret = new_secret()  # of a world of one
         # Of ranks that leave: why, having seen what; until when to wait.
         self._farewells: list[tuple[str, Rounds, float]] = []
-        self._solo_secret = new_secret()  # of a world of one
+        self._sets: dict[int, _Set] = {}
+        self._num_registered = 0
+        self._num_links: dict[str, int] = {}  # that were made, by label of the set
+        self._early: dict[int, list[tuple[int, Header, bytes]]] = {}  # messages for sets to come, by serial number
+        self._messages_lock = threading.Lock()
 
     def start(self, process_sets: Sequence[Sequence[int]]) -> None:
         """Meet the other ranks and set up every process set. Blocks until all are there, within the limit."""
@@ -64,20 +100,19 @@ class Runtime:
                     leaving=self._on_leaving,
                     fault=self._broken,
                     agreeing=self._on_agreeing,
-                    in_flight=self.process_sets.in_flight,
+                    in_flight=self._keys_in_flight,
                     tick=self._on_tick,
                 )
                 self._peers = Peers(self.world, self.config, self._epoch, events, self.status.check_alive)
-                self.process_sets.peers = self._peers
                 wanted = self._peers.meet(wanted)
                 self.config = self._peers.config
             try:
-                sets = [check_ranks(ranks, size) for ranks in wanted]  # which are the same on all ranks
+                sets = [_checked(ranks, size) for ranks in wanted]  # which are the same on all ranks
             except ValueError as error:
                 raise ValueError(f"Horovod initialization failed: {error}") from None
             with contextlib.nullcontext() if self._peers is None else self._peers.peers_may_go():
                 for ranks in (tuple(range(size)), *(ranks for ranks in sets if len(ranks) < size)):
-                    self.process_sets.register(ranks)
+                    self._register(ranks)
                 if self._peers is not None:
                     # A rank that went on and left again at once would take away what others are still fetching from it.
                     self._peers.gather("ready", b"1")
@@ -109,7 +144,7 @@ class Runtime:
         """Return whether a set's members are on several hosts, so that CPU reductions travel over a network and
         `submit` takes a code for them. `in_order`: and are numbered host by host.
         """
-        ranks, peers = self.process_sets.ranks(process_set_id), self._peers
+        ranks, peers = self.ranks(process_set_id), self._peers
         return peers is not None and peers.spans_hosts(ranks) and (not in_order or peers.in_host_order(ranks))
 
     # Operations.
@@ -133,7 +168,7 @@ class Runtime:
 
         `residuals`: what a code of `reduce` loses of each tensor; see `Signature`. Only where a set `spans_hosts`.
         """
-        queue = self.process_sets.queue(process_set_id)
+        queue = self.queue(process_set_id)
         if kind is Kind.ALLREDUCE and reduce.op == ReduceOp.ADASUM:
             self._check_adasum(process_set_id)
         if kind is Kind.BARRIER:
@@ -191,7 +226,7 @@ class Runtime:
         """Take no further part until every rank has joined; returns the rank that joined last."""
         self.num_joins += 1
         # In every set, so that its other members need not wait for what will not come.
-        queues = self.process_sets.queues()
+        queues = self._queues()
         if torch.cuda.is_initialized():
             for queue in queues:  # another thread, for which another GPU is the current one, may drive it
                 queue.validator.settle(torch.device("cuda", torch.cuda.current_device()))
@@ -211,6 +246,11 @@ class Runtime:
         self.barrier()  # no rank may go on in one of them before all have come back to it
         return int(requests[0][1].answer)
 
+    def repeated_plan(self, queue: OperationQueue, signature: Signature) -> AllreducePlan | None:
+        """The fast path for an allreduce of one tensor; None where the members of the set share no host."""
+        found = self._sets.get(queue.process_set_id)
+        return None if found is None or found.repeated is None else found.repeated.plan(signature)
+
     def _check_adasum(self, process_set_id: int) -> None:
         if process_set_id != 0:
             raise NotImplementedError(
@@ -222,11 +262,227 @@ class Runtime:
                 f"({self.world.size}) is not supported"
             )
 
+    # Process sets.
+
+    def process_sets(self) -> dict[int, list[int]]:
+        """Return the ranks of every set, by number."""
+        return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
+
+    def ranks(self, number: int) -> tuple[int, ...]:
+        """The members of a set. ValueError for one that does not exist."""
+        found = self._sets.get(number)
+        if found is None:
+            raise ValueError(f"Process set {number} does not exist, or has not been registered")
+        return found.ranks
+
+    def queue(self, number: int) -> OperationQueue:
+        """The queue of a set. ValueError for one that does not exist, or that this rank is not in."""
+        found = self._sets.get(number)
+        if found is None or found.queue is None:
+            raise ValueError(
+                f"Rank {self.world.rank} is not a member of the provided process set {number}, "
+                f"which has the ranks {list(self.ranks(number))}"
+            )
+        return found.queue
+
+    def _queues(self) -> list[OperationQueue]:
+        """The queues of the sets that this rank is in, by number. Any thread."""
+        return [one.queue for _, one in sorted(self._sets.copy().items()) if one.queue is not None]
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """Register a set on all ranks (collective); returns its number."""
+        self._check_dynamic("add_process_set")
+        wanted = _checked(ranks, self.world.size)
+        number = next((number for number, known in self._sets.items() if known.ranks == wanted), None)
+        if number is not None:
+            raise ValueError(f"a process set with the ranks {list(wanted)} exists already: number {number}")
+        return int(self._request(0, Kind.ADD_PROCESS_SET, *wanted).answer)
+
+    def set_of_this_host(self) -> int:
+        """The number of the set of this host's ranks; sets of hosts that do not exist are registered (collective)."""
+        hosts = [(0,)] if self._peers is None else [tuple(host) for host in self._peers.sharing]
+        for host in hosts:
+            if host not in [known.ranks for known in self._sets.values()]:
+                self._request(0, Kind.ADD_PROCESS_SET, *host)
+        (mine,) = (host for host in hosts if self.world.rank in host)
+        return next(number for number, known in sorted(self._sets.items()) if known.ranks == mine)
+
+    def remove_process_set(self, number: int) -> bool:
+        """Remove a set on all ranks (collective). False for the global set and unknown ones."""
+        self._check_dynamic("remove_process_set")
+        if number == 0 or number not in self._sets:
+            return False
+        self._request(0, Kind.REMOVE_PROCESS_SET, number)
+        return True
+
+    def _check_dynamic(self, what: str) -> None:
+        if not self.config.dynamic_process_sets:
+            raise ValueError(
+                f"{what} needs dynamic process sets: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), "
+                'or call hvd.init(process_sets="dynamic")'
+            )
+        self.status.check_open()
+
+    def _request(self, number: int, kind: Kind, *values: int) -> Request:
+        queue, request = self.queue(number), _request_without_tensors(kind, values)
+        queue.submit(request, background=False)
+        queue.result(request)
+        return request
+
+    def _execute(self, batch: Batch) -> int | Segment | None:
+        """Do what `_request` asked when all have agreed to it, on the thread that drives the queue."""
+        values = batch.signature.extra
+        if batch.kind is Kind.ADD_PROCESS_SET:
+            return self._register(values)
+        if batch.kind is Kind.SHARED_MEMORY:
+            assert self._peers is not None
+            number, num_bytes, for_each = values
+            near = self._peers.beside(self.ranks(number))
+            return self._peers.share_or_none(
+                f"{self._label(number)}/memory", near, num_bytes * (len(near) if for_each else 1)
+            )
+        self._remove(*values)
+        return None
+
+    def _register(self, ranks: tuple[int, ...]) -> int:
+        """Add a set under the lowest free number (collective)."""
+        number = next(candidate for candidate in itertools.count() if candidate not in self._sets)
+        serial = self._num_registered + 1  # on every rank, whether a member or not
+        queue = repeated = None
+        if self.world.rank in ranks:
+            queue = self._make_queue(number, ranks, serial)
+            native = library()
+            if isinstance(queue.agreement, SharedMemoryAgreement) and native is not None:
+                repeated = RepeatedAllreduce(queue, queue.agreement, native)
+        with self._messages_lock:  # the hub's thread must neither drop a message now nor deliver one before early ones
+            self._num_registered = serial
+            self._sets[number] = _Set(ranks, serial, queue, repeated)
+            for message in self._early.pop(serial, []):
+                self._deliver(serial, *message)
+        return number
+
+    def _remove(self, number: int) -> None:
+        removed = self._sets.get(number)
+        if removed is None:
+            return  # two threads have asked for it
+        if removed.queue is not None:
+            ranks = list(removed.ranks)
+            removed.queue.retire(f"the process set {number} with the ranks {ranks} has been removed")
+        with self._messages_lock:
+            del self._sets[number]
+            self.known_allreduces.clear()
+
+    def _label(self, number: int) -> str:
+        """Names a set for good: numbers are used again, and what an earlier set left behind must not be found."""
+        return f"set{number}.{self._sets[number].serial}"
+
+    # Making a queue.
+
+    def _make_queue(self, number: int, ranks: tuple[int, ...], serial: int) -> OperationQueue:
+        member, config, label = ranks.index(self.world.rank), self.config, f"set{number}.{serial}"
+        world = QueueWorld(
+            self.world.rank, self.status, self.recorder, self._execute, self._say_goodbye_if_idle, self._core()
+        )
+        return OperationQueue(
+            number,
+            ranks,
+            world,
+            agreement=self._make_agreement(label, serial, ranks, member),
+            planner=Planner(
+                ranks,
+                fusion_threshold_bytes=config.fusion_threshold_bytes,
+                group_fusion=not config.disable_group_fusion,
+            ),
+            stall=self._stall_limits(number, ranks, member),
+            make_transport=functools.partial(self._make_transport, number, label, ranks),
+        )
+
+    def _make_agreement(self, label: str, serial: int, ranks: tuple[int, ...], member: int) -> Agreement:
+        if len(ranks) == 1:
+            return LocalAgreement()
+        peers, capacity = self._peers, self.config.cache_capacity
+        assert peers is not None
+        if peers.can_share(ranks):
+            segment = peers.share(f"{label}/control", ranks, SharedMemoryAgreement.num_bytes(len(ranks)))
+            return SharedMemoryAgreement(segment, member, len(ranks), cache_capacity=capacity)
+        return TreeAgreement(peers.hub, serial, peers.set_tree(ranks), ranks, cache_capacity=capacity)
+
+    def _make_transport(self, number: int, label: str, ranks: tuple[int, ...], device: str) -> Transport:
+        if self._peers is None or len(ranks) == 1:
+            return LocalTransport()
+        topology = self._peers.topology(label, device, ranks, self.status.check_alive)
+        return make_transport(topology, device, lambda other: self.queue(number).transport(other))
+
+    def _stall_limits(self, number: int, ranks: Sequence[int], member: int) -> StallLimits | None:
+        """The first member of a set looks out for stalls."""
+        config = self.config
+        if member != 0 or len(ranks) == 1 or config.stall_check_disable:
+            return None
+        if 0 < config.stall_shutdown_s < config.stall_warning_s and number == 0:
+            log.warning(
+                "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=%g is below HOROVOD_STALL_CHECK_TIME_SECONDS=%g: ignored",
+                config.stall_shutdown_s,
+                config.stall_warning_s,
+            )
+        return StallLimits.of(config)
+
+    def _core(self) -> int | None:
+        cores, local_rank = self.config.thread_affinity, self.world.local_rank
+        if not cores:
+            return None
+        if local_rank >= len(cores) or cores[local_rank] not in os.sched_getaffinity(0):
+            raise ValueError(
+                f"HOROVOD_THREAD_AFFINITY must name a core of {sorted(os.sched_getaffinity(0))} for every local rank, "
+                f"but it is {','.join(map(str, cores))} and this is local rank {local_rank}"
+            )
+        return cores[local_rank]
+
+    # Memory and lanes.
+
+    def shared_memory(self, number: int, num_bytes: int) -> SharedMemory | None:
+        """The same zeroed memory for all members (collective); None where they share no host, or it is too little."""
+        queue, peers = self.queue(number), self._peers
+        if peers is None or len(queue.ranks) == 1 or not peers.can_share(queue.ranks):
+            return None
+        return self._request_memory(number, num_bytes, False)
+
+    def host_memory(self, number: int, num_bytes: int) -> tuple[SharedMemory | None, list[int]]:
+        """Zeroed memory that the members of each host have in common, so many bytes for each of them, and which members
+        those of this host are (collective). None where all share one host, and on hosts with too little memory.
+        """
+        queue, peers = self.queue(number), self._peers
+        if peers is None or not peers.spans_hosts(queue.ranks):
+            return None, []
+        near = [queue.ranks.index(rank) for rank in peers.beside(queue.ranks)]
+        return self._request_memory(number, num_bytes, True), near
+
+    def _request_memory(self, number: int, num_bytes: int, for_each: bool) -> SharedMemory | None:
+        segment = self._request(number, Kind.SHARED_MEMORY, number, num_bytes, for_each).answer
+        return None if segment is None else SharedMemory(segment)
+
     def lane(self, memory: SharedMemory, process_set_id: int = 0, near: Sequence[int] | None = None) -> Lane:
         """A lane of the members, or of those of this host (`near`), in the next piece of their memory (collective)."""
-        queue = self.process_sets.queue(process_set_id)
+        queue = self.queue(process_set_id)
         offset = memory.reserve(Lane.num_bytes(len(queue.ranks if near is None else near)))
         return Lane(queue, memory.segment, offset, limits=StallLimits.of(self.config), near=near)
+
+    def host_link(self, lane: Lane) -> HostLink:
+        """Connect a lane of this host's members with the other hosts (collective): links are made in one order."""
+        queue, peers = lane.queue, self._peers
+        assert peers is not None
+        ranks, agreement = queue.ranks, queue.agreement
+        assert isinstance(agreement, TreeAgreement), agreement
+        label = self._label(queue.process_set_id)
+        self._num_links[label] = self._num_links.get(label, 0) + 1
+        label = f"{label}/lane{self._num_links[label]}"
+
+        def connect(times: int, check_alive: AliveCheck) -> HierarchicalTransport:
+            return between_hosts(peers.topology(f"{label}.{times}", "cpu", ranks, check_alive), LocalTransport())
+
+        def lacking(key: Key, members: Sequence[int]) -> list[int]:
+            return [ranks.index(rank) for rank in agreement.lacking(key, [ranks[member] for member in members])]
+
+        return HostLink(lane, connect, lacking)
 
     # The end.
 
@@ -234,11 +490,13 @@ class Runtime:
         """Leave the world, which ends it for every rank; what was agreed is still executed."""
         text = f"Horovod has been shut down by rank {self.world.rank}"
         self.status.close(text)
-        self.process_sets.drain()
+        for queue in self._queues():
+            queue.drain()
+            queue.settle()
         if self._hub is not None:
             # Of a broken world the others may hear from here first, and should hear what broke it.
             why = self.status.reason if self.status.broken else text
-            self._hub.leave(why, self.process_sets.rounds())
+            self._hub.leave(why, self.rounds())
             if not self.status.broken:
                 self._hub.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close()
@@ -246,11 +504,14 @@ class Runtime:
     def close(self) -> None:
         """Release everything, without a word to the others."""
         self.status.close("Horovod has been shut down")
-        self.process_sets.close()
+        for queue in self._queues():
+            queue.close()
+        self._sets = {number: _Set(one.ranks, one.serial) for number, one in self._sets.items()}
+        self.known_allreduces.clear()
         self._handles.clear()
         if self._peers is not None:
             self._peers.hub.close()
-            self._peers = self.process_sets.peers = None
+            self._peers = None
         self.recorder.stop()
 
     def lost(self, rank: int, how: str) -> None:
@@ -262,6 +523,19 @@ class Runtime:
     def _report_fault(self, text: str) -> None:
         if self._hub is not None:
             self._hub.report_fault(self.world.rank, text)
+
+    def _wake(self) -> None:
+        """Wake the threads that wait for other members, so that they look at the world's status again."""
+        for queue in self._queues():
+            queue.wake()
+
+    def _say_goodbye_if_idle(self) -> None:
+        """Tell the rank that leaves that nothing more is needed of it."""
+        hub = self._hub
+        if hub is None or self.world.rank in hub.goodbyes:
+            return
+        if not any(queue.num_in_flight for queue in self._queues()):
+            hub.leave(self.status.reason, self.rounds())
 
     # What the hub reports, on its thread.
 
@@ -275,8 +549,16 @@ class Runtime:
             self._hub.stop_waiting(self.status.reason)
 
     def _on_agreeing(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
-        self.process_sets.deliver(serial, rank, header, payload)
+        """A neighbour in the tree of a set says something. Late words of a removed set are for no set."""
+        with self._messages_lock:
+            self._deliver(serial, rank, header, payload)
         self._close_if_caught_up()
+
+    def _deliver(self, serial: int, rank: int, header: Header, payload: bytes) -> None:
+        if serial > self._num_registered:
+            self._early.setdefault(serial, []).append((rank, header, payload))
+        elif (agreement := self._trees().get(serial)) is not None:
+            agreement.receive(rank, header, payload)
 
     def _on_leaving(self, rank: int, why: str, rounds: Rounds) -> None:
         self._farewells.append((why, rounds, time.monotonic() + _FAREWELL_LIMIT_S))
@@ -288,17 +570,51 @@ class Runtime:
         It may wait for this rank in one of them, and goodbyes come another way than the rounds of a set.
         """
         for why, rounds, deadline in self._farewells:
-            if not self.process_sets.lacks(rounds) or time.monotonic() > deadline:
+            if not self._lacks(rounds) or time.monotonic() > deadline:
                 self._farewells = []
                 self.status.close(why)
-                self.process_sets.say_goodbye_if_idle()
+                self._say_goodbye_if_idle()
                 return
 
     def _on_tick(self) -> None:
+        """Look for stalls, too."""
         self._close_if_caught_up()
-        self.process_sets.inspect()
+        for agreement in self._trees().values():
+            agreement.tick()
+        for queue in self._queues():
+            queue.inspect()
+
+    def _trees(self) -> dict[int, TreeAgreement]:
+        """The agreements of the sets that span hosts, by serial number."""
+        sets = [(one.serial, one.queue.agreement) for one in self._sets.copy().values() if one.queue is not None]
+        return {serial: agreement for serial, agreement in sets if isinstance(agreement, TreeAgreement)}
+
+    def rounds(self) -> dict[int, int]:
+        """Return how many rounds this rank has executed of each set that spans hosts, by serial number."""
+        return {serial: agreement.rounds for serial, agreement in self._trees().items()}
+
+    def _lacks(self, rounds: Mapping[int, int]) -> bool:
+        """Return whether another rank has executed rounds of a set that have not come here."""
+        return any(agreement.num_delivered < rounds.get(serial, 0) for serial, agreement in self._trees().items())
+
+    def _keys_in_flight(self, serial: int) -> list[Key]:
+        """Return what this rank waits for in a set."""
+        queues = [one.queue for one in self._sets.copy().values() if one.serial == serial and one.queue is not None]
+        return [key for queue in queues for key in queue.keys_in_flight()]
 
 
-def _request_without_tensors(kind: Kind) -> Request:
+def _request_without_tensors(kind: Kind, extra: tuple[int, ...] = ()) -> Request:
     # No name of its own, so that they are numbered: two barriers of two threads are two barriers.
-    return Request(Signature(int(kind), kind.name.lower(), None))
+    return Request(Signature(int(kind), kind.name.lower(), None, extra=extra))
+
+
+def _checked(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a process set, sorted. ValueError for what is no set of ranks of this world."""
+    values = sorted(ranks)
+    if not values:
+        raise ValueError("a process set needs at least one rank")
+    if len(set(values)) != len(values):
+        raise ValueError(f"a process set must not name a rank twice: {values}")
+    if values[0] < 0 or values[-1] >= size:
+        raise ValueError(f"a process set of this world may hold the ranks 0..{size - 1}, but it was given {values}")
+    return tuple(values)

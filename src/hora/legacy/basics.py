@@ -46,4 +46,4 @@ class HorovodBasics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """The ranks of every registered process set."""
-        return engine.current_runtime().process_sets.as_dict()
+        return engine.current_runtime().process_sets()

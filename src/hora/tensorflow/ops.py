@@ -352,7 +352,7 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def _ranks(process_set_id: int) -> list[int]:
-    known = engine.current_runtime().process_sets.as_dict()
+    known = engine.current_runtime().process_sets()
     if process_set_id not in known:
         raise ValueError(f"there is no process set {process_set_id} on rank {hvd.rank()}; there are {sorted(known)}")
     return list(known[process_set_id])

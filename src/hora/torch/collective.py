@@ -16,7 +16,6 @@ from torch import Tensor, empty_like, is_inference_mode_enabled, strided
 from torch.autograd.graph import increment_version
 
 from hora import engine
-from hora.engine.process_sets import ProcessSets
 from hora.engine.queue import OperationQueue
 from hora.engine.repeated import AllreducePlan
 from hora.engine.request import Kind, Reduce, ReduceOp, Request, Signature
@@ -71,7 +70,7 @@ def submit_repeated_allreduce_(
 ) -> int | None:
     """Start an allreduce in place like one before; None for any other. Flat, because programs start thousands."""
     runtime = engine.current_runtime()
-    known = _known(runtime.process_sets, tensor, name, op, prescale, postscale, process_set)
+    known = _known(runtime, tensor, name, op, prescale, postscale, process_set)
     if known is None or not tensor.is_cpu:
         return None
     request = Request(known.signature, (tensor,), (tensor,))
@@ -103,13 +102,13 @@ def repeated_allreduce(
 
     Flat, because this is done for every operation: what the arguments mean is found out once.
     """
-    sets = engine.current_runtime().process_sets
-    known = _known(sets, tensor, name, op, prescale, postscale, process_set)
+    runtime = engine.current_runtime()
+    known = _known(runtime, tensor, name, op, prescale, postscale, process_set)
     if known is None:
         return None
     plan = known.plan
     if plan is None:
-        plan = known.plan = sets.repeated_plan(known.queue, known.signature)
+        plan = known.plan = runtime.repeated_plan(known.queue, known.signature)
         if plan is None:
             return None
     if not in_place:
@@ -132,7 +131,7 @@ class _KnownAllreduce:
 
 
 def _known(
-    sets: ProcessSets,
+    runtime: engine.Runtime,
     tensor: Tensor,
     name: str | None,
     op: int | None,
@@ -145,7 +144,7 @@ def _known(
     try:
         device, set_id = tensor.device, process_set.process_set_id
         key = tensor.shape, tensor.dtype, device, name, op, type(op), prescale, postscale, set_id
-        known: _KnownAllreduce | None = sets.known_allreduces.get(key)
+        known: _KnownAllreduce | None = runtime.known_allreduces.get(key)
     except (AttributeError, TypeError):  # no tensor, no process set: the ordinary way says so
         return None
     if (
@@ -158,10 +157,10 @@ def _known(
         or not (tensor.is_cpu or tensor.is_cuda)
     ):
         return None
-    return known or _learn(sets, key, tensor, process_set)
+    return known or _learn(runtime, key, tensor, process_set)
 
 
-def _learn(sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet) -> _KnownAllreduce | None:
+def _learn(runtime: engine.Runtime, key: Any, tensor: Tensor, process_set: ProcessSet) -> _KnownAllreduce | None:
     """Keep what calls like this one have in common, if there has been one; bad arguments never have."""
     _, _, _, name, op, _, prescale, postscale, _ = key
     if not isinstance(name, (str, NoneType)):
@@ -169,13 +168,13 @@ def _learn(sets: ProcessSets, key: Any, tensor: Tensor, process_set: ProcessSet)
     wanted = int(ReduceOp.AVERAGE) if op is None else _whole_number(op, "op")
     if wanted == ReduceOp.ADASUM:
         return None
-    queue = sets.queue(registered_id(process_set))
+    queue = runtime.queue(registered_id(process_set))
     signature = queue.validator.known_allreduce(tensor, name, Reduce(wanted, float(prescale), float(postscale)))
     if signature is None:
         return None
-    if len(sets.known_allreduces) >= _KEPT:
-        sets.known_allreduces.clear()
-    known = sets.known_allreduces[key] = _KnownAllreduce(queue, signature, process_set)
+    if len(runtime.known_allreduces) >= _KEPT:
+        runtime.known_allreduces.clear()
+    known = runtime.known_allreduces[key] = _KnownAllreduce(queue, signature, process_set)
     return known
 
 

@@ -185,7 +185,7 @@ def make_buckets(runtime: engine.Runtime, options: ReduceOptions, specs: Sequenc
             return [_private_bucket(runtime, options, spec) for spec in specs]
         memory, near = found
         lane = runtime.lane(memory, options.process_set_id, near)
-        link = runtime.process_sets.host_link(lane)
+        link = runtime.host_link(lane)
         buckets = [_host_bucket(lane, link, options, spec, memory) for spec in specs]
     runtime.barrier(options.process_set_id)  # a reduction may start only when all members have made it
     return buckets
@@ -199,7 +199,7 @@ def _shared_memory(runtime: engine.Runtime, options: ReduceOptions, specs: Seque
     num_bytes = SharedMemory.space(Lane.num_bytes(size), torch.uint8)
     for spec in specs:
         num_bytes += size * _num_turns(options, spec) * SharedMemory.space(spec.num_elements, spec.dtype)
-    return runtime.process_sets.shared_memory(options.process_set_id, num_bytes)
+    return runtime.shared_memory(options.process_set_id, num_bytes)
 
 
 def host_memory(
@@ -211,7 +211,7 @@ def host_memory(
     if not runtime.spans_hosts(set_id, in_order=in_order):
         return None
     lanes = 2 * SharedMemory.space(Lane.num_bytes(1), torch.uint8)
-    memory, near = runtime.process_sets.host_memory(set_id, num_bytes + lanes)
+    memory, near = runtime.host_memory(set_id, num_bytes + lanes)
     found = torch.tensor([int(memory is not None)], dtype=torch.int64, device="cpu")
     everywhere = summed(found, options, "optimizer.memory")[0] == options.num_members
     return (memory, near) if everywhere and memory is not None else None
@@ -239,7 +239,7 @@ def make_reductions(
         ]
     memory, near = found
     lane = runtime.lane(memory, options.process_set_id, near)
-    link = runtime.process_sets.host_link(lane)
+    link = runtime.host_link(lane)
     flats, made = [], list[PersistentReduction]()
     for (name, count, dtype, _, _), reduce in zip(layouts, reduces, strict=True):
         places = [memory.take(count, dtype, copied=m == lane.member) for m in range(len(lane.ranks))]

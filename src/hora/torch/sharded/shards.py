@@ -136,7 +136,7 @@ class Shards:
         """
         runtime, options = self.runtime, self._options
         reducing, giving = (runtime.lane(memory, self._set_id, near) for _ in range(2))
-        links = runtime.process_sets.host_link(reducing), runtime.process_sets.host_link(giving)
+        links = runtime.host_link(reducing), runtime.host_link(giving)
         me = reducing.member
 
         def take(spec: BucketSpec, dtype: torch.dtype) -> list[torch.Tensor]:
