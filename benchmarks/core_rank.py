@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.models import WORKLOADS
 from benchmarks.training import make_step, timed
-from hora.engine.malloc import keep_freed_memory
+from hora.memory import keep_freed_memory
 
 WARM = {"DDP-warm", "warm"}  # as DDP and alone, with a setting of malloc that `hvd.init()` makes
 PLAIN = {"gloo", "deepspeed", "DDP", "alone"} | WARM  # nothing of ours but that

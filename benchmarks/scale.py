@@ -33,7 +33,7 @@ import torch
 
 from hora.engine.agree.agreement import Announcer, Reader
 from hora.engine.agree.tree import ALL, SLOTS, Slots, TreeAgreement, as_bytes
-from hora.engine.hub import FANOUT, Hub, HubEvents, Tree, cut_parts, join_parts
+from hora.engine.hub import FANOUT, Hub, HubEvents, Tree
 from hora.engine.lane import Lane
 from hora.engine.plan import Planner
 from hora.engine.queue import OperationQueue, QueueWorld
@@ -47,7 +47,7 @@ from hora.engine.transport.local import LocalTransport
 from hora.launch.control.rendezvous import Rendezvous
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys, worker_credentials
-from hora.net.wire import new_secret
+from hora.net.wire import cut_parts, join_parts, new_secret
 from hora.world import MeetingPoint, World
 
 LIMIT_S = 600.0

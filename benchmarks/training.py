@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.names import some_of
-from hora.engine.malloc import keep_freed_memory
+from hora.memory import keep_freed_memory
 
 CONTENDERS = ("alone", "DDP", "DDP-warm", "overlap", "sharded")
 PEERS = ("DDP", "DDP-warm")

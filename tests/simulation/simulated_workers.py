@@ -14,7 +14,7 @@ from typing import Any
 from simulator import Link, Message, Simulation, VirtualServer
 
 from hora.launch.job import WorkerSpec
-from hora.net.wire import VALUE_LENGTH
+from hora.net.wire import cut_parts
 from hora.world import World
 
 LIMIT_S = 600.0
@@ -68,11 +68,10 @@ class Referee:
     def gathered(self, worker: int, world: World, key: str, values: bytes) -> None:
         """An operation was executed: the same for all who see it, with every rank's own part."""
         assert self._values.setdefault(key, values) == values, f"two results of {key}"
-        begin = 2 * VALUE_LENGTH.size * world.size
-        words = [word for (word,) in VALUE_LENGTH.iter_unpack(values[:begin])]
-        assert words == [word for rank in range(world.size) for word in (rank, VALUE.size)]
-        parts = list(VALUE.iter_unpack(values[begin:]))
-        for rank, (generation, told, who, _) in enumerate(parts):
+        parts = cut_parts(values, world.size)
+        assert [rank for rank, _ in parts] == list(range(world.size))
+        for rank, part in parts:
+            generation, told, who, _ = VALUE.unpack(part)
             assert (generation, told) == (world.generation, rank), f"{key}: rank {rank} is {told} of {generation}"
             assert self._given[generation, rank] == who
         assert worker in self.published[world.generation]
@@ -278,7 +277,7 @@ class Worker:
                 first, step = False, world.generation  # all begin at the same step, whatever they did before
                 continue
             step += 1
-            if any(wants for *_, wants in VALUE.iter_unpack(values[2 * VALUE_LENGTH.size * world.size :])):
+            if any(VALUE.unpack(part)[-1] for _, part in cut_parts(values, world.size)):
                 return "interrupted", step
         return "done", step
 

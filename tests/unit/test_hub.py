@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hora.engine.hub import Hub, HubEvents, Tree, cut_parts, join_parts
+from hora.engine.hub import Hub, HubEvents, Tree
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.keys import RankKeys, rank_keys
-from hora.net.wire import Credentials, new_secret
+from hora.net.wire import Credentials, cut_parts, join_parts, new_secret
 from waiting import wait_until
 
 LIMIT_S = 60.0

@@ -89,7 +89,7 @@ def test_another_end_at_the_rendezvous(rendezvous: Rendezvous):
                 {"op": "gather", "id": 2, "key": "g", "rank": number, "size": 2, "timeout_s": LIMIT_S}, b"%d" % number
             )
         for one in workers:
-            members = b"".join(number.to_bytes(8, "big") + (1).to_bytes(8, "big") for number in (0, 1))
+            members = b"".join(number.to_bytes(4, "big") + (1).to_bytes(4, "big") for number in (0, 1))
             header = {"re": 2, "members": 2, "values": 2, "index": 0, "groups": 1}
             assert one.receive() == (header, members + b"01")
         workers[0].send({"op": "set", "id": 3, "key": "k"}, large)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from hora.engine.agree.tree import OLD_S, SLOTS, TreeAgreement
-from hora.engine.hub import FANOUT, Tree, cut_parts
+from hora.engine.hub import FANOUT, Tree
 from hora.engine.plan import Planner
 from hora.engine.request import Key, Kind, Signature
+from hora.net.wire import cut_parts
 from waiting import wait_until
 
 

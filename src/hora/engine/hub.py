@@ -35,7 +35,6 @@ import json
 import logging
 import os
 import secrets
-import struct
 import threading
 import time
 import zlib
@@ -49,9 +48,9 @@ from hora.net.connection import Connection, Stream, connect
 from hora.net.keys import RankKeys
 from hora.net.server import Peer, Server
 from hora.net.sockets import Where
-from hora.net.wire import Header
+from hora.net.wire import Header, cut_parts, join_parts
 
-__all__ = ["FANOUT", "Hub", "HubEvents", "Rounds", "Tree", "cut_parts", "join_parts"]
+__all__ = ["FANOUT", "Hub", "HubEvents", "Rounds", "Tree"]
 
 log = logging.getLogger("hora")
 
@@ -62,7 +61,6 @@ _FETCH_SLICE_S = 0.5
 _ACK_LIMIT_S = 1.0  # a rank that has not acknowledged news within it is taken for stopped
 _AROUND_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 3.0
-_PART = struct.Struct(">II")  # a rank, and the length of what it says
 
 Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
 
@@ -630,18 +628,3 @@ class Hub:
                 else:
                     self._segments[key] = (descriptor, num_readers - 1)
             peer.close()
-
-
-def join_parts(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """Join payloads behind the ranks that sent them: a header has no room for thousands of them."""
-    return b"".join([*(_PART.pack(rank, len(data)) for rank, data in parts), *(data for _, data in parts)])
-
-
-def cut_parts(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
-    """Split what `join_parts` joined."""
-    at = num_parts * _PART.size
-    pieces = []
-    for rank, length in _PART.iter_unpack(payload[:at]):
-        pieces.append((rank, payload[at : at + length]))
-        at += length
-    return pieces

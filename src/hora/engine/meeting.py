@@ -10,11 +10,10 @@ initialised again uses the same connection. Nothing that comes through it is unp
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -141,9 +140,7 @@ def _meet_at_rank_0(world: World, limit_s: float) -> Meeting:
     secret = read_secret_file(point.secret_file) if point.secret_file else b""  # which whoever comes has, too
     credentials = Credentials(derived_secret(secret, "the meeting"), point.job)
     if world.rank == 0 and point not in _tables:
-        with _listening(world) as where:
-            _tables[point] = Table(where, credentials, name="hora-meeting")
-        _tables[point].set("salt", secrets.token_bytes(32))
+        _tables[point] = _open_table(world, credentials)
     if not point.host_store:
         table = _tables[point] if world.rank == 0 else None
         point = replace(point, port=_published_port(point, table, limit_s))
@@ -151,6 +148,20 @@ def _meet_at_rank_0(world: World, limit_s: float) -> Meeting:
     # The user may use one file for many jobs: what is derived from it is for this one.
     salt = client.get("salt", timeout_s=max(deadline - time.monotonic(), 0.001))
     return Meeting(client, derived_secret(secret, f"the job {point.job} {salt.hex()}"))
+
+
+def _open_table(world: World, credentials: Credentials) -> Table:
+    point = world.meeting
+    address = listening_address(point.address, one_host=world.local_size >= world.size)
+    port = point.port if point.host_store else 0
+    try:
+        table = Table((address, port), credentials, name="hora-meeting")
+    except OSError as error:
+        raise HorovodInternalError(
+            f"rank 0 cannot listen at {address}:{port} ({error.strerror}): set MASTER_PORT to a free port"
+        ) from error
+    table.set("salt", secrets.token_bytes(32))
+    return table
 
 
 def _connect(point: MeetingPoint, credentials: Credentials, *, name: str, deadline: float) -> ControlClient:
@@ -196,20 +207,6 @@ def _published_port(point: MeetingPoint, table: Table | None, limit_s: float) ->
     if not text.isdigit() or not 0 < int(text[:6]) < 2**16:
         raise HorovodInternalError(f"the port of rank 0's meeting place is not a number, but {text[:20]!r}")
     return int(text)
-
-
-@contextlib.contextmanager
-def _listening(world: World) -> Iterator[tuple[str, int]]:
-    """Give the address at which rank 0 listens, inside the block."""
-    point = world.meeting
-    address = listening_address(point.address, one_host=world.local_size >= world.size)
-    where = address, point.port if point.host_store else 0
-    try:
-        yield where
-    except OSError as error:
-        raise HorovodInternalError(
-            f"rank 0 cannot listen at {where[0]}:{where[1]} ({error.strerror}): set MASTER_PORT to a free port"
-        ) from error
 
 
 class ControlStore(Store):

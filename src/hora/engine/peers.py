@@ -54,7 +54,6 @@ _COMMON = (
 class _Introduction(NamedTuple):
     """A rank's introduction to the others when they meet."""
 
-    rank: int
     speaker: int  # the first rank of its host
     place: Sequence[Any]  # where its hub listens, address and port; empty in worlds that need no network
     pid: int
@@ -101,7 +100,6 @@ class Peers:
         with self.peers_may_go():
             place = self._join_hub(host)
             mine = _Introduction(
-                world.rank,
                 next(iter(self._near)),
                 place,
                 os.getpid(),
@@ -165,17 +163,17 @@ class Peers:
 
     def _check_agreement_on_sets(self) -> None:
         expected = self._introductions[0].process_sets
-        for peer in self._introductions:
+        for rank, peer in enumerate(self._introductions):
             if peer.process_sets != expected:
                 raise ValueError(
                     "Horovod initialization failed: the ranks disagree on their process sets: rank 0 has "
-                    f"{expected}, rank {peer.rank} has {peer.process_sets}"
+                    f"{expected}, rank {rank} has {peer.process_sets}"
                 )
 
     def _check_encryption(self) -> None:
         """Rank 0's wish is that of all, unless one of them wants more (all of them notice)."""
         wish = self._introductions[0].encrypt
-        strict = [peer.rank for peer in self._introductions if peer.encrypt == "always"]
+        strict = [rank for rank, peer in enumerate(self._introductions) if peer.encrypt == "always"]
         if strict and wish != "always":
             raise ValueError(
                 f"HORA_ENCRYPT=always on rank(s) {strict}, but {wish} on rank 0: set it to the same value on all hosts"
@@ -220,45 +218,40 @@ class Peers:
         return place
 
     def _listen(self) -> tuple[str, int]:
-        """Listen for ranks of other hosts; where."""
-        address = self._address()
-        return address, self.hub.listen_tcp(address)
-
-    def _address(self) -> str:
-        """This host's address: of the interface that the user chose, or the one from which the others are reached."""
+        """Listen for ranks of other hosts; where: at the interface that the user chose, or the one from which the
+        others are reached.
+        """
         interface = self.config.interface
         if not interface:
-            return source_address(self._world.meeting.address or "127.0.0.1")
+            address = source_address(self._world.meeting.address or "127.0.0.1")
+            return address, self.hub.listen_tcp(address)
         try:
-            return interface_address([interface])
+            address = interface_address([interface])
         except ValueError:
             raise ValueError(
                 f"network interface {interface!r} has no address on this host; set HOROVOD_GLOO_IFACE to one that has"
             ) from None
+        return address, self.hub.listen_tcp(address)
 
     # Sharing.
-
-    def can_share(self, ranks: Sequence[int]) -> bool:
-        """Return whether all these ranks can map the same memory, and may."""
-        return self._may_share and any(set(ranks) <= set(host) for host in self.hosts)
-
-    def near(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks that are on this rank's host."""
-        (here,) = (host for host in self.hosts if self._world.rank in host)
-        return [rank for rank in ranks if rank in here]
-
-    def beside(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks that share memory with this one, and itself."""
-        return self.near(ranks) if self._may_share else [self._world.rank]
-
-    def spans_hosts(self, ranks: Sequence[int]) -> bool:
-        """Return whether these ranks do not all share memory, and have connections of our own between them."""
-        return len(ranks) > 1 and not self.can_share(ranks)
 
     @property
     def sharing(self) -> list[list[int]]:
         """The ranks of each host that may share memory: each alone where none may."""
         return self.hosts if self._may_share else [[rank] for rank in range(self._world.size)]
+
+    def can_share(self, ranks: Sequence[int]) -> bool:
+        """Return whether all these ranks can map the same memory, and may."""
+        return any(set(ranks) <= set(host) for host in self.sharing)
+
+    def beside(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks that share memory with this one, and itself."""
+        (here,) = (host for host in self.sharing if self._world.rank in host)
+        return [rank for rank in ranks if rank in here]
+
+    def spans_hosts(self, ranks: Sequence[int]) -> bool:
+        """Return whether these ranks do not all share memory, and have connections of our own between them."""
+        return len(ranks) > 1 and not self.can_share(ranks)
 
     def in_host_order(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are numbered host by host."""
@@ -293,33 +286,28 @@ class Peers:
 
     def _streams(self, key: str, ranks: Sequence[int]) -> Streams:
         """Connections between these ranks, one for each direction of each pair (collective)."""
-        me, limit_s = self._world.rank, self.config.init_timeout_s
+        limit_s = self.config.init_timeout_s
+        others = [(member, rank) for member, rank in enumerate(ranks) if rank != self._world.rank]
         outgoing: dict[int, Stream] = {}
         incoming: dict[int, Stream] = {}
         self.keys.fetch(ranks)
         try:
-            for rank in ranks:
-                if rank != me:
-                    opened = self.hub.open_stream(rank, self._far(rank), key, limit_s=limit_s)
-                    outgoing[rank] = self._protected(opened, rank)
-            for rank in ranks:
-                if rank != me:
-                    incoming[rank] = self._protected(self.hub.take_stream(key, rank, limit_s=limit_s), rank)
+            for member, rank in others:
+                opened = self.hub.open_stream(rank, self._far(rank), key, limit_s=limit_s)
+                outgoing[member] = self._protected(opened, rank)
+            for member, rank in others:
+                incoming[member] = self._protected(self.hub.take_stream(key, rank, limit_s=limit_s), rank)
         except BaseException:
             for stream in (*outgoing.values(), *incoming.values()):
                 stream.sock.close()
             raise
-        index = {rank: member for member, rank in enumerate(ranks)}
-        return Streams(
-            {index[rank]: stream for rank, stream in outgoing.items()},
-            {index[rank]: stream for rank, stream in incoming.items()},
-        )
+        return Streams(outgoing, incoming)
 
     def _protected(self, stream: Stream, rank: int) -> Stream:
         """The stream to or from this rank: in clear where the user has it so, and as it is between processes of one
         host. Both ends come to the same decision."""
         wish, records = self.config.encrypt, stream.records
-        if wish != "always" and self.near([rank]):
+        if wish != "always" and rank in self._near:
             return Stream(stream.sock)
         return Stream(stream.sock, records.in_clear()) if wish == "never" and records is not None else stream
 
@@ -329,7 +317,7 @@ class Peers:
         return Topology(
             ranks=ranks,
             member=list(ranks).index(self._world.rank),
-            hosts=self.hosts if self._may_share else [[rank] for rank in ranks],
+            hosts=self.sharing,
             share=lambda some, num_bytes: self.share(f"{label}/{device}", some, num_bytes),
             streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some),
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),

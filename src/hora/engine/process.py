@@ -14,10 +14,10 @@ from typing import Any
 
 from hora import logs
 from hora.config import EngineConfig
-from hora.engine.malloc import keep_freed_memory
 from hora.engine.meeting import control_client, open_meeting
 from hora.engine.runtime import Runtime
 from hora.errors import HorovodInternalError
+from hora.memory import keep_freed_memory
 from hora.net.client import ControlClient
 from hora.telemetry.data_loaders import meter_data_loaders
 from hora.telemetry.meters import meter

@@ -24,7 +24,7 @@ from typing import Any
 from hora.errors import AuthenticationError, HorovodInternalError
 from hora.net.connection import Connection, connect
 from hora.net.secret_file import read_held_secret
-from hora.net.wire import VALUE_LENGTH, Credentials, Header
+from hora.net.wire import Credentials, Header, cut_parts
 from hora.world import MeetingPoint, World
 
 __all__ = ["FUNCTION_KEY", "PATH_KEY", "ControlClient", "Group"]
@@ -157,12 +157,7 @@ class ControlClient:
         header, payload = self._ask(
             request | {"timeout_s": timeout_s}, value, waiting_for=f"all-gather {key!r}", limit_s=timeout_s
         )
-        start = 2 * int(header["values"]) * VALUE_LENGTH.size
-        words = [word for (word,) in VALUE_LENGTH.iter_unpack(payload[:start])]
-        values: list[tuple[int, bytes]] = []
-        for whose, length in zip(words[::2], words[1::2], strict=True):
-            values.append((whose, payload[start : start + length]))
-            start += length
+        values = cut_parts(payload, int(header["values"]))
         num_members = int(header["members"])
         above = values[num_members] if num_members < len(values) else None
         return Group(dict(values[:num_members]), int(header["index"]), int(header["groups"]), above)

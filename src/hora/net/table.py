@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hora.net.server import Peer, Server, Timer
-from hora.net.wire import VALUE_LENGTH, Credentials, CredentialsOf, Header
+from hora.net.wire import Credentials, CredentialsOf, Header, join_parts
 
 __all__ = ["NAME_CHARACTERS", "Operation", "Parked", "Table"]
 
@@ -208,10 +208,8 @@ class Table:
         for index, ranks in enumerate(groups.values()):
             above = [firsts[(index - 1) // gather.fanout]] if index and gather.fanout else []
             values = [(rank, gather.parked[rank].payload) for rank in (*ranks, *above)]
-            # Who, and how long, first: a header has no room for thousands of them.
-            whose = [VALUE_LENGTH.pack(rank) + VALUE_LENGTH.pack(len(value)) for rank, value in values]
-            joined = b"".join([*whose, *(value for _, value in values)])
             header = {"members": len(ranks), "values": len(values), "index": index, "groups": len(groups)}
+            joined = join_parts(values)
             for rank in ranks:
                 gather.parked[rank].answer(header, joined)
 

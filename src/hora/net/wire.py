@@ -20,7 +20,7 @@ import hmac
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,7 +43,9 @@ __all__ = [
     "Sealer",
     "ServerHandshake",
     "Session",
+    "cut_parts",
     "derived_secret",
+    "join_parts",
     "new_secret",
 ]
 
@@ -55,11 +57,11 @@ MAX_HEADER_BYTES = 60 * 1024
 MAX_PAYLOAD_BYTES = 16 * 1024**3
 
 ANYBODY = -1
-VALUE_LENGTH = struct.Struct(">Q")  # of a value in a payload that holds several
 REFUSAL = b"refused\n"
 
 _MAGIC = b"HORA/3\r\n"
 _SPEAKER = struct.Struct(">i")
+_PART = struct.Struct(">II")  # a rank, and the length of what it says
 _TAG_BYTES = 16
 _NOISE_BYTES = 32 + _TAG_BYTES
 _LENGTH = struct.Struct(">H")
@@ -299,3 +301,18 @@ def _no_number(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)  # `json.loads` would make one for every message
+
+
+def join_parts(parts: Sequence[tuple[int, bytes]]) -> bytes:
+    """Join payloads behind the ranks that sent them: a header has no room for thousands of them."""
+    return b"".join([*(_PART.pack(rank, len(data)) for rank, data in parts), *(data for _, data in parts)])
+
+
+def cut_parts(payload: bytes, num_parts: int) -> list[tuple[int, bytes]]:
+    """Split what `join_parts` joined."""
+    at = num_parts * _PART.size
+    pieces = []
+    for rank, length in _PART.iter_unpack(payload[:at]):
+        pieces.append((rank, payload[at : at + length]))
+        at += length
+    return pieces

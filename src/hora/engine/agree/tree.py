@@ -48,10 +48,10 @@ from functools import reduce
 from operator import and_, or_
 
 from hora.engine.agree.agreement import Agreement, Announcer, Reader, UnannouncedRequests
-from hora.engine.hub import Hub, Tree, cut_parts, join_parts
+from hora.engine.hub import Hub, Tree
 from hora.engine.plan import Batch, Planner
 from hora.engine.request import Key, Kind, Signature
-from hora.net.wire import Header
+from hora.net.wire import Header, cut_parts, join_parts
 
 __all__ = ["ALL", "SLOTS", "Collector", "Slots", "TreeAgreement", "as_bytes"]
 

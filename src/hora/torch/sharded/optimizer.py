@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hora import engine
-from hora.engine.malloc import give_back_freed_memory
 from hora.engine.request import ReduceOp
+from hora.memory import give_back_freed_memory
 from hora.telemetry.meters import meter
 from hora.torch.compression import ErrorFeedback, NoneCompressor, wire_dtype
 from hora.torch.optimizer.base import SliceNorm, StepState, StepWatcher, _DistributedOptimizer, bare_copy
