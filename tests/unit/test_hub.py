@@ -175,8 +175,7 @@ def test_one_goodbye_is_heard_by_all_and_all_goodbyes_are_waited_for(worlds, lea
     for rank in others:
         world.hubs[rank].leave("the end too", {})
     for hub in world.hubs:
-        hub.wait_for_goodbyes(LIMIT_S)
-        assert hub._all_gone
+        assert hub.wait_for_goodbyes(LIMIT_S)
     for hub in world.hubs:
         hub.close()
     assert all(len(heard) == (rank != leaver) for rank, heard in enumerate(world.heard))

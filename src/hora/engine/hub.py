@@ -10,7 +10,7 @@ a set that it is not in; its members have links along that tree besides, where t
     gather        the values of all ranks at or below the sender; `gathered`: those of all, from the root down
     news          what concerns everybody: a rank shuts down (leaving), was lost, or the world is broken (fault)
     ack           the receiver has this news and passes it on
-    bye, gone     the sender has said goodbye; so has everybody below it, or, from the root, everybody
+    bye           the sender has said goodbye: that its link ends is no loss
 
 News spreads along all links: a rank that has not had it notes it and passes it on to its other neighbours. So a dead
 rank, which all its neighbours miss, is known on every side of it. One that is stopped passes nothing on and
@@ -18,9 +18,9 @@ acknowledges nothing: after _ACK_LIMIT_S the neighbour that sees this tells that
 connections of their own (`around` names the stopped ones). Invariants: each rank notes each (kind, rank) of news once;
 what a rank is told of another is believed only from that one's side of the tree.
 
-Goodbyes are counted on the way up, so there are as many messages as ranks. That what was agreed before a goodbye is
-still executed by all does not rest on the order in which messages come: with it a rank tells how many rounds of each of
-its sets it has seen, and a rank that has seen fewer waits for those first (`Runtime`).
+Goodbyes are gathered like other values, so there are as many messages as ranks. That what was agreed before a goodbye
+is still executed by all does not rest on the order in which messages come: with it a rank tells how many rounds of each
+of its sets it has seen, and a rank that has seen fewer waits for those first (`Runtime`).
 
 Ranks of one host also fetch shared-memory descriptors from one another here; that a descriptor arrives is the proof
 that two ranks share a host. Ranks of several hosts open the streams here that carry tensors between them: past the same
@@ -61,6 +61,7 @@ _FETCH_SLICE_S = 0.5
 _ACK_LIMIT_S = 1.0  # a rank that has not acknowledged news within it is taken for stopped
 _AROUND_LIMIT_S = 5.0
 _CLOSE_LIMIT_S = 3.0
+_GOODBYES = "goodbyes"  # what is gathered in the end
 
 Rounds = Mapping[int, int]  # by process set (its serial number): how many rounds a rank has seen
 
@@ -164,9 +165,7 @@ class Hub:
         self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and who has to acknowledge it
         self._num_telling = 0  # threads that go around a stopped rank
         self._ending = False  # a rank has begun to shut down
-        self._said_bye = False
-        self._gone: set[int] = set()  # children below which all have said goodbye
-        self._all_gone = False
+        self._has_left = False
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
         self._waiting_for_segment: list[tuple[str, Peer]] = []
         self._streams: dict[tuple[str, int], Stream] = {}  # opened to us, by key and rank, until taken
@@ -324,18 +323,18 @@ class Hub:
             )
         for link in list(self._links.values()):
             link.send({"t": "bye"})
-        self._said_bye = True
-        self._server.call(self._pass_goodbyes_on)
+        self._server.call(self._count_goodbye)
 
     def report_fault(self, rank: int, text: str) -> None:
         """Tell every rank that the world is broken, and through which rank."""
         self._noted.add(("fault", rank))
         self._spread({"t": "news", "kind": "fault", "rank": rank, "text": text}, b"")
 
-    def wait_for_goodbyes(self, limit_s: float) -> None:
-        """Give the others a moment to finish what was agreed. Returns early when all have said goodbye."""
+    def wait_for_goodbyes(self, limit_s: float) -> bool:
+        """Give the others a moment to finish what was agreed; whether all have said goodbye by then."""
         with self._changed:
-            self._changed.wait_for(lambda: self._all_gone, limit_s)
+            gathering = self._gatherings.setdefault(_GOODBYES, _Gathering())
+            return self._changed.wait_for(lambda: gathering.result is not None, limit_s)
 
     def ask_in_flight(self, rank: int, serial: int, *, limit_s: float) -> set[Key]:
         """The keys of what this rank waits for in a set, by a connection of its own.
@@ -408,11 +407,6 @@ class Hub:
             self._gathered(str(header["what"]), payload)
         elif kind == "bye":
             self._goodbye(rank)
-        elif kind == "gone" and rank == self._parent:
-            self._end_goodbyes()
-        elif kind == "gone":
-            self._gone.add(rank)
-            self._pass_goodbyes_on()
 
     # Links.
 
@@ -581,19 +575,10 @@ class Hub:
             self.goodbyes.add(rank)
             self._changed.notify_all()
 
-    def _pass_goodbyes_on(self) -> None:
-        if not self._said_bye or self._all_gone or len(self._gone) < self._num_children:
-            return
-        if self._parent is not None:
-            self.send(self._parent, {"t": "gone"})
-        else:
-            self._end_goodbyes()
-
-    def _end_goodbyes(self) -> None:
-        self._down({"t": "gone"})
-        with self._changed:
-            self._all_gone = True
-            self._changed.notify_all()
+    def _count_goodbye(self) -> None:
+        if not self._has_left:  # a rank may leave because another one does, and then shut down itself
+            self._has_left = True
+            self._collect(_GOODBYES, [(self.rank, b"")])
 
     # Memory and streams.
 

@@ -51,32 +51,25 @@ _watched: list[ControlClient] = []  # connections over which we hear of lost ran
 _LAUNCHER_DECIDES_S = 7 * 24 * 3600.0
 
 
-def init(process_sets: Sequence[Sequence[int]] | str | None = None, *, world: World | None = None) -> None:
-    """Start the runtime unless it runs. `process_sets`: lists of ranks, or "dynamic"."""
+def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, world: World | None = None) -> None:
+    """Start the runtime, with these process sets, unless it runs. `dynamic`: they may be added and removed later."""
     global _runtime, _registered_exit
     with _lock:
         if _runtime is not None:
             return
         place = World.from_env() if world is None else world
         config = EngineConfig.from_env()
-        sets: list[tuple[int, ...]] = []
-        if isinstance(process_sets, str):
-            if process_sets.lower() != "dynamic":
-                raise ValueError(
-                    f'process_sets must be a list of process sets or "dynamic", but it is {process_sets!r}'
-                )
+        if dynamic:
             config = replace(config, dynamic_process_sets=True)
-        else:
-            sets = [tuple(sorted(ranks)) for ranks in process_sets or ()]
         elastic = has_elastic_launcher(place)
         if elastic and place.generation < 0:
             # A newcomer prepares its training in a world of its own while the others train on, and `restart` takes it
             # to them. Process sets can be had among them alone.
             alone = replace(place, rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
-            place = _next_place(place, config) if sets or _last_place is not None else alone
+            place = _next_place(place, config) if process_sets or _last_place is not None else alone
         while _runtime is None:
             try:
-                _runtime = _start(place, config, sets)
+                _runtime = _start(place, config, process_sets)
             except HorovodInternalError as error:
                 if not elastic:
                     raise
@@ -124,7 +117,7 @@ def _as_told(world: World) -> World:
     return World.from_env() if is_newcomer(world) else world
 
 
-def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) -> Runtime:
+def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[int]]) -> Runtime:
     global _last_place, _starting
     _last_place = place
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
@@ -144,7 +137,7 @@ def _start(place: World, config: EngineConfig, sets: Sequence[Sequence[int]]) ->
         client.on_notice(_on_notice)
     _starting = runtime = Runtime(place, config, epoch)
     try:
-        runtime.start(sets)
+        runtime.start(process_sets)
     finally:
         _starting = None
     meter.restart_step()

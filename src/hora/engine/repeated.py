@@ -10,9 +10,8 @@ CUDA tensors of members that share a GPU come by pinned memory, where the device
 
 What the calls with one signature have in common is put together once, in an `AllreducePlan`; a call makes no object.
 
-    published --all members' records are equal--> settled: reduced
-              --they differ, or there is other news--> void: goes the ordinary way
-              --Ctrl-C--> left to whoever drives the queue next (`OperationQueue.leave_unfinished`)
+A published record whose call is interrupted by Ctrl-C is left to whoever drives the queue next
+(`OperationQueue.leave_unfinished`).
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[sets.ProcessS
         forget_handles()
         sets.unbind()
         if isinstance(wanted, str):
-            engine.init(process_sets="dynamic")
+            engine.init(dynamic=True)
         else:
             # One entry per distinct set: a repeated one is reported below, when the runtime is up.
-            engine.init(process_sets=[list(ranks) for ranks in dict.fromkeys(tuple(s.ranks or []) for s in wanted)])
+            engine.init([list(ranks) for ranks in dict.fromkeys(tuple(s.ranks or []) for s in wanted)])
     sets.bind([] if isinstance(wanted, str) else wanted)
 
 
