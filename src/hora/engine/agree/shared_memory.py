@@ -92,12 +92,12 @@ class SharedMemoryAgreement(Agreement):
         self._cuts_at = self._calls_at + num_members * _CALL_BYTES
         self._cut = struct.Struct(f"<{num_members}q")
         self._rings_at = self._cuts_at + aligned(_NUM_CUTS * self._cut.size, line)
+        self._own_ring_at = self._rings_at + member * _RING_BYTES
         self._announcer = Announcer(cache_capacity)
         self._interned: dict[Signature, Signature] = {}
         self._readers = [Reader(self._interned) for _ in range(num_members)]
         self._fed = [0] * num_members  # how far each ring has been fed to the planner
-        self._fed_by_round = (ctypes.c_int64 * num_members)()  # the same as of the last round, for the native part
-        self._published = [0] * num_members  # the last cut
+        self._fed_by_round = (ctypes.c_int64 * num_members)()  # the same as of the last round
         self._head = 0
         self._free_from = 0  # everything of the own ring before this position has been read by all
         # (round, own position) not yet known to be read by all. Old ones may be dropped: later ones imply them.
@@ -178,7 +178,7 @@ class SharedMemoryAgreement(Agreement):
         self._hoping_since = 0.0
         self._feed(planner, heads)
         # Rounds without a batch keep a ring from filling up with announcements that wait for a slow member.
-        filled = sum(self._fed) - sum(self._published) > _RING_BYTES // 4
+        filled = sum(self._fed) - sum(self._fed_by_round) > _RING_BYTES // 4
         if not (planner.has_ready or filled) or not self._cut_is_free():
             return None
         self._publish()
@@ -241,7 +241,6 @@ class SharedMemoryAgreement(Agreement):
     def _publish(self) -> None:
         self.rounds += 1
         self._hoping_since = 0.0
-        self._published = list(self._fed)
         self._cut.pack_into(self._memory, self._cut_offset(), *self._fed)
         self._round.set(self.rounds)
 
@@ -287,19 +286,20 @@ class SharedMemoryAgreement(Agreement):
         return bytes(self._memory[at + low : at + size]) + bytes(self._memory[at : at + high])
 
     def _write(self, data: bytes) -> None:
-        size = _RING_BYTES
-        if self._head + len(data) - self._free_from > size:
+        size, head = _RING_BYTES, self._head
+        if head + len(data) - self._free_from > size:
             self._reclaim()
-        room = size - (self._head - self._free_from)
-        if len(data) > room:
+            room = size - (head - self._free_from)
             self._overflow += data[room:]
             data = data[:room]
-        at = self._rings_at + self._member * size
-        low = self._head % size
-        first = min(len(data), size - low)
-        self._memory[at + low : at + low + first] = data[:first]
-        if first < len(data):
-            self._memory[at : at + len(data) - first] = data[first:]
+        low = head % size
+        at = self._own_ring_at + low
+        if low + len(data) > size:
+            rest = data[size - low :]
+            self._memory[self._own_ring_at : self._own_ring_at + len(rest)] = rest
+            self._memory[at : self._own_ring_at + size] = data[: size - low]
+        else:
+            self._memory[at : at + len(data)] = data
         self._head += len(data)
         self._heads[self._member].store(self._head)
         # What they hope for will not come. Each time: those that have seen a round that this member has not seen yet
