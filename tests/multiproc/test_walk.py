@@ -21,6 +21,13 @@ FILES = {
     "engine/lane.py", "engine/queue.py", "engine/shm/counters.py", "engine/shm/reduction.py",
     "telemetry/meters.py",
 }  # fmt: skip
+FILES_OF_A_FIRST_ALLREDUCE = {
+    "torch/ops.py", "torch/collective.py", "torch/process_sets.py", "torch/reduce_op.py", "torch/compression.py",
+    "torch/autograd.py", "engine/process.py", "engine/runtime.py", "engine/request.py", "engine/queue.py",
+    "engine/agree/shared_memory.py", "engine/agree/agreement.py", "engine/plan.py", "engine/status.py",
+    "engine/execute.py", "engine/transport/shm.py", "engine/transport/arithmetic.py", "engine/transport/packing.py",
+    "engine/transport/ring.py", "engine/shm/futex.py", "engine/shm/native.py", "telemetry/meters.py",
+}  # fmt: skip
 ROOT = Path(hora.__file__).parent
 
 
@@ -57,3 +64,12 @@ def test_a_gradient_passes_few_files_and_seldom_comes_back_to_one():
     shortest = min(walks, key=len)
     assert set(shortest) == FILES
     assert len(shortest) - len(FILES) <= 8, shortest
+
+
+@session
+def test_an_allreduce_that_is_new_to_the_ranks_passes_few_files():
+    if library() is None:
+        pytest.skip("no native part")
+    hvd.allreduce(torch.ones(1000), name="another")  # for which the members' shared memory is set up
+    walk = calls_of(lambda: hvd.allreduce(torch.ones(1000), name="new"))
+    assert set(walk) <= FILES_OF_A_FIRST_ALLREDUCE
