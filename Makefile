@@ -91,9 +91,14 @@ format: $(STAMP)
 # Three test processes with one thread each: tests often wait, and threads that spin would fight for the cores. Tests
 # with real processes, signals and networks get another chance or two on a noisy machine; pytest's summary names the reruns.
 # In the order of the folders, integration first: groups sorted by their number of tests would leave the longest to the end.
+# What needs a minute of lint, the types, is checked beside the tests.
 SIDE_BY_SIDE := -n 3 --dist loadgroup --no-loadscope-reorder
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" $(SIDE_BY_SIDE) --reruns 2 -rfER --durations 40
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p out; $(MAKE) --no-print-directory lint >out/lint.txt 2>&1 & lint=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" $(SIDE_BY_SIDE) --reruns 2 -rfER --durations 40; \
+	tested=$$?; wait $$lint; linted=$$?; cat out/lint.txt; exit $$((tested + linted))
 
 test-unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 tests/unit

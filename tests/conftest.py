@@ -29,7 +29,7 @@ for _number, _action in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, default=2_000, help="how many random inputs each fuzzing test tries")
-    parser.addoption("--seeds", type=int, default=500, help="how many simulated jobs to play")
+    parser.addoption("--seeds", type=int, default=250, help="how many simulated jobs to play")
     parser.addoption("--seed", type=int, default=None, help="the one simulated job to play again")
 
 

@@ -177,7 +177,7 @@ def call_again(
     folder: str, worlds: list[tuple[int, list[list[int]]]], sharded: bool
 ) -> list[tuple[int, list[list[float]]]]:
     """On the workers, as `call`."""
-    import torch  # noqa: F401
+    import torch.optim  # noqa: F401
     from elastic_training import train_again
 
     import horovod.torch  # noqa: F401
@@ -186,8 +186,8 @@ def call_again(
 
 
 def call(plan: dict[str, Any]) -> dict[str, Any]:
-    """On the workers. Names torch and horovod.torch, so that they are loaded once for all of them."""
-    import torch  # noqa: F401
+    """On the workers. Names torch, its optimizers and horovod.torch, so that they are loaded once for all of them."""
+    import torch.optim  # noqa: F401
     from elastic_training import train
 
     import horovod.torch  # noqa: F401

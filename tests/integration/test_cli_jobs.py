@@ -273,7 +273,10 @@ def test_a_program_that_is_there_but_cannot_be_run_is_explained(tmp_path):
         assert advice in err
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded", "elastic", "elastic sharded"])
+OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("sharded", "elastic")]
+
+
+@pytest.mark.parametrize("kind", ["plain", "elastic sharded", *OTHER_KINDS])
 def test_the_script_of_hora_init_trains_as_it_is(kind, tmp_path):
     script = tmp_path / "train.py"
     flags = [] if kind == "plain" else [f"--{word}" for word in kind.split()]

@@ -1,14 +1,17 @@
 """Every snippet of the README and of docs/ runs.
 
 `python` blocks of a page in order in one process, `sh` blocks one by one, and one that several pages have once.
-`py` blocks are other products' code.
+`py` blocks are other products' code. The pages' processes are forked from one that has torch loaded.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +22,7 @@ from _pytest.mark.structures import ParameterSet
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW_PAGES = {"estimator.md"}
+LIMIT_S = 300
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -33,11 +37,24 @@ def playground(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(argv: list[str], where: Path) -> None:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    env["JAVA_TOOL_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # quick to start
-    done = subprocess.run(argv, cwd=where, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+def _environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    quick_to_start = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+    return {**os.environ, "PATH": path, "JAVA_TOOL_OPTIONS": quick_to_start}
+
+
+def _be_page(where: str, environment: dict[str, str]) -> None:
+    """In the page's process: as `python page.py`."""
+    os.chdir(where)
+    os.environ.clear()
+    os.environ.update(environment)
+    with open("output", "wb") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    sys.path.insert(0, where)
+    sys.argv[:] = ["page.py"]
+    runpy.run_path("page.py", run_name="__main__")
+    atexit._run_exitfuncs()  # multiprocessing's processes end without them
 
 
 def _page(page: Path) -> ParameterSet:
@@ -51,10 +68,16 @@ def test_python_blocks(page, playground):
         pytest.importorskip("ray")
     if page.name == "tensorflow.md" and importlib.util.find_spec("tensorflow") is None:
         pytest.skip("needs TensorFlow: make test-tensorflow")
-    script = playground / "page.py"
     # as in a notebook: what a function of a page refers to travels with it
-    script.write_text("\n".join(_blocks(page, "python")))
-    _run([sys.executable, str(script)], playground)
+    (playground / "page.py").write_text("\n".join(_blocks(page, "python")))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "horovod.torch"])
+    process = context.Process(target=_be_page, args=(str(playground), _environment()), daemon=False)
+    process.start()
+    process.join(LIMIT_S)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, (playground / "output").read_text()
 
 
 SHELL = list(dict.fromkeys(code for page in PAGES for code in _blocks(page, "sh")))
@@ -62,7 +85,11 @@ SHELL = list(dict.fromkeys(code for page in PAGES for code in _blocks(page, "sh"
 
 @pytest.mark.parametrize("code", SHELL, ids=lambda code: code.splitlines()[0][:60])
 def test_shell_blocks(code, playground):
-    _run(["bash", "-euc", code], playground)
+    done = subprocess.run(
+        ["bash", "-euc", code],
+        cwd=playground, env=_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
 def test_blocks_say_what_they_are():

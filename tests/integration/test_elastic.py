@@ -22,7 +22,7 @@ def fault(rank: int, step: int, how: str, when: str = "step") -> dict[str, objec
     return {"rank": rank, "step": step, "how": how, "when": when}
 
 
-@pytest.mark.parametrize("how", ["raise", pytest.param("exit", marks=pytest.mark.slow), "kill"])
+@pytest.mark.parametrize("how", ["raise", *(pytest.param(how, marks=pytest.mark.slow) for how in ("exit", "kill"))])
 def test_rank_1_of_3_fails_at_step_4_and_the_others_go_on(tmp_path: Path, how: str):
     job = ElasticJob(tmp_path, {"faults": [fault(1, 4, how)]}, num_proc=3, min_num_proc=2)
     results = job.results()
@@ -78,7 +78,19 @@ def test_a_launcher_that_was_stopped_itself_blames_no_rank(tmp_path: Path):
     assert {size for result in job.results() for size in result["sizes"]} == {2}
 
 
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_by_the_step_three_deaths_cost_nothing_that_was_done(tmp_path: Path):
+    """The first and one of the two that come together are rank 0's; nothing was copied by any commit between them."""
+    faults = [fault(0, 7, "kill"), fault(0, 20, "kill"), fault(2, 20, "kill", "commit")]
+    plan = {"per_step": True, "samples": 1000, "steps": 30, "faults": faults}
+    job = ElasticJob(tmp_path, plan, num_proc=4, min_num_proc=1)
+    results = job.results()
+    assert_no_step_lost(job, results)
+    assert [result["worker"] for result in results] == [2]
+    assert [results[0]["sizes"].count(size) for size in (4, 3, 2, 1)] == [7, 13, 0, 10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
 def test_by_the_step_four_deaths_cost_nothing_that_was_done(tmp_path: Path, sharded: bool):
     """The second and the fourth are rank 0's; nothing was copied by any commit between them."""
     faults = [fault(1, 7, "kill"), fault(0, 20, "kill"), fault(2, 20, "kill", "commit"), fault(0, 41, "kill")]
@@ -204,7 +216,7 @@ def test_a_sharded_optimizer_loses_no_slice(tmp_path: Path):
     assert all(value != 0 for value in results[0]["momentum"])
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_host_that_dies_costs_its_inner_steps_and_one_that_comes_takes_the_outer_state(tmp_path: Path, rank: int):
     """Over TCP every rank is a host: in between two exchanges each has parameters of its own."""
     plan = {"diloco": True, "epochs": 5, "pause_s": 0.1, "faults": [fault(rank, 6, "kill")]}

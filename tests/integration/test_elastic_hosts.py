@@ -82,7 +82,7 @@ def test_a_host_is_replaced(tmp_path: Path):
     assert set(results[0]["sizes"]) == {2}
 
 
-@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("per_step", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_hosts_are_replaced_before_the_new_ones_have_the_state(tmp_path: Path, per_step: bool):
     hosts = Hosts(tmp_path, f"{A}:2")
     plan = {"samples": 2000, "epochs": 1, "pause_s": 0.05, "per_step": per_step}

@@ -44,6 +44,7 @@ def test_the_explicit_loop_alone():
     assert _accuracy(out) >= 95
 
 
+@pytest.mark.slow  # `make test` has the line of the README, with two epochs
 def test_the_explicit_loop_under_horovodrun(reference):
     assert reference["fc3.weight"].shape == (3, 10)
 

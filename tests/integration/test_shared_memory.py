@@ -61,7 +61,9 @@ def test_a_large_reduction_with_little_or_no_dev_shm(tmp_path, before):
     assert "in /dev/shm: []" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [(), ("die",)], ids=["in peace", "by SIGKILL"])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param((), id="in peace", marks=pytest.mark.slow), pytest.param(("die",), id="by SIGKILL")]
+)
 def test_nothing_is_left(tmp_path, arguments):
     before = mine()
     done = run(tmp_path, *arguments)

@@ -32,8 +32,8 @@ pytestmark = [
     ),
 ]
 
-FIRST = ("runner", "warm", "failure", "run", "too_few", "elastic")
-MORE = ("large", "estimator", "converter", "workers")
+FIRST = ("runner", "failure", "too_few", "elastic")
+MORE = ("warm", "run", "large", "estimator", "converter", "workers")
 LAST = ("wait_for_interrupt",)
 SCENARIOS = {"server": FIRST + LAST, "server, more": MORE + LAST, "local": FIRST + MORE + LAST}
 LIMIT_S = 500.0
@@ -131,7 +131,7 @@ def test_the_runner_returns_rank_0s_value_and_shows_what_was_sent_to_the_driver(
     assert "not shown" not in seen.text
 
 
-@first
+@more
 def test_ranks_are_forked_from_a_process_that_no_udf_has_touched(seen):
     states, num_seeds = seen.found["warm"]
     assert states == [[True, False, True]] * 4
@@ -147,7 +147,7 @@ def test_a_failing_rank_is_an_error_with_its_traceback_and_its_exception_as_the_
     assert (cause, words) == ("KeyError", "'no such shard'")
 
 
-@first
+@more
 def test_every_ranks_value_and_prefixed_lines(seen):
     values, sizes, lines = seen.found["run"]
     assert values == [["0", "1"], ["1", "1"]]
