@@ -73,7 +73,6 @@ class Tree:
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
-        self.root = hosts[0][0]
         self._parents: dict[int, int] = {}
         self._children: dict[int, list[int]] = {rank: [] for host in hosts for rank in host}
         for index, (speaker, *others) in enumerate(hosts):

@@ -278,39 +278,28 @@ def _names(key: Key, signature: Signature) -> str:
 
 
 def _disagreement(a: Signature, b: Signature) -> tuple[str, str, str] | None:
-    """Return the difference between two members' signatures, with both values, or None."""
-    kind = Kind(a.kind)
-    if a.kind != b.kind or (a.op == ReduceOp.ADASUM) != (b.op == ReduceOp.ADASUM):
-        return "Mismatched operations", a.kind_name, b.kind_name
-    if len(a.dtypes) != len(b.dtypes):
-        return "Mismatched number of tensors in a group", str(len(a.dtypes)), str(len(b.dtypes))
-    if a.dtypes != b.dtypes:
-        return "Mismatched data types", _listed(a.dtypes), _listed(b.dtypes)
-    gathers = kind in (Kind.ALLGATHER, Kind.ALLTOALL)
-    for left, right in zip(a.shapes, b.shapes, strict=True):
-        same = left[1:] == right[1:] and len(left) == len(right) if gathers else left == right
-        if not same:
-            return f"Mismatched {kind.name} tensor shapes", str(list(left)), str(list(right))
-    if (a.prescale, a.postscale) != (b.prescale, b.postscale):
-        return (
-            "Mismatched prescale and/or postscale factors",
-            f"{a.prescale}/{a.postscale}",
-            f"{b.prescale}/{b.postscale}",
-        )
-    if a.op != b.op:
-        return "Mismatched reduction operation", ReduceOp(a.op).name, ReduceOp(b.op).name
-    if a.root != b.root:
-        return "Mismatched BROADCAST root ranks", str(a.root), str(b.root)
-    if a.device_type != b.device_type:
-        return f"Mismatched {kind.name} CPU/GPU device selection", a.device_type, b.device_type
-    if a.code != b.code:
-        return "Mismatched compression", a.code or "none", b.code or "none"
-    if a.bound != b.bound:
-        memory = {True: "shared memory", False: "a tensor of its own"}
-        return f"Mismatched {kind.name} memory", memory[a.bound], memory[b.bound]
-    if not gathers and a.extra != b.extra:
-        return f"Mismatched {kind.name} arguments", str(list(a.extra)), str(list(b.extra))
-    return None
+    """Return the first difference between two members' signatures, with both values, or None."""
+    kind, memory = KINDS[a.kind].name, {True: "shared memory", False: "a tensor of its own"}
+    gathers = a.kind in (Kind.ALLGATHER, Kind.ALLTOALL)  # of which each member has its own number of rows
+    shapes = [(left, right) for left, right in zip(a.shapes, b.shapes, strict=False) if left != right]
+    if gathers:
+        shapes = [pair for pair in shapes if len(pair[0]) != len(pair[1]) or pair[0][1:] != pair[1][1:]]
+    left, right = shapes[0] if shapes else ((), ())
+    rows: Sequence[tuple[str, object, object]] = (
+        ("operations", a.kind_name, b.kind_name),
+        ("number of tensors in a group", len(a.dtypes), len(b.dtypes)),
+        ("data types", _listed(a.dtypes), _listed(b.dtypes)),
+        (f"{kind} tensor shapes", list(left), list(right)),
+        ("prescale and/or postscale factors", f"{a.prescale}/{a.postscale}", f"{b.prescale}/{b.postscale}"),
+        ("reduction operation", ReduceOp(a.op).name, ReduceOp(b.op).name),
+        ("BROADCAST root ranks", a.root, b.root),
+        (f"{kind} CPU/GPU device selection", a.device_type, b.device_type),
+        ("compression", a.code or "none", b.code or "none"),
+        (f"{kind} memory", memory[a.bound], memory[b.bound]),
+        (f"{kind} arguments", [] if gathers else list(a.extra), [] if gathers else list(b.extra)),
+    )
+    found = next(((what, one, other) for what, one, other in rows if one != other), None)
+    return None if found is None else (f"Mismatched {found[0]}", str(found[1]), str(found[2]))
 
 
 def _listed(values: Sequence[str]) -> str:

@@ -293,7 +293,7 @@ class TreeAgreement(Agreement):
         Of ranks that speak through a missing one it knows from themselves; a request about which they have not been
         asked yet is left out.
         """
-        if self._rank != self._tree.root:
+        if self._parent is not None:
             return {}
         found: UnannouncedRequests = {}
         for key, instance, since, signatures in self._collector.held():
@@ -333,7 +333,7 @@ class TreeAgreement(Agreement):
         """Once a second: see to it that the root learns what some wait for and others do not announce."""
         now = time.monotonic()
         self._collector.hold_old_slots(now)
-        if self._rank != self._tree.root:
+        if self._parent is not None:
             self._pass(0, self._collector.pass_on_old(now))
         else:
             self._ask_beyond_missing(now)
