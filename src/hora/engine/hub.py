@@ -330,10 +330,12 @@ class Hub:
         self._spread({"t": "news", "kind": "fault", "rank": rank, "text": text}, b"")
 
     def wait_for_goodbyes(self, limit_s: float) -> bool:
-        """Give the others a moment to finish what was agreed; whether all have said goodbye by then."""
+        """Give the others a moment to finish what was agreed; whether all have said goodbye by then. Who has not joined
+        the tree has nobody to wait for.
+        """
         with self._changed:
             gathering = self._gatherings.setdefault(_GOODBYES, _Gathering())
-            return self._changed.wait_for(lambda: gathering.result is not None, limit_s)
+            return self._changed.wait_for(lambda: gathering.result is not None or self._num_children < 0, limit_s)
 
     def ask_in_flight(self, rank: int, serial: int, *, limit_s: float) -> set[Key]:
         """The keys of what this rank waits for in a set, by a connection of its own.
