@@ -9,7 +9,7 @@ STAMP := $(VENV)/.set-up
 # Some environments forbid Python to keep compiled modules: every rank of every test would compile them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-slow test-containers test-security lint format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
+.PHONY: help setup native wheels release-notes demo test test-unit test-versions test-spark test-spark-protected test-ray test-tensorflow test-perfetto test-hosts test-store test-slow test-containers test-security lint style format docs coverage bench scale chaos soak simulate fuzz sanitize verify clean
 
 help:
 	@echo "make demo     train the penguins alone and distributed; ends with a figure, a model, a report"
@@ -72,10 +72,12 @@ release-notes: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/hora demo penguins
 
-lint: $(STAMP)
+lint: style
+	$(BIN)/mypy
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github
 	@if command -v actionlint >/dev/null; then actionlint; else echo "no actionlint: workflows are checked by zizmor alone"; fi
 
@@ -91,14 +93,12 @@ format: $(STAMP)
 # Three test processes with one thread each: tests often wait, and threads that spin would fight for the cores. Tests
 # with real processes, signals and networks get another chance or two on a noisy machine; pytest's summary names the reruns.
 # In the order of the folders, integration first: groups sorted by their number of tests would leave the longest to the end.
-# What needs a minute of lint, the types, is checked beside the tests.
+# The types are checked beside the tests.
 SIDE_BY_SIDE := -n 3 --dist loadgroup --no-loadscope-reorder
-test: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	@mkdir -p out; $(MAKE) --no-print-directory lint >out/lint.txt 2>&1 & lint=$$!; \
+test: style
+	@mkdir -p out; $(BIN)/mypy >out/types.txt 2>&1 & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not security" $(SIDE_BY_SIDE) --reruns 2 -rfER --durations 40; \
-	tested=$$?; wait $$lint; linted=$$?; cat out/lint.txt; exit $$((tested + linted))
+	tested=$$?; wait $$types; typed=$$?; cat out/types.txt; exit $$((tested + typed))
 
 test-unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n 2 tests/unit
