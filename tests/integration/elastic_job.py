@@ -197,11 +197,7 @@ def call(plan: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     import horovod
-    from hora.launch.host import launcher, ssh
 
-    # Hosts that are cut off are noticed sooner than users would like.
-    launcher._HEARTBEAT_S, launcher._HEARTBEAT_LIMIT_S = 0.5, 15.0
-    ssh._OPTIONS["ServerAliveInterval"] = "5"
     order = json.loads(sys.argv[1])
     if "arguments" not in order:
         result = call(order["plan"])

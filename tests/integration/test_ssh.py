@@ -9,12 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from job_process import lines_of, run_command, running
+from job_process import lines_of, run_command, running, wait_until_gone
 from ssh_server import SSHD, SshServer
 
 import horovod
-from hora.launch.host.ssh import Ssh, check_hosts
-from hora.launch.host.supervisor import MARK
+from hora.launch.agent.ssh import Ssh, open_hosts
 from hora.watch.recording import read_run
 
 pytestmark = [
@@ -176,8 +175,20 @@ def test_a_function_on_two_hosts_and_its_failure_there(hosts, monkeypatch):
 
 def test_a_host_without_our_python_is_told_apart_from_one_out_of_reach(hosts):
     ssh = dataclasses.replace(Ssh.from_environ({"HORA_SSH": hosts.command}), executable="/nowhere/python")
-    with pytest.raises(RuntimeError, match=r"(?s)reaches these hosts.*nodeb: env: .*/nowhere/python.*No such"):
-        check_hosts(["nodeb"], ssh, limit_s=30)
+    words = r"(?s)reaches these hosts.*nodeb: env: .*/nowhere/python.*No such"
+    limits = {"limit_s": 30.0, "silence_limit_s": 60.0}
+    with pytest.raises(RuntimeError, match=words), open_hosts(["nodeb"], ssh, "127.0.0.1", **limits):
+        raise AssertionError("it was let in")
+
+
+def test_a_host_with_another_version_is_refused_in_words(hosts, tmp_path):
+    """Its Python finds another Hora, which is ours but for its number."""
+    (tmp_path / "sitecustomize.py").write_text("import hora.version\nhora.version.version = lambda: '0.0.1'\n")
+    ssh = dataclasses.replace(Ssh.from_environ({"HORA_SSH": hosts.command}), python_path=str(tmp_path))
+    words = r"(?s)nodeb: hora: node nodeb: .*it has Hora 0.0.1, but the first node has .*; install the same version"
+    limits = {"limit_s": 30.0, "silence_limit_s": 60.0}
+    with pytest.raises(RuntimeError, match=words), open_hosts(["nodeb"], ssh, "127.0.0.1", **limits):
+        raise AssertionError("it was let in")
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT], ids=["limit", "SIGTERM", "SIGINT"])
@@ -199,7 +210,7 @@ def test_a_host_that_never_answers(number, tmp_path):
     assert number is not None or "nodez: no answer within 2 s (--start-timeout)" in err
 
 
-# What a host says that has been taken over: its "supervisor" answers, and then sends this.
+# What a host says that has been taken over: its agent joins, and then sends this for its supervisor's words.
 NONSENSE = {
     "a negative length": "struct.pack('>cii', b'o', 0, -9) * 2",
     "a huge length": "struct.pack('>cii', b'o', 0, 2**31 - 1) + b'x' * 1000",
@@ -210,25 +221,51 @@ NONSENSE = {
     "a list": "struct.pack('>cii', b'x', 0, 3) + b'[1]'",
     "the end of another host's worker": "struct.pack('>cii', b'x', 7, 25) + b'{\"code\": 0, \"reason\": \"\"}'",
 }
+# An `ssh` that is such a host's agent, in the place of what it was to start.
+LIAR = """#!{python}
+import json, struct, sys
+if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()
+from hora.launch.agent.agents import PROTOCOL
+from hora.launch.host.supervisor import MARK
+from hora.net.connection import connect
+from hora.net.session import ClientSession
+from hora.net.wire import Credentials
+from hora.version import version
+given = json.loads(sys.stdin.readline())
+key = Credentials(bytes.fromhex(given['key']), 'nodes', given['speaker'])
+session = ClientSession(connect(tuple(given['where']), key, timeout_s=30), None)
+((name, (index, slots)),) = given['nodes'].items()
+own = {{'node': {index}, 'name': name, 'slots': slots, 'version': version(), 'protocol': PROTOCOL}}
+session.send({{'op': 'join', **own}})
+print(session.receive(limit_s=30)[0], file=sys.stderr)
+while b'start' not in session.receive(limit_s=30)[1]: pass
+session.send({{'op': 'out'}}, MARK + {lie})
+try:
+    while True: session.receive(limit_s=60)
+except (EOFError, OSError): pass
+"""
 
 
 @pytest.mark.parametrize("what", NONSENSE)
 def test_a_host_that_sends_what_no_supervisor_sends(what, tmp_path):
     fake = tmp_path / "ssh"
-    fake.write_text(
-        f"#!{sys.executable}\n"
-        "import os, struct, sys\n"
-        "if '-G' in sys.argv: print('hostname 127.0.0.1'); sys.exit()\n"
-        f"sys.stdout.buffer.write({MARK!r}); sys.stdout.flush()\n"
-        "if not os.read(0, 1): sys.exit()\n"  # the check of the hosts says nothing more
-        f"sys.stdout.buffer.write({NONSENSE[what]}); sys.stdout.flush()\n"
-        "while os.read(0, 65536): pass\n"
-    )
+    fake.write_text(LIAR.format(python=sys.executable, index="index", lie=NONSENSE[what]))
     fake.chmod(0o755)
     code, _, err = run_command("horovodrun", "-np", "1", "-H", "nodez:1", "true", env={"HORA_SSH": str(fake)})
     assert code == 1
     assert "the supervisor on host nodez ended unexpectedly" in err
     assert "it sent what no supervisor sends" in err
+
+
+@pytest.mark.parametrize("index", ["index + 1", "index - 1"])
+def test_a_host_that_joins_in_the_place_of_another_is_refused(index, tmp_path):
+    fake = tmp_path / "ssh"
+    fake.write_text(LIAR.format(python=sys.executable, index=index, lie="b''"))
+    fake.chmod(0o755)
+    line = ["horovodrun", "-np", "2", "-H", "nodey:1,nodez:1", "true"]
+    code, _, err = run_command(*line, env={"HORA_SSH": str(fake)})
+    assert code == 1
+    assert "nobody waits for it any more" in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare (util-linux)")
@@ -267,20 +304,59 @@ def test_the_end_of_the_launcher_ends_the_remote_workers(hosts, ready, number):
     env = {"HORA_SSH": hosts.command, "READY": str(ready)}
     job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "sh", "-c", f'python -c "{SLEEPER}"; true']
     with running(*job, env=env, ready=ready, count=2) as launcher:
+        above = [parent for process in launcher.processes() for parent in process.parents()]
+        agents = {process.pid for process in above if "hora.launch.agent.node" in process.cmdline()}
+        assert len(agents) == 2
         launcher.process.send_signal(number)
         code, _, _ = launcher.finish()
+        wait_until_gone(*agents)
         assert code == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
 
 
-def test_a_cut_ssh_connection_ends_the_job_and_the_remote_workers(hosts, ready):
+COUNTING = """
+import os, pathlib, sys, time
+pathlib.Path(os.environ["READY"], os.environ["HOROVOD_RANK"]).touch()
+while not os.path.exists(os.environ["GO"]): time.sleep(0.05)
+print("still here", flush=True)
+"""
+
+
+@pytest.mark.parametrize("victim", ["ssh", "sshd"])
+def test_a_job_goes_on_without_the_ssh_that_started_its_agents(hosts, ready, tmp_path, victim):
+    """What the ranks print comes, and so do their exit codes."""
+    env = {"HORA_SSH": hosts.command, "READY": str(ready), "GO": str(tmp_path / "go")}
+    job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", COUNTING]
+    with running(*job, env=env, ready=ready, count=2) as launcher:
+        for host in ("nodea", "nodeb"):
+            ssh = _ssh_client(launcher, host)
+            killed = ssh if victim == "ssh" else _agent_of(launcher, ("nodea", "nodeb").index(host)).ppid()
+            os.kill(killed, signal.SIGKILL)
+            wait_until_gone(ssh)
+        (tmp_path / "go").touch()
+        code, out, err = launcher.finish()
+    assert code == 0, err
+    assert lines_of(out, 0) == lines_of(out, 1) == ["still here"]
+
+
+def test_the_end_of_an_agent_ends_its_host_and_the_job(hosts, ready):
     env = {"HORA_SSH": hosts.command, "READY": str(ready)}
     job = ["hora", "run", "-np", "2", "-H", "nodea:1,nodeb:1", "python", "-c", SLEEPER]
     with running(*job, env=env, ready=ready, count=2) as launcher:
-        os.kill(_ssh_client(launcher, "nodeb"), signal.SIGKILL)
+        agents = [_agent_of(launcher, rank).pid for rank in (0, 1)]
+        os.kill(agents[1], signal.SIGKILL)
         code, _, err = launcher.finish()
+        wait_until_gone(*agents)
     assert code == 255
     assert "process 1 on host nodeb failed" in err
     assert "the supervisor on host nodeb ended unexpectedly" in err
+
+
+def _agent_of(job, rank):
+    """The agent on a rank's host: the parent of its supervisor's guardian."""
+    (worker,) = [process for process in job.processes() if process.environ().get("HOROVOD_RANK") == str(rank)]
+    agent = worker.parents()[2]
+    assert "hora.launch.agent.node" in agent.cmdline()
+    return agent
 
 
 def test_a_silent_host_is_given_up_and_ends_its_workers_when_it_comes_to(hosts, ready):

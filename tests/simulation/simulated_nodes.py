@@ -29,6 +29,7 @@ CUT_LIMIT_S = 30.0  # of silence, after which a kernel takes a connection for cu
 START_LIMIT_S = 60.0
 SUPERVISORS_GRACE_S = 5.0
 REASONABLE_END_S = 300.0
+CREDENTIALS = Credentials(bytes(32), "nodes")
 
 
 # ---- pipes ----------------------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ class Machine:
             name=self.name,
         )
         try:
-            said = f"status {agent.join(place, b'secret' * 6, limit_s=START_LIMIT_S)}"
+            said = f"status {agent.join(place, CREDENTIALS, limit_s=START_LIMIT_S)}"
         except (RuntimeError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
         self.told.append(said)

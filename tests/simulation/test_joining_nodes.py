@@ -34,7 +34,7 @@ from simulator import played
 from test_simulation import Run as JobRun
 
 from hora.errors import JobFailedError, StartTimeoutError
-from hora.launch.agent import agents, node
+from hora.launch.agent import agents, held, node
 from hora.launch.agent.agents import Agents
 from hora.launch.control.controller import run_job
 from hora.launch.control.elastic import ElasticSpec
@@ -179,8 +179,9 @@ class Run(JobRun):
             agents: {"time": times, "threading": threads, "os": nodes.descriptors, "Server": NodesServer}
             | {"queue": SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)},
             node: {"time": times, "threading": threads, "os": nodes.descriptors, "select": nodes.descriptors}
-            | {"subprocess": children, "connect": connect, "Processes": nodes.processes}
-            | {"environment_value": lambda worker, name: "1", "ended_by_signals": signalled},
+            | {"connect": connect, "ended_by_signals": signalled},
+            held: {"time": times, "threading": threads, "subprocess": children, "Processes": nodes.processes}
+            | {"environment_value": lambda worker, name: "1"},
             connection: {"threading": threads, "os": nodes.descriptors, "selectors": nodes.descriptors}
             | {"subprocess": children},
             launcher: {"time": times},
@@ -232,7 +233,7 @@ def test_whatever_happens(request: pytest.FixtureRequest):
 )
 def test_a_rule_that_is_broken_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch):
     if rule == "a node outlives its launcher":
-        monkeypatch.setattr(node._Agent, "_close_stdin", lambda _: None)
+        monkeypatch.setattr(held.HeldSupervisor, "hang_up", lambda _: None)
         monkeypatch.setattr(Machine, "_orphan", lambda _: None)
     elif rule == "nodes are not told that the job is over":
         monkeypatch.setattr(Agents, "dismiss", lambda *_: None)

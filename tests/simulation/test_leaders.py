@@ -29,7 +29,7 @@ from fibers import Condition, Event, Fiber, KilledError, Process, SimpleQueue, T
 from simulated_nodes import Descriptors, File, SimulatedConnection
 from simulator import Link, Message, Network, Simulation, VirtualServer, played
 
-from hora.launch.agent import agents, candidate, keeper, leadership
+from hora.launch.agent import agents, candidate, held, keeper, leadership
 from hora.launch.agent.agents import Agents
 from hora.launch.agent.candidate import Candidate
 from hora.launch.agent.etcd import Etcd as EtcdStore
@@ -185,6 +185,9 @@ class KeptSupervisor:
 
     def poll(self) -> int | None:
         return self._status
+
+    def wait(self, limit_s: float) -> int:
+        return 0
 
     def close(self) -> None:
         self._status = 0
@@ -410,9 +413,8 @@ class Run:
             agents: common | {"queue": queues, "os": pipes, "Server": LeadersServer},
             keeper: common
             | {"queue": queues, "signal": signals, "connect": connect, "Relay": lambda _: relay, "own_address": str}
-            | {"os": SimpleNamespace(getppid=lambda: Fiber.current.process.parent(), read=pipes.read)}
-            | {"subprocess": SimpleNamespace(Popen=KeptSupervisor, PIPE=-1), "end_supervisor": lambda process: 0}
-            | {"wait_or_kill": lambda process, limit_s: 0},
+            | {"os": SimpleNamespace(getppid=lambda: Fiber.current.process.parent(), read=pipes.read)},
+            held: common | {"subprocess": SimpleNamespace(Popen=KeptSupervisor, PIPE=-1, TimeoutExpired=TimeoutError)},
             sys: {"stderr": io.StringIO()},
             Candidate: {"_keeper": lambda _: Fiber.current.process.keeps()},
             EtcdStore: {"_post": lambda _, member, path, question, token: self.post(path, question)},

@@ -79,7 +79,7 @@ def opened():
     hosts = []
 
     def open_host(far: Far, events: Events) -> HostConnection:
-        hosts.append(HostConnection("far", (), events, process=far, silence_limit_s=LIMIT_S))
+        hosts.append(HostConnection("far", events, process=far, silence_limit_s=LIMIT_S))
         os.write(far.says, supervisor.MARK)
         hosts[-1].start([SPEC])
         return hosts[-1]
@@ -117,7 +117,7 @@ def test_a_host_whose_output_waits_for_a_slow_console_is_kept(opened):
 
 def test_one_that_has_not_started_yet_is_left_to_the_start_timeout(opened):
     far, events = Far(answers=False), Events()
-    host = HostConnection("far", (), events, process=far, silence_limit_s=LIMIT_S)
+    host = HostConnection("far", events, process=far, silence_limit_s=LIMIT_S)
     wait_until("many beats", lambda: far.stdin.num_beats > 3 * connection._BEATS or host.ended)
     assert not host.ended
     host.wait(0.01)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from hora.errors import StartTimeoutError
-from hora.launch.agent.agents import PROTOCOL, Agents, credentials, job_secret
+from hora.launch.agent.agents import PROTOCOL, Agents, credentials
 from hora.launch.agent.node import join
 from hora.launch.agent.place import Machine, Place, find_place
 from hora.launch.agent.srun import allocation
@@ -119,10 +119,9 @@ def agents():
     opened.dismiss(0)
 
 
-def test_nodes_join_and_the_jobs_secret_does_not_travel(agents):
+def test_nodes_join_and_have_names_of_their_own(agents):
     connection, welcome = joining(agents)
     assert welcome["op"] == "welcome"
-    assert job_secret(SECRET, welcome["nonce"]) == agents.job_secret
     assert agents.hosts() == [HostInfo("a", 1), HostInfo("b", 2)]
     second, _ = joining(agents, node=2, name="b")
     assert agents.hosts()[2] == HostInfo("b-2", 2)  # a name of its own
@@ -213,7 +212,7 @@ def test_a_stranger_in_the_first_nodes_place_learns_nothing():
         thread.start()
         place = Place(num_nodes=2, index=1, host="127.0.0.1", port=server.getsockname()[1], slots=1)
         with pytest.raises((RuntimeError, OSError)):
-            join(place, SECRET, limit_s=2.0)
+            join(place, credentials(SECRET), limit_s=2.0)
         thread.join(30)
     for shown in (SECRET, SECRET.hex().encode(), credentials(SECRET).secret, b"join", version().encode()):
         assert shown not in heard

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hora.launch.agent.leadership import Leadership
     from hora.launch.control.elastic import ElasticSpec  # jobs that never change size start faster without
 
-__all__ = ["elastic_spec", "find_hosts", "make_job", "make_launcher", "start"]
+__all__ = ["elastic_spec", "find_hosts", "make_job", "open_launcher", "start"]
 
 _log = logging.getLogger("hora.launch")
 
@@ -51,10 +51,12 @@ def start(
         raise ValueError("there is no command to run: put it after the options, for example: python train.py")
     for sentence in options.without_effect():
         _log.warning("%s", sentence)
-    with _nodes_of(options, environ, leadership) as nodes:
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(_nodes_of(options, environ, leadership))
         elastic = elastic_spec(options, environ, nodes) if options.elastic else None
         job = adjust(make_job(options, environ, elastic, nodes, function=function, executable=executable))
-        launcher = make_launcher([slot.hostname for slot in job.slots], options, environ, nodes)
+        hostnames = [slot.hostname for slot in job.slots]
+        launcher = stack.enter_context(open_launcher(hostnames, options, environ, nodes))
         if elastic is None:
             return run_job(job, launcher)
         if leadership is not None:
@@ -185,22 +187,24 @@ def _directory() -> str:
         raise ValueError("the directory you are in does not exist any more; go to another one and try again") from None
 
 
-def make_launcher(
+@contextlib.contextmanager
+def open_launcher(
     hostnames: Iterable[str], options: Options, environ: Mapping[str, str], nodes: Agents | None = None
-) -> HostLauncher:
-    """Return the launcher for these hosts, all validated: local processes, ssh if one is remote, or the agent."""
-    silence_s, verbose = float(options.effective("silence_timeout")), bool(options.verbose)
-    if nodes is not None:
-        return HostLauncher(agents=nodes, listen=nodes.address, silence_limit_s=silence_s, verbose=verbose)
+) -> Iterator[HostLauncher]:
+    """The launcher for these hosts, all of them there: this machine's processes, or agents that ssh starts or that came
+    by themselves.
+    """
+    silence_s = float(options.effective("silence_timeout"))
     remote = [name for name in dict.fromkeys(hostnames) if not address.is_local(name)]
-    if not remote and not options.nics:
-        return HostLauncher()
-    from hora.launch.host.ssh import Ssh, check_hosts, reachable_address  # local jobs start faster without
+    if nodes is not None:
+        yield HostLauncher(agents=nodes, listen=nodes.address, silence_limit_s=silence_s)
+    elif not remote and not options.nics:
+        yield HostLauncher()
+    else:
+        from hora.launch.agent.ssh import Ssh, open_hosts, reachable_address  # local jobs start faster without
 
-    ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
-    if options.elastic:
-        ssh = replace(ssh, silence_s=max(ssh.silence_s, int(options.effective("launcher_timeout"))))
-    chosen = address.interface_address(options.nics) if options.nics else None
-    check_hosts(remote, ssh, limit_s=float(options.effective("start_timeout")))
-    listen = chosen or reachable_address(remote, ssh)
-    return HostLauncher(ssh=ssh, listen=listen, silence_limit_s=silence_s, verbose=verbose)
+        ssh = Ssh.from_environ(environ, port=options.ssh_port, identity_file=options.ssh_identity_file)
+        listen = address.interface_address(options.nics) if options.nics else reachable_address(remote, ssh)
+        limits = {"limit_s": float(options.effective("start_timeout")), **options.silence_limits()}
+        with open_hosts(remote, ssh, listen, verbose=bool(options.verbose), **limits) as agents:
+            yield HostLauncher(agents=agents, listen=listen, silence_limit_s=silence_s)

@@ -15,10 +15,10 @@ from typing import Any
 
 from hora.cli.doctor.findings import Finding, agreement, host_findings, reach_findings, summary
 from hora.cli.doctor.probe import MARK
+from hora.launch.agent.ssh import Ssh, reachable_address
 from hora.launch.agent.store import StoreError, open_store
 from hora.launch.environment import module_command, variables
 from hora.launch.host.connection import wait_or_kill
-from hora.launch.host.ssh import Ssh, reachable_address
 from hora.launch.slots import parse_host_files, parse_hosts_and_slots
 from hora.net import address
 
@@ -119,7 +119,7 @@ class _Patient:
 
 def _examine(names: list[str], ssh: Ssh) -> int:
     remote = [name for name in names if not address.is_local(name)]
-    own = _own_address(remote, ssh)
+    own = reachable_address(remote, ssh)
     patients = [_patient(name, ssh, remote=name in remote, listen=own) for name in names]
     findings: list[Finding] = []
     try:
@@ -155,14 +155,6 @@ def _store(url: str) -> Finding:
     except StoreError as error:
         return Finding("problem", str(error), "check HORA_STORE, and that it runs there and can be reached from here")
     return Finding("ok", f"the store (HORA_STORE) answers: {store}")
-
-
-def _own_address(remote: list[str], ssh: Ssh) -> str:
-    """Return the address at which the remote hosts reach us; loopback if there are none or it is unknown."""
-    try:
-        return reachable_address(remote, ssh)
-    except RuntimeError:
-        return "127.0.0.1"
 
 
 def _patient(name: str, ssh: Ssh, *, remote: bool, listen: str) -> _Patient:

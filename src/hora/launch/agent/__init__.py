@@ -1,1 +1,1 @@
-"""Nodes that come by themselves: one agent on each, started by the platform, instead of ssh."""
+"""Nodes: one agent on each, started by the platform, by srun or by ssh."""

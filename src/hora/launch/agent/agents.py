@@ -1,10 +1,10 @@
 """The nodes of a job whose agents come to us: who has joined, and each one's supervisor as if it were a process of
 ours.
 
-An agent (`node`) connects, proves that it holds the nodes' secret, and says which node it is; from then on its
-connection carries what a supervisor's pipes carry, so that a `HostConnection` needs to know nothing of it. The job's
-own secret does not travel: both ends derive it. The connection is a session: in an elastic job an agent that was cut
-off comes back to it. Opened by `nodes`, used by the `host.launcher`.
+An agent (`node`) is started by its platform, by `srun` or by `ssh`. It connects, proves that it holds the nodes'
+secret, or a key of its own, and says which node it is; from then on its connection carries what a supervisor's pipes
+carry, so that a `HostConnection` needs to know nothing of it. The connection is a session: in an elastic job an agent
+that was cut off comes back to it. Opened by `nodes` and `ssh`, used by the `host.launcher`.
 
 An agent's connection: join -> welcome | refused -> in, out, err, taken … -> bye. `taken` tells how much output has been
 passed on: an agent that is far ahead of a slow console leaves its workers' pipes unread.
@@ -12,40 +12,67 @@ passed on: an agent that is far ahead of a slow console leaves its workers' pipe
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import json
 import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 from hora.errors import StartTimeoutError
+from hora.launch.host.connection import wait_or_kill
 from hora.launch.slots import HostInfo
 from hora.net.server import Server
 from hora.net.session import SessionPeer, Sessions
-from hora.net.wire import Credentials, Header, derived_secret, new_secret
+from hora.net.wire import ANYBODY, Credentials, Header, derived_secret, new_secret
 from hora.version import version
 
-__all__ = ["Agents", "PROTOCOL", "credentials", "job_secret"]
+__all__ = ["Agents", "Node", "PROTOCOL", "credentials", "end_starter", "start_agent"]
 
-PROTOCOL = "2"
+Nodes = Mapping[str, tuple[int, int]]  # number and slots by name
+
+PROTOCOL = "3"
 _CUT_LIMIT_S = 30  # a node beyond a cut cable, of which its kernel would tell
 _MAX_NAME_CHARS = 255
-_BYE_LIMIT_S = 20.0
+_BYE_LIMIT_S, _KILL_LIMIT_S = 20.0, 30.0
 
 
-def credentials(secret: bytes) -> Credentials:
-    """Return the credentials that an agent and the controller prove to one another."""
-    return Credentials(derived_secret(secret, "hora nodes"), "nodes")
+def credentials(secret: bytes, speaker: int = ANYBODY) -> Credentials:
+    """Return the credentials that an agent and the controller prove to one another: of all nodes, or of one that was
+    given a key of its own.
+    """
+    purpose = "hora nodes" if speaker == ANYBODY else f"hora node {speaker}"
+    return Credentials(derived_secret(secret, purpose), "nodes", speaker)
 
 
-def job_secret(secret: bytes, nonce: str) -> bytes:
-    """The secret of the job that the controller has begun with these nodes."""
-    return derived_secret(secret, f"hora job {nonce}")
+def start_agent(
+    command: Sequence[str], where: tuple[str, int], key: Credentials, nodes: Nodes, *, limit_s: float, **rest: Any
+) -> subprocess.Popen[bytes]:
+    """Run a command that starts `agent.node` somewhere, and tell that on its standard input where to go.
+
+    `nodes`: those that the command may start.
+    """
+    process = subprocess.Popen(list(command), stdin=subprocess.PIPE, start_new_session=True, **rest)
+    order = {"where": where, "key": key.secret.hex(), "speaker": key.speaker, "nodes": nodes, "limit_s": limit_s}
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+    return process
+
+
+def end_starter(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Wait for a process that ends with the agents it has started; a SIGTERM makes srun end them."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        wait_or_kill(process, _KILL_LIMIT_S)
 
 
 class Agents:
@@ -55,7 +82,11 @@ class Agents:
     a silence of ours a node ends its workers. `elastic`: an agent that is asked to end lets its ranks commit and leave
     first. `return_s`: how long one that was cut off may take to come back. `nonce`, `term` and `names`: of a job whose
     leaders change, and of all nodes that ever joined one of them.
+
+    `brings_environment`: a node's workers have the environment and the folder of its agent.
     """
+
+    brings_environment = True
 
     def __init__(
         self,
@@ -72,11 +103,11 @@ class Agents:
         names: Iterable[str] = (),
     ) -> None:
         self.nonce, self._term, self._meeting = nonce or new_secret().hex(), term, 0
-        self.job_secret = job_secret(secret, self.nonce)
+        self._secret, self.job_secret = secret, derived_secret(secret, f"hora job {self.nonce}")
         self._num_nodes, self._own = num_nodes, own
         self._elastic, self._silence_limit_s, self._return_s = elastic, silence_limit_s, return_s
         self._first_index = 0 if own is None else 1
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, Node] = {}
         self._names = set(names)  # of all that have ever joined
         self._changed = threading.Condition()
         self._refused = ""
@@ -91,7 +122,10 @@ class Agents:
         except OSError as error:
             self._server.close()
             raise OSError(f"cannot listen at {where[0]}:{where[1]} for the nodes: {error.strerror}") from None
-        self._server.start(credentials(secret))
+        self._server.start(self._credentials)
+
+    def _credentials(self, speaker: int) -> Credentials:
+        return credentials(self._secret)
 
     @property
     def address(self) -> str:
@@ -153,7 +187,7 @@ class Agents:
             self._meeting = port
             nodes = list(self._nodes.values())
         for node in nodes:
-            node.peer.send({"op": "meeting", "port": port, "term": self._term})
+            node.send({"op": "meeting", "port": port, "term": self._term})
 
     def abandon(self) -> None:
         """Another one leads the job: let go of the nodes, whose workers live on."""
@@ -170,8 +204,11 @@ class Agents:
     def supervisor(self, hostname: str) -> _Supervisor:
         """The supervisor of a node, as a process. One that is gone has ended already."""
         with self._changed:
-            node = next((node for node in self._nodes.values() if node.name == hostname), None)
-        return _Supervisor(node, self._term)
+            return _Supervisor(self._node_at(hostname), self._term)
+
+    def _node_at(self, hostname: str) -> Node | None:
+        there = (node for node in self._nodes.values() if node.name == hostname and node.status is None)
+        return next(there, None)
 
     # ---- hosts of an elastic job (`control.discovery.HostWatch`) --------------------------------------------------
 
@@ -191,7 +228,7 @@ class Agents:
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
-            node.peer.send({"op": "bye", "status": str(status), "term": self._term})
+            node.send({"op": "bye", "status": str(status), "term": self._term})
         deadline = time.monotonic() + _BYE_LIMIT_S
         with self._changed:
             while self._nodes and time.monotonic() < deadline:
@@ -220,8 +257,7 @@ class Agents:
 
     def _join(self, peer: SessionPeer, header: Header) -> None:
         index, name = int(header["node"]), str(header["name"])[:_MAX_NAME_CHARS]
-        slots = int(header["slots"])
-        problem = self._problem(index, slots, header)
+        problem = self._problem(peer, index, header)
         if problem:
             if "run" not in header:  # a keeper comes again
                 self._refused = self._refused or f"node {index} ({name}, {peer.host}): {problem}"
@@ -230,18 +266,23 @@ class Agents:
                 self._changed.notify_all()
             return
         with self._changed:
-            known = header.get("run") == self.nonce
-            name = name if known else self._new_name(name, index)
-            self._names.add(name)
+            node = self._nodes[index] = self._admitted(index, name, header)
             peer.number = index
             self._own_address = self._own_address or str(peer.sock.getsockname()[0])
-            workers = frozenset(map(int, header["workers"])) if known else frozenset()
-            self._nodes[index] = _Node(peer, name, slots, workers)
-            leading = {"term": self._term, "name": name, "meeting": self._meeting}
-            self._changed.notify_all()
+            leading = {"term": self._term, "name": node.name, "meeting": self._meeting}
         welcome = {"nonce": self.nonce, "executable": sys.executable, "silence_s": self._silence_limit_s}
         peer.send({"op": "welcome", **welcome, **leading, "elastic": self._elastic, "return_s": self._return_s})
+        with self._changed:
+            node.join(peer)
+            self._changed.notify_all()
         self._tell()
+
+    def _admitted(self, index: int, name: str, header: Header) -> Node:
+        known = header.get("run") == self.nonce
+        name = name if known else self._new_name(name, index)
+        self._names.add(name)
+        workers = frozenset(map(int, header["workers"])) if known else frozenset()
+        return Node(name, int(header["slots"]), workers)
 
     def _new_name(self, name: str, index: int) -> str:
         """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be
@@ -253,10 +294,13 @@ class Agents:
         chosen = next(choice for choice in choices if choice not in taken)
         return chosen
 
-    def _problem(self, index: int, slots: int, header: Header) -> str:
+    def _problem(self, peer: SessionPeer, index: int, header: Header) -> str:
         if (header.get("version"), header.get("protocol")) != (version(), PROTOCOL):
             theirs = header.get("version")
             return f"it has Hora {theirs}, but the first node has {version()}; install the same version on every node"
+        return self._misplaced(peer, index, int(header["slots"]))
+
+    def _misplaced(self, peer: SessionPeer, index: int, slots: int) -> str:
         last = self._first_index + self._num_nodes - 1
         if not self._first_index <= index <= last:
             return f"the nodes that may join are {self._first_index} to {last}; check --nnodes and --node-rank"
@@ -279,22 +323,48 @@ class Agents:
             self._listener(self.hosts())
 
 
-class _Node:
-    """A joined agent, and the pipes into which a thread of its own writes what its supervisor says."""
+class Node:
+    """A node, and the pipes into which a thread of its own writes what its supervisor says.
 
-    def __init__(self, peer: SessionPeer, name: str, slots: int, workers: frozenset[int]) -> None:
-        self.peer, self.name, self.slots, self.workers = peer, name, slots, workers
+    Expected (what it is to be told waits) -> joined -> over. `starter`: the process that starts its agent.
+    """
+
+    def __init__(self, name: str, slots: int = 1, workers: frozenset[int] = frozenset()) -> None:
+        self.name, self.slots, self.workers = name, slots, workers
+        self.peer: SessionPeer | None = None
+        self.starter: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
         self.leaving = False
         self.ended = threading.Event()
         self.readers: dict[str, IO[bytes]] = {}
-        self._writers: dict[str, int] = {}
+        self.writers: dict[str, int] = {}
         for stream in ("out", "err"):
-            read_end, self._writers[stream] = os.pipe()
+            read_end, self.writers[stream] = os.pipe()
             self.readers[stream] = os.fdopen(read_end, "rb", buffering=0)
+        self._lock = threading.Lock()
+        self._untold: list[tuple[Header, bytes]] = []
         self._said: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name=f"hora-node {name}", daemon=True)
         self._thread.start()
+
+    def join(self, peer: SessionPeer) -> None:
+        with self._lock:
+            self.peer = peer
+            for header, payload in self._untold:
+                peer.send(header, payload)
+            self._untold.clear()
+
+    @property
+    def gone(self) -> bool:
+        return self.status is not None if self.peer is None else not self.peer.open
+
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        """Tell its agent something, as soon as that has joined. Dropped if it is gone."""
+        with self._lock:
+            if self.peer is None:
+                self._untold.append((header, payload))
+            else:
+                self.peer.send(header, payload)
 
     def feed(self, said: tuple[str, bytes] | None) -> None:
         """Something its supervisor says; None: there is no more."""
@@ -305,44 +375,60 @@ class _Node:
             self.status = status
         self.feed(None)
 
+    def last_words(self, num_bytes: int) -> str:
+        """The end of what was said about a node that nobody else has asked."""
+        self.ended.wait(_BYE_LIMIT_S)
+        os.set_blocking(self.readers["err"].fileno(), False)
+        with contextlib.suppress(BlockingIOError):
+            words = self.readers["err"].read(num_bytes) or b""
+            return words.decode(errors="replace").strip() or f"exit status {self.status}, no output"
+        return ""
+
+    def hang_up(self) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        if self.starter is not None:
+            self.starter.kill()
+
     def _write(self) -> None:
         while (said := self._said.get()) is not None:
             stream, data = said
             view = memoryview(data)
             try:
                 while view:
-                    view = view[os.write(self._writers[stream], view) :]
+                    view = view[os.write(self.writers[stream], view) :]
             except OSError:  # not read any more: the job is over
                 break
-            self.peer.send({"op": "taken", "bytes": str(len(data))})
+            if self.peer is not None:
+                self.peer.send({"op": "taken", "bytes": str(len(data))})
         self.ended.set()
-        for writer in self._writers.values():
+        for writer in self.writers.values():
             os.close(writer)
 
 
 class _Orders(io.RawIOBase):
     """Stream whose writes, meant for a supervisor, go to its agent."""
 
-    def __init__(self, peer: SessionPeer | None, term: int) -> None:
+    def __init__(self, node: Node | None, term: int) -> None:
         super().__init__()
-        self._peer, self._term = peer, term
+        self._node, self._term = node, term
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        if self._peer is None or not self._peer.open:
+        if self._node is None or self._node.gone:
             raise BrokenPipeError("the node is gone")
-        self._peer.send({"op": "in", "term": self._term}, bytes(data))
+        self._node.send({"op": "in", "term": self._term}, bytes(data))
         return len(data)
 
 
 class _Supervisor:
     """A node's supervisor as `HostConnection` sees one."""
 
-    def __init__(self, node: _Node | None, term: int) -> None:
+    def __init__(self, node: Node | None, term: int) -> None:
         self._node = node
-        self.stdin: Any = _Orders(node.peer if node else None, term)
+        self.stdin: Any = _Orders(node, term)
         self.stdout: IO[bytes] | None = node.readers["out"] if node else _nothing()
         self.stderr: IO[bytes] | None = node.readers["err"] if node else _nothing()
 
@@ -355,7 +441,7 @@ class _Supervisor:
 
     def kill(self) -> None:
         if self._node is not None:
-            self._node.peer.close()
+            self._node.hang_up()
 
 
 def _nothing() -> IO[bytes]:

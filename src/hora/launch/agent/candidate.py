@@ -47,6 +47,7 @@ class Candidate:
         self._leaderless_s = float(options.effective("elastic_timeout"))
         self._left = False
         self._leadership: Leadership | None = None
+        self._former = ""  # the run that was over before this one
         self._followed = ""  # the run in which this process has seen a leader
 
     def run(self, lead: Callable[[Leadership], object]) -> int:
@@ -54,7 +55,7 @@ class Candidate:
 
         RuntimeError when the store cannot be reached for too long.
         """
-        former = self._first_look()
+        self._former = self._first_look()
         with self._keeper() as keeper, ended_by_signals() as signals:
             seen_at, complained = time.monotonic(), False
             while True:
@@ -64,7 +65,7 @@ class Candidate:
                     found = self._store.read()
                     if found.term and "state" in found.values:
                         self._followed = str(found.values["state"]["run"])
-                    step = next_step(View(bool(found.term), found.values.get("over"), former))
+                    step = next_step(View(bool(found.term), found.values.get("over"), self._former))
                     seen_at, complained = time.monotonic(), False
                 except StoreError as error:
                     if not complained:
@@ -107,6 +108,7 @@ class Candidate:
             "orphaned_s": float(self._options.effective("launcher_timeout")),
             "poll_s": self._poll_s,
             "parent": os.getpid(),
+            "former": self._former,
         }
         env = {name: value for name, value in self._environ.items() if name != "HORA_STORE"}
         keeper = subprocess.Popen(

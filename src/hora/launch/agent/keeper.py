@@ -18,7 +18,6 @@ import queue
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -26,15 +25,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agents import PROTOCOL, credentials, job_secret
-from hora.launch.agent.node import completed, end_supervisor
+from hora.launch.agent.agents import PROTOCOL, credentials
+from hora.launch.agent.held import AHEAD_BYTES, HeldSupervisor
 from hora.launch.agent.nodes import own_address
 from hora.launch.agent.relay import Relay
 from hora.launch.agent.store import Store, StoreError, open_store
 from hora.launch.environment import variables
 from hora.launch.host import supervisor
-from hora.launch.host.connection import local_supervisor_command, wait_or_kill
-from hora.launch.host.processes import Processes, environment_value
 from hora.net.connection import Connection, connect
 from hora.net.session import ClientSession
 from hora.version import version
@@ -42,7 +39,6 @@ from hora.version import version
 __all__ = ["Keeper"]
 
 _READ_BYTES = 64 * 1024
-_KEPT_BYTES = 4 * 1024 * 1024  # of output, while nobody takes it
 _CONNECT_S, _ANSWER_S, _TURN_S = 5.0, 10.0, 0.2
 _BYE_S = 10.0  # a leader that had the supervisor end says goodbye within so long
 _OUTPUT = (supervisor.STDOUT, supervisor.STDERR)
@@ -53,7 +49,7 @@ class Keeper:
 
     Orders of a leader whose term is not the latest that was seen here are refused. `parent`: the process of the node.
     `claim`: a name that one keeper of this machine has at a time. A process that is started again on a node where an
-    earlier keeper holds workers has its own wait until that one has gone.
+    earlier keeper holds workers has its own wait until that one has gone. `former`: the run that was over before.
     """
 
     def __init__(
@@ -67,19 +63,17 @@ class Keeper:
         poll_s: float,
         parent: int,
         claim: str = "",
+        former: str = "",
     ) -> None:
         self._place, self._secret, self._store = dict(place), secret, store
         self._leaderless_s, self._orphaned_s, self._poll_s = leaderless_s, orphaned_s, poll_s
-        self._parent, self._claim = parent, claim
+        self._parent, self._claim, self._former = parent, claim, former
         self._relay = Relay(own_address(store.members))
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._supervisor: HeldSupervisor | None = None
         self._run = ""  # the job's run whose workers are here
         self._workers: dict[int, bytes] = {}  # worker -> the frame that tells its state
         self._held: list[tuple[bytes, bytes]] = []  # kind and frame, of output that nobody has taken
-        self._ahead = 0  # bytes that the leader has not passed on yet
-        self._room = threading.Event()
-        self._room.set()
         self._session: ClientSession | None = None
         self._term = 0
         self._claimed: socket.socket | None = None
@@ -98,6 +92,7 @@ class Keeper:
             while not self._over.is_set():
                 if self._claim and not self._holds_claim():
                     alone_since = time.monotonic()
+                    self._leader()  # the job may be over
                     self._over.wait(self._poll_s)
                     continue
                 found = self._leader()
@@ -136,7 +131,7 @@ class Keeper:
         except StoreError:
             return None
         where, over = found.values.get("where"), found.values.get("over")
-        if over is not None and over["run"] == self._run:
+        if over is not None and (over["run"] == self._run if self._run else over["run"] != self._former):
             self._end(int(over["status"]))
             return None
         if not found.term or where is None or where["term"] != found.term or found.term < self._term:
@@ -180,8 +175,9 @@ class Keeper:
                 if self._session is session:
                     said = [frame for header, frame in session.unsent() if header["op"] == "out"]
                     self._held = [(frame[:1], frame) for frame in said if frame[:1] in _OUTPUT]
-                self._session, self._ahead = None, 0
-            self._room.set()
+                self._session = None
+            if self._supervisor is not None:
+                self._supervisor.forget()
 
     def _begin(self, session: ClientSession, welcome: Mapping[str, Any], host: str) -> None:
         """Tell a leader that has let us join all that it must know, and from then on what happens."""
@@ -218,7 +214,7 @@ class Keeper:
                 elif header["op"] == "meeting":
                     self._relay.lead_to((host, int(header["port"])))
                 elif header["op"] == "taken":
-                    self._taken(int(header["bytes"]))
+                    self._held_supervisor.taken(int(header["bytes"]))
                 elif header["op"] == "bye":
                     self._end(int(header["status"]))
                     return
@@ -239,93 +235,62 @@ class Keeper:
             session = self._session
         if session is not None:
             session.send({"op": "leaving"})
-        deadline = time.monotonic() + self._leaderless_s
-        while time.monotonic() < deadline and self._has_workers():
-            time.sleep(_TURN_S)
+        if self._supervisor is not None:
+            self._supervisor.wait_for_workers(self._leaderless_s)
         self._over.set()
         if session is not None:
             session.shutdown()
 
-    def _has_workers(self) -> bool:
-        if self._process is None:
-            return False
-        return any(environment_value(pid, "HORA_WORKER") for pid in Processes().descendants(self._process.pid))
-
     # ---- the workers ----------------------------------------------------------------------------------------
 
+    @property
+    def _held_supervisor(self) -> HeldSupervisor:
+        assert self._supervisor is not None
+        return self._supervisor
+
     def _start_supervisor(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._supervisor is not None and self._supervisor.process.poll() is None:
             return
         self._ended_at = None
-        self._process = subprocess.Popen(
-            list(local_supervisor_command()),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-        )
-        assert self._process.stdout is not None
-        reader = threading.Thread(target=self._read, args=(self._process,), name="hora-keeper-read", daemon=True)
+        self._supervisor = HeldSupervisor()
+        reader = threading.Thread(target=self._read, args=(self._supervisor,), name="hora-keeper-read", daemon=True)
         reader.start()
 
     def _order(self, lines: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        secret = job_secret(self._secret, self._run)
         meeting = {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": self._relay.address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._relay.port),
             "HORA_LAUNCHER_TIMEOUT": str(int(self._leaderless_s)),
         }
-        python = str(self._welcome["executable"])
-        orders = b"".join(completed(line, secret, meeting, python) for line in lines.splitlines(keepends=True))
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            view = memoryview(orders)
-            while view:
-                view = view[self._process.stdin.write(view) or 0 :]
+        self._held_supervisor.order(lines, meeting, str(self._welcome["executable"]))
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
+    def _read(self, held: HeldSupervisor) -> None:
         """Take the supervisor's frames, one by one."""
-        assert process.stdout is not None
         buffer, marked = bytearray(), False
-        while data := self._more(process):
+        while data := _more(held):
             buffer += data
             if not marked:
                 _, mark, rest = buffer.partition(supervisor.MARK)
                 marked = bool(mark)
                 buffer = bytearray(rest) if marked else buffer
-            while marked and (frame := _first_frame(buffer)):
-                kind, worker, _ = supervisor.FRAME.unpack_from(frame)
-                self._heard(kind, worker, frame)
-        if process is not self._process:
+            while marked and (frame := supervisor.take_frame(buffer)):
+                self._heard(held, *frame)
+        if held is not self._supervisor:
             return
+        body = json.dumps({"code": 255, "reason": "the supervisor of its node has ended"}).encode()
+        for worker, state in [] if self._over.is_set() else list(self._workers.items()):
+            if state[:1] == supervisor.STARTED:  # perhaps it was killed, and its workers with it
+                self._heard(held, supervisor.EXITED, worker, body)
         with self._lock:
-            if not self._over.is_set():  # perhaps it was killed, and its workers with it
-                for worker, state in list(self._workers.items()):
-                    if state[:1] == supervisor.STARTED:
-                        body = json.dumps({"code": 255, "reason": "the supervisor of its node has ended"}).encode()
-                        frame = supervisor.FRAME.pack(supervisor.EXITED, worker, len(body)) + body
-                        self._workers[worker] = frame
-                        self._pass_on(supervisor.EXITED, frame)
             if self._session is not None:
-                self._session.send({"op": "ended", "status": str(wait_or_kill(process, _ANSWER_S))})
+                self._session.send({"op": "ended", "status": str(held.end())})
             self._ended_at = time.monotonic()
 
-    def _more(self, process: subprocess.Popen[bytes]) -> bytes:
-        """Read from the supervisor, once the leader has passed on enough of what was read before."""
-        assert process.stdout is not None
-        while not self._room.wait(1.0) and process.poll() is None:
-            pass
-        return os.read(process.stdout.fileno(), _READ_BYTES)
-
-    def _taken(self, num_bytes: int) -> None:
+    def _heard(self, held: HeldSupervisor, kind: bytes, worker: int, body: bytes) -> None:
+        frame = supervisor.FRAME.pack(kind, worker, len(body)) + body
         with self._lock:
-            self._ahead -= num_bytes
-            if self._ahead <= _KEPT_BYTES:
-                self._room.set()
-
-    def _heard(self, kind: bytes, worker: int, frame: bytes) -> None:
-        with self._lock:
+            if held is not self._supervisor:  # of a run that is over
+                return
             if kind in (supervisor.STARTED, supervisor.EXITED):
                 self._workers[worker] = frame
             self._pass_on(kind, frame)
@@ -333,36 +298,26 @@ class Keeper:
     def _pass_on(self, kind: bytes, frame: bytes) -> None:
         """Send it to the leader, or hold it for the next one. Output beyond the limit is lost, oldest first."""
         session = self._session
-        if session is not None and (session.connected or session.unsent_bytes < _KEPT_BYTES):
+        if session is not None and (session.connected or session.unsent_bytes < AHEAD_BYTES):
             session.send({"op": "out"}, frame)
-            self._ahead += len(frame)
-            if self._ahead > _KEPT_BYTES and session.connected:
-                self._room.clear()
+            self._held_supervisor.sent(len(frame), waits=session.connected)
         elif kind in _OUTPUT:
             self._held.append((kind, frame))
-            while sum(len(held) for _, held in self._held) > _KEPT_BYTES:
+            while sum(len(held) for _, held in self._held) > AHEAD_BYTES:
                 self._held.pop(0)
 
     def _end_workers(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-            end_supervisor(process)
+        held, self._supervisor = self._supervisor, None
+        if held is not None:
+            held.hang_up()
+            held.end()
 
 
-def _first_frame(buffer: bytearray) -> bytes:
-    """Take the first whole frame out of the buffer; nothing where there is none."""
-    if len(buffer) < supervisor.FRAME.size:
-        return b""
-    _, _, length = supervisor.FRAME.unpack_from(buffer)
-    end = supervisor.FRAME.size + length
-    if len(buffer) < end:
-        return b""
-    frame = bytes(buffer[:end])
-    del buffer[:end]
-    return frame
+def _more(held: HeldSupervisor) -> bytes:
+    """Read from the supervisor, once the leader has passed on enough of what was read before."""
+    assert held.process.stdout is not None
+    held.wait_for_room()
+    return os.read(held.process.stdout.fileno(), _READ_BYTES)
 
 
 def _receive(session: ClientSession, messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None]) -> None:
@@ -380,7 +335,7 @@ def main() -> int:
     """
     given = json.loads(sys.stdin.readline())
     store = open_store(given["store"], variables()).below(given["job"])
-    limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "parent")}
+    limits = {name: given[name] for name in ("leaderless_s", "orphaned_s", "poll_s", "parent", "former")}
     given["place"]["name"] = given["place"]["name"] or socket.gethostname()
     claim = f"{given['job']}-{given['place']['node']}"
     status = Keeper(given["place"], bytes.fromhex(given["secret"]), store, **limits, claim=claim).run()

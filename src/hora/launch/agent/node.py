@@ -1,8 +1,9 @@
 """The agent of a node: joins the controller on the first node, and is the way from it to a supervisor here.
 
-Started on every node by the platform (`hora run --join …`), or by `srun` (`python -m hora.launch.agent.node`, which
-reads where the controller is, and the nodes' secret, from its standard input). What happens after any death is the
-supervisor's business: it ends its workers when this process does, and this process ends when the controller does.
+Started on every node by the platform (`hora run --join …`), or by `srun` or `ssh` (`python -m hora.launch.agent.node`,
+which reads where the controller is, and a key, from its standard input, and needs neither of them any more once it has
+joined). What happens after any death is the supervisor's business: it ends its workers when this process does, and this
+process ends when the controller does.
 """
 
 from __future__ import annotations
@@ -20,53 +21,53 @@ from collections.abc import Mapping
 from typing import Any
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agents import PROTOCOL, credentials, job_secret
+from hora.launch.agent.agents import PROTOCOL
+from hora.launch.agent.held import HeldSupervisor
 from hora.launch.agent.place import Place
 from hora.launch.control.interrupt import ended_by_signals
 from hora.launch.control.leaving import LEFT
 from hora.launch.environment import variables
-from hora.launch.host.connection import local_supervisor_command, wait_or_kill
-from hora.launch.host.processes import Processes, environment_value
 from hora.net.connection import Connection, connect
-from hora.net.keys import worker_key
 from hora.net.session import ClientSession
+from hora.net.wire import Credentials
 from hora.version import version
 
-__all__ = ["completed", "end_supervisor", "join"]
+__all__ = ["join"]
 
 _RETRY_S = 0.5
 _AGAIN_S = 0.05
 _ANSWER_LIMIT_S = 60.0
 _READ_BYTES = 64 * 1024
-_AHEAD_BYTES = 4 * 1024 * 1024  # output that the controller has not passed on yet
 _GRACE_S = 30.0
 _LEAVE_LIMIT_S = 600.0  # what asked us to end will not wait longer than it wants to
 _BYE_LIMIT_S = 5.0
 
 
-def join(place: Place, secret: bytes, *, limit_s: float) -> int:
-    """Serve the job until it is over; its exit status, as the controller tells it.
+def join(place: Place, credentials: Credentials, *, limit_s: float, listening: bool = False) -> int:
+    """Serve the job until it is over; its exit status, as the controller tells it. `listening`: it is there already.
 
     StartTimeoutError's sister TimeoutError when no controller comes in time; RuntimeError when it refuses, or is lost.
     """
     with ended_by_signals() as signals, contextlib.ExitStack() as stack:
-        connection, welcome = _enter(place, secret, limit_s)
+        connection, welcome = _enter(place, credentials, limit_s, listening)
         stack.callback(connection.close)
-        agent = _Agent(connection, welcome, secret)
+        agent = _Agent(connection, welcome)
         if welcome["elastic"]:
             signals.first = agent.leave
         return agent.run()
 
 
-def _enter(place: Place, secret: bytes, limit_s: float) -> tuple[ClientSession, Mapping[str, Any]]:
+def _enter(
+    place: Place, credentials: Credentials, limit_s: float, listening: bool
+) -> tuple[ClientSession, Mapping[str, Any]]:
     """Connect and introduce this node; what the controller answered."""
     deadline = time.monotonic() + limit_s
 
     def reopen(left_s: float) -> Connection:
-        return connect((place.host, place.port), credentials(secret), timeout_s=left_s)
+        return connect((place.host, place.port), credentials, timeout_s=left_s)
 
     while True:
-        connection = ClientSession(_reach(place, secret, limit_s, deadline), reopen)
+        connection = ClientSession(_reach(place, credentials, limit_s, deadline, listening), reopen)
         try:
             welcome = _introduce(connection, place)
             connection.limit_s = float(welcome["return_s"])
@@ -82,18 +83,23 @@ def _enter(place: Place, secret: bytes, limit_s: float) -> tuple[ClientSession, 
             raise
 
 
-def _reach(place: Place, secret: bytes, limit_s: float, deadline: float) -> Connection:
+def _reach(place: Place, credentials: Credentials, limit_s: float, deadline: float, listening: bool) -> Connection:
     """Connect as soon as the controller is there."""
     while True:
         left_s = deadline - time.monotonic()
         try:
-            return connect((place.host, place.port), credentials(secret), timeout_s=max(left_s, 0.1))
+            return connect((place.host, place.port), credentials, timeout_s=max(left_s, 0.1))
         except AuthenticationError:
             raise RuntimeError(
                 f"the process at {place.host}:{place.port} does not hold this job's secret; give every node the same "
                 "file"
             ) from None
         except OSError as error:  # not there yet, or its name is not known yet
+            if listening:
+                raise RuntimeError(
+                    f"cannot connect to the launcher at {place.host}:{place.port}: {error}; has it ended, is there a "
+                    "firewall between, or does it listen on another network (--network-interfaces)?"
+                ) from None
             if deadline - time.monotonic() <= _RETRY_S:
                 raise TimeoutError(
                     f"the first node did not answer at {place.host}:{place.port} within {limit_s:g} s "
@@ -104,16 +110,8 @@ def _reach(place: Place, secret: bytes, limit_s: float, deadline: float) -> Conn
 
 def _introduce(connection: ClientSession, place: Place) -> Mapping[str, Any]:
     """Return the controller's welcome. RuntimeError when it refuses; EOFError, ConnectionError when it hangs up."""
-    connection.send(
-        {
-            "op": "join",
-            "node": place.index,
-            "name": place.name or socket.gethostname(),
-            "slots": place.slots or 1,
-            "version": version(),
-            "protocol": PROTOCOL,
-        }
-    )
+    own = {"node": place.index, "name": place.name or socket.gethostname(), "slots": place.slots or 1}
+    connection.send({"op": "join", **own, "version": version(), "protocol": PROTOCOL})
     try:
         answer, _ = connection.receive(limit_s=_ANSWER_LIMIT_S)
     except TimeoutError:
@@ -130,38 +128,26 @@ class _Agent:
     Asked to end: leaving, until the ranks here have left -> over.
     """
 
-    def __init__(self, connection: ClientSession, welcome: Mapping[str, Any], secret: bytes) -> None:
+    def __init__(self, connection: ClientSession, welcome: Mapping[str, Any]) -> None:
         self._connection = connection
-        self._secret = job_secret(secret, welcome["nonce"])
-        self._controllers_python = welcome["executable"]
+        self._controllers_python = str(welcome["executable"])
         self._controller = str(connection.connection.sock.getpeername()[0])
         self._status: int | None = None
-        self._lock = threading.Lock()
         self._leaving = False
         self._hung_up_at: float | None = None
-        self._ahead = 0
-        self._room = threading.Event()
-        self._room.set()
-        self._process = subprocess.Popen(
-            [*local_supervisor_command(), str(float(welcome["silence_s"]))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-        )
+        self._supervisor = HeldSupervisor(float(welcome["silence_s"]), stderr=subprocess.PIPE)
 
     def run(self) -> int:
         listener = threading.Thread(target=self._listen, name="hora-agent", daemon=True)
         listener.start()
         try:
             self._forward()
-            self._tell({"op": "ended", "status": self._end_supervisor()})
+            self._tell({"op": "ended", "status": self._supervisor.end()})
             listener.join(_BYE_LIMIT_S if self._leaving else _ANSWER_LIMIT_S)  # for the controller's bye, or its end
         finally:
             self._connection.shutdown()
-            self._close_stdin()
-            self._end_supervisor()
+            self._supervisor.hang_up()
+            self._supervisor.end()
         if self._status is None and self._leaving:
             return LEFT
         if self._status is None:
@@ -170,12 +156,12 @@ class _Agent:
 
     def _forward(self) -> None:
         """Forward the supervisor's messages to the controller, until it says no more, or should have ended."""
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        streams = {self._process.stdout.fileno(): "out", self._process.stderr.fileno(): "err"}
+        process = self._supervisor.process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = {process.stdout.fileno(): "out", process.stderr.fileno(): "err"}
         while "out" in streams.values():
-            while not self._room.wait(1.0) and self._process.poll() is None:
-                pass
+            self._supervisor.wait_for_room()
             ready = select.select(list(streams), [], [], 1.0)[0]
             if not ready and self._hung_up_at is not None and time.monotonic() > self._hung_up_at + _GRACE_S:
                 return  # it has been stopped, or hangs
@@ -184,10 +170,7 @@ class _Agent:
                 if not data:
                     del streams[descriptor]
                     continue
-                with self._lock:
-                    self._ahead += len(data)
-                    if self._ahead > _AHEAD_BYTES:
-                        self._room.clear()
+                self._supervisor.sent(len(data))
                 self._tell({"op": streams[descriptor]}, data)
 
     def _tell(self, header: Mapping[str, object], payload: bytes = b"") -> None:
@@ -203,13 +186,8 @@ class _Agent:
 
     def _leave(self) -> None:
         self._tell({"op": "leaving"})
-        deadline = time.monotonic() + _LEAVE_LIMIT_S
-        while time.monotonic() < deadline and self._has_workers():
-            time.sleep(_RETRY_S)
-        self._close_stdin()
-
-    def _has_workers(self) -> bool:
-        return any(environment_value(pid, "HORA_WORKER") for pid in Processes().descendants(self._process.pid))
+        self._supervisor.wait_for_workers(_LEAVE_LIMIT_S)
+        self._supervisor.hang_up()
 
     # ---- in the listener's thread -------------------------------------------------------------------------------
 
@@ -218,88 +196,45 @@ class _Agent:
             while True:
                 header, payload = self._connection.receive()
                 if header["op"] == "in":
-                    self._order(payload)
+                    meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self._controller}
+                    self._supervisor.order(payload, meeting, self._controllers_python)
                 elif header["op"] == "taken":
-                    self._taken(int(header["bytes"]))
+                    self._supervisor.taken(int(header["bytes"]))
                 elif header["op"] == "bye":
                     self._status = int(header["status"])
                     break
         except (EOFError, OSError, AuthenticationError):
             pass  # the controller is gone
         finally:
-            self._room.set()
-            self._close_stdin()
+            self._supervisor.forget()
+            self._supervisor.hang_up()
             self._hung_up_at = time.monotonic()
-
-    def _taken(self, num_bytes: int) -> None:
-        with self._lock:
-            self._ahead -= num_bytes
-            if self._ahead <= _AHEAD_BYTES:
-                self._room.set()
-
-    def _order(self, lines: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            view = memoryview(b"".join(self._completed(line) for line in lines.splitlines(keepends=True)))
-            while view:
-                view = view[self._process.stdin.write(view) or 0 :]
-
-    def _completed(self, line: bytes) -> bytes:
-        meeting = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": self._controller}
-        return completed(line, self._secret, meeting, self._controllers_python)
-
-    def _end_supervisor(self) -> int:
-        return end_supervisor(self._process)
-
-    def _close_stdin(self) -> None:
-        """Close the supervisor's input, which it takes for the end of its launcher."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-
-
-def completed(line: bytes, secret: bytes, meeting: Mapping[str, str], controllers_python: str) -> bytes:
-    """An order with what did not travel: the worker's key, where it meets the controller from here, our Python."""
-    order = json.loads(line)
-    if order["op"] != "start":
-        return line
-    key = worker_key(secret, order["worker"])
-    order["private_files"] = {name: data or key.hex() for name, data in order["private_files"].items()}
-    order["env"] |= meeting
-    if order["argv"][0] == controllers_python:
-        order["argv"][0] = sys.executable
-    return json.dumps(order).encode() + b"\n"
-
-
-def end_supervisor(process: subprocess.Popen[bytes]) -> int:
-    """Its exit status, once it has ended; one that does not is killed, with everything that it has started."""
-    try:
-        return process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        processes = Processes()
-        processes.kill(processes.descendants(process.pid))
-        return wait_or_kill(process, _GRACE_S)
 
 
 def main() -> int:
     """`srun … python -m hora.launch.agent.node`: a line of JSON on standard input says where to go."""
-    given = json.loads(sys.stdin.readline())
-    environ = variables()
-    name = environ.get("SLURMD_NODENAME", socket.gethostname())
-    place = Place(
-        num_nodes=len(given["nodes"]),
-        index=given["nodes"].index(name),
-        host=given["host"],
-        port=given["port"],
-        slots=given["slots"][given["nodes"].index(name)],
-        name=name,
-        platform="Slurm",
-    )
+    order = sys.stdin.readline()
+    if not order:
+        print(
+            "no order has come on standard input: what starts commands on this host must pass it on (say "
+            "`kubectl exec -i`)",
+            file=sys.stderr,
+        )
+        return 1
+    given = json.loads(order)
+    name = next(iter(given["nodes"]))
+    if len(given["nodes"]) > 1:
+        name = variables().get("SLURMD_NODENAME", socket.gethostname())
+    index, slots = given["nodes"][name]
+    host, port = given["where"]
+    place = Place(num_nodes=index + 1, index=index, host=host, port=port, slots=slots, name=name)
     try:
-        join(place, bytes.fromhex(given["secret"]), limit_s=given["limit_s"])
+        credentials = Credentials(bytes.fromhex(given["key"]), "nodes", given["speaker"])
+        join(place, credentials, limit_s=given["limit_s"], listening=True)
         return 0  # how the job has ended is the launcher's to say
     except (RuntimeError, OSError) as error:
-        print(f"hora: node {name}: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # ssh has gone
+            print(f"hora: node {name}: {error}", file=sys.stderr, flush=True)
         return 1
 
 

@@ -11,10 +11,10 @@ import glob
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hora.errors import AuthenticationError
-from hora.launch.agent.agents import Agents
+from hora.launch.agent.agents import Agents, credentials
 from hora.launch.agent.place import Machine, Place, find_place
 from hora.launch.agent.srun import allocation, start_agents
 from hora.launch.job import LeadershipLostError, exit_status
@@ -40,48 +40,25 @@ def open_nodes(
 
     `leadership`: this process leads a job whose nodes have keepers, perhaps after another one.
     """
-    silence_s = float(options.effective("silence_timeout"))
-    return_s = float(options.effective("launcher_timeout")) if options.elastic else 0.0
+    limits = options.silence_limits()
+    starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if leadership is not None:
-        opened = Agents(
-            (own_address(leadership.store.members), 0),
-            read_secret(options),
-            num_nodes=find_node(options, environ).num_nodes,
-            silence_limit_s=silence_s,
-            elastic=True,
-            return_s=return_s,
-            nonce=leadership.run,
-            term=leadership.term,
-            names=[str(host) for _, host, *_ in (leadership.state or {}).get("workers", ())],
-        )
-        starting: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        where, num_nodes = (own_address(leadership.store.members), 0), find_node(options, environ).num_nodes
+        names = [str(host) for _, host, *_ in (leadership.state or {}).get("workers", ())]
+        leading: dict[str, Any] = {"elastic": True, "nonce": leadership.run, "term": leadership.term, "names": names}
+        opened = Agents(where, read_secret(options), num_nodes=num_nodes, **limits, **leading)
     elif options.joins:
         place = find_node(options, environ)
+        own, others = HostInfo(place.name, place.slots or 1), place.num_nodes - 1
         where, secret = _meeting_address(place), read_secret(options)
-        own = HostInfo(place.name, place.slots or 1)
-        opened = Agents(
-            where,
-            secret,
-            num_nodes=place.num_nodes - 1,
-            silence_limit_s=silence_s,
-            own=own,
-            elastic=options.elastic,
-            return_s=return_s,
-        )
-        starting = contextlib.nullcontext()
+        opened = Agents(where, secret, num_nodes=others, own=own, elastic=options.elastic, **limits)
     else:
         allocated = allocation(options, environ)
         if allocated is None:
             yield None
             return
         secret = new_secret()
-        opened = Agents(
-            (allocated.address(), 0),
-            secret,
-            num_nodes=len(allocated.hosts),
-            silence_limit_s=silence_s,
-            return_s=return_s,
-        )
+        opened = Agents((allocated.address(), 0), secret, num_nodes=len(allocated.hosts), **limits)
         starting = start_agents(allocated, opened, secret, environ, limit_s=float(options.effective("start_timeout")))
     status = 1
     with starting:
@@ -90,7 +67,7 @@ def open_nodes(
                 there = {"host": opened.address, "port": opened.port, "term": leadership.term}
                 leadership.save("where", there)
             if leadership is not None and leadership.state is not None:
-                _wait_for_keepers(opened, leadership, return_s)
+                _wait_for_keepers(opened, leadership, limits["return_s"])
             else:
                 elastic = options.num_proc if options.elastic else None
                 opened.wait(float(options.effective("start_timeout")), num_slots=elastic)
@@ -141,7 +118,7 @@ def serve_node(
         return None
     from hora.launch.agent.node import join  # the first node starts faster without
 
-    return join(place, read_secret(options), limit_s=float(options.effective("start_timeout")))
+    return join(place, credentials(read_secret(options)), limit_s=float(options.effective("start_timeout")))
 
 
 def find_node(options: Options, environ: Mapping[str, str]) -> Place:

@@ -7,7 +7,6 @@ The agents' secret goes through srun's standard input, which Slurm brings to eve
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import subprocess
@@ -16,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hora import slurm
-from hora.launch.agent.agents import Agents
+from hora.launch.agent.agents import Agents, credentials, end_starter, start_agent
 from hora.launch.environment import module_command
-from hora.launch.host.connection import wait_or_kill
 from hora.launch.options import Options
 from hora.launch.slots import HostInfo
 from hora.net import address
@@ -26,7 +24,7 @@ from hora.net import address
 __all__ = ["Allocation", "allocation", "start_agents"]
 
 _ASK_LIMIT_S = 30.0
-_END_LIMIT_S, _KILL_LIMIT_S = 10.0, 30.0
+_END_LIMIT_S = 10.0
 # What the batch script was asked for is not what this step shall have: one task on each node, with all that is there.
 _NOT_FOR_THE_STEP = (
     "SLURM_NTASKS",
@@ -163,31 +161,19 @@ def start_agents(
 ) -> Iterator[None]:
     """An agent on every node, until the block ends."""
     env = {name: value for name, value in environ.items() if _OF_A_COMPONENT.sub("", name) not in _NOT_FOR_THE_STEP}
-    order = {
-        "host": agents.address,
-        "port": agents.port,
-        "nodes": [host.hostname for host in allocated.hosts],
-        "slots": [host.slots for host in allocated.hosts],
-        "secret": secret.hex(),
-        "limit_s": limit_s,
-    }
+    nodes = {host.hostname: (index, host.slots) for index, host in enumerate(allocated.hosts)}
     processes: list[subprocess.Popen[bytes]] = []
     agents.watch_starter(lambda: _how_one_ended(processes))
     try:
         for number, component in enumerate(allocated.components):
             of_it = f"--het-group={number}" if len(allocated.components) > 1 else f"--jobid={allocated.job}"
-            command = _command(of_it, component)
-            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True))
-            _say(processes[-1], json.dumps(order).encode() + b"\n")
+            where, key = (agents.address, agents.port), credentials(secret)
+            started = start_agent(_command(of_it, component), where, key, nodes, limit_s=limit_s, env=env)
+            processes.append(started)
         yield
     finally:
         for process in processes:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-        for process in processes:
-            if process.poll() is None:
-                _wait_or_terminate(process)
+            end_starter(process, _END_LIMIT_S)
 
 
 def _command(of_it: str, component: Component) -> list[str]:
@@ -211,22 +197,6 @@ def _command(of_it: str, component: Component) -> list[str]:
     ]
 
 
-def _say(process: subprocess.Popen[bytes], line: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(line)
-        process.stdin.flush()
-
-
 def _how_one_ended(processes: Sequence[subprocess.Popen[bytes]]) -> str:
     code = next((code for process in processes if (code := process.poll()) is not None), None)
     return "" if code is None else f"srun, which starts the agents of the nodes, ended with status {code}"
-
-
-def _wait_or_terminate(process: subprocess.Popen[bytes]) -> None:
-    """srun ends when its tasks have; a SIGTERM makes it end them."""
-    try:
-        process.wait(_END_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        wait_or_kill(process, _KILL_LIMIT_S)

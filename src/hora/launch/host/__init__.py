@@ -1,1 +1,1 @@
-"""Processes on hosts, local or over ssh: a host's supervisor, its workers, and the launcher that reaches it."""
+"""Processes on hosts: a host's supervisor, its workers, and the launcher that reaches it."""

@@ -1,7 +1,7 @@
 """One host of a job, seen from the launcher: the other end of a supervisor's pipes.
 
-Starts the supervisor (with the command that reaches the host: Python itself, or ssh and Python), sends it orders, and
-reports its frames as `LaunchEvents`. Called by `launcher`.
+Starts the supervisor of this machine, or is given one that runs; sends it orders, and reports its frames as
+`LaunchEvents`. Called by `launcher`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = ["HostConnection", "SupervisorProcess", "local_supervisor_command", "w
 _TAIL_BYTES = 4096
 _PIPE_BYTES = 1024 * 1024
 _READ_BYTES = 256 * 1024
-_MAX_FRAME_BYTES = 4 * 1024 * 1024
 _BEATS = 6  # in the time after which a silent host is given up
 # After SIGKILL everything is a matter of milliseconds, even on a busy machine.
 _CLOSE_SLACK_S = 15.0
@@ -76,18 +75,16 @@ class HostConnection:
     """A running supervisor. `inherit_env`: workers get their environment on top of the supervisor's own.
 
     `silence_limit_s`: for one beyond a network, which gets signs of life and answers them: it is given up when it has
-    not for so long. `process`: a supervisor that runs already; `command` is not used then. `workers`: those that it has
+    not for so long. `process`: a supervisor that runs already; else one is started here. `workers`: those that it has
     started, and whether we look after them.
     """
 
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
         events: LaunchEvents,
         *,
         inherit_env: bool = False,
-        env: Mapping[str, str] | None = None,
         silence_limit_s: float | None = None,
         process: SupervisorProcess | None = None,
         workers: Mapping[int, bool] | None = None,
@@ -96,13 +93,12 @@ class HostConnection:
         self._events, self._inherit_env, self._silence_limit_s = events, inherit_env, silence_limit_s
         # Its own session: Ctrl-C in a terminal reaches the launcher only, which ends the workers in order.
         self._process: SupervisorProcess = process or subprocess.Popen(
-            list(command),
+            local_supervisor_command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             bufsize=0,
-            env=None if env is None else dict(env),
         )
         self._lock = threading.Lock()
         self._running = {number for number, ours in (workers or {}).items() if ours}
@@ -269,17 +265,10 @@ class HostConnection:
         return True
 
     def _take_frames(self, buffer: bytearray) -> None:
-        size = supervisor.FRAME.size
-        while len(buffer) >= size:
-            kind, worker, length = supervisor.FRAME.unpack_from(buffer)
-            if not 0 <= length <= _MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes")
+        while frame := supervisor.take_frame(buffer):
+            kind, worker, body = frame
             if worker not in self._own and kind != supervisor.ALIVE:
                 raise ValueError(f"a frame of worker {worker}, which is not there")
-            if len(buffer) < size + length:
-                return
-            body = bytes(buffer[size : size + length])
-            del buffer[: size + length]
             if kind == supervisor.STARTED:
                 self._events.started(worker)
             elif kind == supervisor.EXITED:

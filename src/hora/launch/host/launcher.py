@@ -1,29 +1,23 @@
-"""The launcher for hosts: workers under a supervisor on each of them, this machine or others that ssh or their agents
-reach.
+"""The launcher for hosts: workers under a supervisor on each of them, this machine or others.
 
-Without `ssh` all workers run on this machine, under one supervisor, and nothing listens off loopback. With it each host
-has its own; ssh only starts the supervisor there (`ssh`), everything else goes through its pipes (`connection`). A node
-whose agent has come to us (`agent.agents`) has a supervisor behind its connection, and is sent no secret.
+Without `agents` all workers run on this machine, under one supervisor, and nothing listens off loopback. Every other
+machine has an agent (`agent.agents`), whoever has started it, and a supervisor behind the agent's connection.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hora.launch.environment import variables
-from hora.launch.host.connection import HostConnection, SupervisorProcess, local_supervisor_command
+from hora.launch.host.connection import HostConnection, SupervisorProcess
 from hora.launch.job import LaunchEvents, WorkerSpec
-from hora.net import address
 
 if TYPE_CHECKING:
     from hora.launch.agent.agents import Agents  # local jobs start faster without
-    from hora.launch.host.ssh import Ssh
 
 __all__ = ["HostLauncher"]
 
@@ -33,7 +27,7 @@ _PRIVATE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECR
 
 
 class HostLauncher:
-    """Starts workers on this machine, or on any hosts that `ssh` or `agents` reach, this one included.
+    """Starts workers on this machine, or on any hosts that have `agents`, this one included.
 
     `listen`: our address that all of them reach. `silence_limit_s`: a host that says nothing for so long is given up,
     and it gives us up. `supervisor`: one for this machine that runs already, to use first.
@@ -42,15 +36,13 @@ class HostLauncher:
     def __init__(
         self,
         *,
-        ssh: Ssh | None = None,
         agents: Agents | None = None,
         listen: str = "127.0.0.1",
         silence_limit_s: float | None = None,
-        verbose: bool = False,
         supervisor: SupervisorProcess | None = None,
     ) -> None:
-        self._ssh, self._listen, self._verbose, self._supervisor = ssh, listen, verbose, supervisor
-        self._agents, self._silence_limit_s = agents, silence_limit_s
+        self._agents, self._listen, self._supervisor = agents, listen, supervisor
+        self._silence_limit_s = silence_limit_s
         self._hosts: dict[str, HostConnection] = {}
         self._former: list[HostConnection] = []  # their supervisors have ended, or are about to
         self._grace_s = 0.0
@@ -66,12 +58,10 @@ class HostLauncher:
     @property
     def local_only(self) -> bool:
         """Return whether workers can be started on this machine only."""
-        return self._ssh is None and self._agents is None
+        return self._agents is None
 
     def _is_remote(self, name: str) -> bool:
-        if self._agents is not None:
-            return not self._agents.is_own(name)
-        return self._ssh is not None and not address.is_local(name)
+        return self._agents is not None and not self._agents.is_own(name)
 
     def start(self, workers: Sequence[WorkerSpec], events: LaunchEvents) -> None:
         self._grace_s = max([self._grace_s, *(spec.grace_s for spec in workers)])
@@ -79,7 +69,7 @@ class HostLauncher:
         for spec in workers:
             by_host.setdefault("localhost" if self.local_only else spec.slot.hostname, []).append(spec)
         remote = {name for name in by_host if self._is_remote(name)}
-        # First all connections, then the workers: ssh takes its time, and so the hosts take it together.
+        # First all connections, then the workers: an agent's start takes its time, and so the hosts take it together.
         for name in by_host:
             if name in self._hosts and self._hosts[name].ended:  # it was cut off, or killed; it may be back
                 self._retire(self._hosts.pop(name))
@@ -109,22 +99,20 @@ class HostLauncher:
     def _open(self, name: str, events: LaunchEvents) -> HostConnection:
         """This machine, by a supervisor that runs already or a new one."""
         running, self._supervisor = self._supervisor, None
-        return HostConnection(name, local_supervisor_command(), events, process=running)
+        return HostConnection(name, events, process=running)
 
     def _reach(self, name: str, events: LaunchEvents, ours: Collection[int] = ()) -> HostConnection:
-        """Another machine, by ssh or its agent. `ours`: workers that run there already, for us."""
-        limit_s = self._silence_limit_s
-        if self._agents is not None:
-            process = self._agents.supervisor(name)
-            workers = {number: number in ours for number in self._agents.workers_at(name)}
-            return HostConnection(
-                name, (), events, inherit_env=True, silence_limit_s=limit_s, process=process, workers=workers
-            )
-        assert self._ssh is not None
-        command = self._ssh.supervisor(name, *(() if limit_s is None else (str(limit_s),)))
-        if self._verbose:
-            print(shlex.join(command), file=sys.stderr, flush=True)
-        return HostConnection(name, command, events, inherit_env=True, silence_limit_s=limit_s)
+        """Another machine, by its agent. `ours`: workers that run there already, for us."""
+        assert self._agents is not None
+        workers = {number: number in ours for number in self._agents.workers_at(name)}
+        return HostConnection(
+            name,
+            events,
+            inherit_env=True,
+            silence_limit_s=self._silence_limit_s,
+            process=self._agents.supervisor(name),
+            workers=workers,
+        )
 
     def terminate(self, workers: Iterable[int], *, grace_s: float) -> None:
         chosen = list(workers)
@@ -146,10 +134,8 @@ class HostLauncher:
 
     def _for_elsewhere(self, spec: WorkerSpec) -> WorkerSpec:
         env = {name: value for name, value in spec.env.items() if not _PRIVATE.fullmatch(name)}
-        if self._agents is None:
+        if self._agents is None or not self._agents.brings_environment:
             return replace(spec, env=env)
-        # An agent's connection is authenticated, not always encrypted: it carries no secret, and of our environment
-        # only what the job adds to it. The agent has its platform's own, is in the job's folder, and knows the secret.
+        # Of our environment only what the job adds to it.
         inherited = variables()
-        own = {name: value for name, value in env.items() if inherited.get(name) != value}
-        return replace(spec, env=own, cwd=None, private_files=dict.fromkeys(spec.private_files, b""))
+        return replace(spec, env={n: value for n, value in env.items() if inherited.get(n) != value}, cwd=None)

@@ -1,7 +1,7 @@
 """The supervisor: the process on each host that starts a job's workers there and sees to it that none outlives it.
 
-Started by the launcher (directly, or through ssh) with its standard input as life line: JSON lines come in, frames go
-out on standard output, and the end of input means that the launcher is gone. It runs as two processes:
+Started by the launcher, or by the agent or keeper of a node, with its standard input as life line: JSON lines come in,
+frames go out on standard output, and the end of input means that the launcher is gone. It runs as two processes:
 
     guardian     inherits whatever the supervisor leaves behind, should that be killed, and ends it
     supervisor   starts workers in their own sessions, forwards their output, ends them and their descendants
@@ -45,17 +45,33 @@ from hora.launch.host.processes import (
     spawn,
 )
 
-MARK = b"\n== hora supervisor 1 ==\n"  # ends whatever a login shell may print before
+MARK = b"\n== hora supervisor 1 ==\n"  # it runs
 FRAME = struct.Struct(">cii")
 STARTED, STDOUT, STDERR, EXITED, ALIVE = b"s", b"o", b"e", b"x", b"a"
 NO_WORKER = -1
 
+_MAX_FRAME_BYTES = 4 * 1024 * 1024
 _READ_BYTES = 64 * 1024
 _BACKLOG_BYTES = 1024 * 1024  # of unsent output, above which workers' pipes are left unread
 _FLUSH_LIMIT_S = 2.0
 _LONGEST_WAIT_S = 3600.0  # the selector takes no more than 24 days, and a limit may be longer
 _SWEEP_S = 0.02
 _DEFAULT_GRACE_S = 5.0
+
+
+def take_frame(buffer: bytearray) -> tuple[bytes, int, bytes] | None:
+    """Take the first whole frame out of the buffer: kind, worker, body. ValueError for what no supervisor sends."""
+    if len(buffer) < FRAME.size:
+        return None
+    kind, worker, length = FRAME.unpack_from(buffer)
+    if not 0 <= length <= _MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes")
+    end = FRAME.size + length
+    if len(buffer) < end:
+        return None
+    body = bytes(buffer[FRAME.size : end])
+    del buffer[:end]
+    return kind, worker, body
 
 
 class _Supervisor:
