@@ -157,6 +157,57 @@ def test_ranks_on_a_decommissioned_executor_commit_and_leave(spark, spark_cluste
     assert spark_cluster.leftovers() == []
 
 
+def until_replaced():
+    """Steps until all ranks are in attempts of tasks that came later, with the first ones' state; what was lost."""
+    import os
+    import time
+
+    import torch
+
+    import horovod.torch as hvd
+    from sparkdl.horovod import log_to_driver
+
+    hvd.init()
+    attempt = float(os.environ["HOROVOD_HOSTNAME"].rpartition("-")[2])
+    state = hvd.elastic.TorchState(step=0, replaced=False)
+    entered = []
+
+    @hvd.elastic.run
+    def loop(state):
+        entered.append(state.step)
+        while not state.replaced and state.step < 5000:
+            oldest = hvd.allreduce(torch.tensor([attempt]), name="step", op=hvd.Min).item()
+            state.replaced = oldest > 1 and hvd.size() == 2
+            state.step += 1
+            time.sleep(0.02)
+            state.commit()
+            if state.step == 10:
+                log_to_driver("half way")
+
+    loop(state)
+    return state.replaced, entered[0] > 10
+
+
+@pytest.mark.slow
+def test_all_executors_are_decommissioned_at_once_and_the_state_moves_to_new_ones(spark, spark_cluster, by_value):
+    """There is no free core: a new executor comes only when an old one has gone."""
+
+    class Watch(io.StringIO):
+        def write(self, data):
+            if "half way" in data and not sent.is_set():
+                sent.set()
+                for executor in spark_cluster.executors():
+                    executor.send_signal(signal.SIGPWR)
+            return len(data)
+
+    sent = threading.Event()
+    assert HorovodRunner(np=2).run(lambda: "both slots are there") == "both slots are there"
+    with contextlib.redirect_stdout(Watch()):
+        results = horovod.spark.run_elastic(until_replaced, num_proc=2, min_num_proc=1, verbose=0)
+    assert results == [(True, True)] * 2
+    assert spark_cluster.leftovers() == []
+
+
 def test_signature_and_bad_requests(spark):
     assert " ".join(inspect.signature(horovod.spark.run_elastic).parameters) == (
         "fn args kwargs num_proc min_num_proc max_num_proc start_timeout elastic_timeout reset_limit env stdout "

@@ -354,7 +354,7 @@ class Options:
         return all_options()[name].default if value is None else value
 
     def silence_limits(self) -> dict[str, Any]:
-        """How long an agent may be silent, and how long one that was cut off may take to come back."""
+        """Seconds that an agent may be silent, and that one that was cut off may take to come back."""
         return_s = float(self.effective("launcher_timeout")) if self.elastic else 0.0
         return {"silence_limit_s": float(self.effective("silence_timeout")), "return_s": return_s}
 

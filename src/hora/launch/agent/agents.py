@@ -13,7 +13,6 @@ passed on: an agent that is far ahead of a slow console leaves its workers' pipe
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -23,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from hora.errors import StartTimeoutError
 from hora.launch.host.connection import wait_or_kill
@@ -135,11 +134,8 @@ class Agents:
     def hosts(self) -> list[HostInfo]:
         """The nodes that are there, ours first, in their order."""
         with self._changed:
-            return self._hosts()
-
-    def _hosts(self) -> list[HostInfo]:
-        own = [] if self._own is None else [self._own]
-        return own + [HostInfo(node.name, node.slots) for _, node in sorted(self._nodes.items()) if not node.leaving]
+            nodes = [node for _, node in sorted(self._nodes.items()) if not node.leaving]
+        return ([] if self._own is None else [self._own]) + [HostInfo(node.name, node.slots) for node in nodes]
 
     def is_own(self, hostname: str) -> bool:
         """Return whether this host is the machine where we run, which has no agent."""
@@ -160,7 +156,7 @@ class Agents:
 
     def _enough(self, num_slots: int | None) -> bool:
         if num_slots is not None:
-            return sum(host.slots for host in self._hosts()) >= num_slots
+            return sum(host.slots for host in self.hosts()) >= num_slots
         return len(self._nodes) >= self._num_nodes
 
     def _who_is_missing(self, limit_s: float) -> str:
@@ -201,21 +197,23 @@ class Agents:
         """Have `wait` ask whether what starts the agents has ended: then it says how, else nothing."""
         self._starter_ended = ended
 
-    def supervisor(self, hostname: str) -> _Supervisor:
+    def supervisor(self, hostname: str) -> Node:
         """The supervisor of a node, as a process. One that is gone has ended already."""
         with self._changed:
-            return _Supervisor(self._node_at(hostname), self._term)
+            there = (node for node in self._nodes.values() if node.name == hostname and node.status is None)
+            return next(there, None) or self._absent(hostname)
 
-    def _node_at(self, hostname: str) -> Node | None:
-        there = (node for node in self._nodes.values() if node.name == hostname and node.status is None)
-        return next(there, None)
+    def _absent(self, hostname: str) -> Node:
+        node = Node(hostname)
+        node.over(255)
+        return node
 
     # ---- hosts of an elastic job (`control.discovery.HostWatch`) --------------------------------------------------
 
     def watch(self, known: Sequence[HostInfo], changed: Callable[[Sequence[HostInfo]], None]) -> None:
         with self._changed:
             self._listener = changed
-            hosts = self._hosts()
+            hosts = self.hosts()
         if hosts != list(known):
             changed(hosts)
 
@@ -282,17 +280,14 @@ class Agents:
         name = name if known else self._new_name(name, index)
         self._names.add(name)
         workers = frozenset(map(int, header["workers"])) if known else frozenset()
-        return Node(name, int(header["slots"]), workers)
+        return Node(name, int(header["slots"]), workers, term=self._term)
 
     def _new_name(self, name: str, index: int) -> str:
         """A host's name of its own, for two nodes of one name, and for one that comes back: its old name may be
         barred.
         """
-        own = self._own.hostname if self._own is not None else None
-        taken = {*self._names, own}
         choices = itertools.chain([name, f"{name}-{index}"], (f"{name}-{index}-{turn}" for turn in itertools.count(2)))
-        chosen = next(choice for choice in choices if choice not in taken)
-        return chosen
+        return next(choice for choice in choices if choice not in self._names and not self.is_own(choice))
 
     def _problem(self, peer: SessionPeer, index: int, header: Header) -> str:
         if (header.get("version"), header.get("protocol")) != (version(), PROTOCOL):
@@ -324,28 +319,51 @@ class Agents:
 
 
 class Node:
-    """A node, and the pipes into which a thread of its own writes what its supervisor says.
+    """A node whose supervisor is as a process of ours: it has pipes, into which a thread of its own writes what the
+    supervisor says, and can be waited for.
 
     Expected (what it is to be told waits) -> joined -> over. `starter`: the process that starts its agent.
     """
 
-    def __init__(self, name: str, slots: int = 1, workers: frozenset[int] = frozenset()) -> None:
-        self.name, self.slots, self.workers = name, slots, workers
+    def __init__(self, name: str, slots: int = 1, workers: frozenset[int] = frozenset(), *, term: int = 0) -> None:
+        self.name, self.slots, self.workers, self._term = name, slots, workers, term
         self.peer: SessionPeer | None = None
         self.starter: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
         self.leaving = False
-        self.ended = threading.Event()
-        self.readers: dict[str, IO[bytes]] = {}
-        self.writers: dict[str, int] = {}
-        for stream in ("out", "err"):
-            read_end, self.writers[stream] = os.pipe()
-            self.readers[stream] = os.fdopen(read_end, "rb", buffering=0)
+        self.stdin: Any = self
+        self.stdout, self._out = _pipe()
+        self.stderr, self.err = _pipe()
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._untold: list[tuple[Header, bytes]] = []
         self._said: queue.SimpleQueue[tuple[str, bytes] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name=f"hora-node {name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._write, name=f"hora-node {name}", daemon=True).start()
+
+    # ---- as its launcher sees it ----------------------------------------------------------------------------------
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Pass orders on to the supervisor. BrokenPipeError when the node is gone."""
+        if self.gone:
+            raise BrokenPipeError("the node is gone")
+        self.send({"op": "in", "term": self._term}, bytes(data))
+        return len(data)
+
+    def close(self) -> None:
+        """No more orders will come."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("the node's agent", timeout or 0.0)
+        return 255 if self.status is None else self.status
+
+    def kill(self) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        if self.starter is not None:
+            self.starter.kill()
+
+    # ---- as `Agents` see it ---------------------------------------------------------------------------------------
 
     def join(self, peer: SessionPeer) -> None:
         with self._lock:
@@ -375,77 +393,22 @@ class Node:
             self.status = status
         self.feed(None)
 
-    def last_words(self, num_bytes: int) -> str:
-        """The end of what was said about a node that nobody else has asked."""
-        self.ended.wait(_BYE_LIMIT_S)
-        os.set_blocking(self.readers["err"].fileno(), False)
-        with contextlib.suppress(BlockingIOError):
-            words = self.readers["err"].read(num_bytes) or b""
-            return words.decode(errors="replace").strip() or f"exit status {self.status}, no output"
-        return ""
-
-    def hang_up(self) -> None:
-        if self.peer is not None:
-            self.peer.close()
-        if self.starter is not None:
-            self.starter.kill()
-
     def _write(self) -> None:
         while (said := self._said.get()) is not None:
             stream, data = said
             view = memoryview(data)
             try:
                 while view:
-                    view = view[os.write(self.writers[stream], view) :]
+                    view = view[os.write(self.err if stream == "err" else self._out, view) :]
             except OSError:  # not read any more: the job is over
                 break
             if self.peer is not None:
                 self.peer.send({"op": "taken", "bytes": str(len(data))})
-        self.ended.set()
-        for writer in self.writers.values():
-            os.close(writer)
+        self._ended.set()
+        os.close(self._out)
+        os.close(self.err)
 
 
-class _Orders(io.RawIOBase):
-    """Stream whose writes, meant for a supervisor, go to its agent."""
-
-    def __init__(self, node: Node | None, term: int) -> None:
-        super().__init__()
-        self._node, self._term = node, term
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        if self._node is None or self._node.gone:
-            raise BrokenPipeError("the node is gone")
-        self._node.send({"op": "in", "term": self._term}, bytes(data))
-        return len(data)
-
-
-class _Supervisor:
-    """A node's supervisor as `HostConnection` sees one."""
-
-    def __init__(self, node: Node | None, term: int) -> None:
-        self._node = node
-        self.stdin: Any = _Orders(node, term)
-        self.stdout: IO[bytes] | None = node.readers["out"] if node else _nothing()
-        self.stderr: IO[bytes] | None = node.readers["err"] if node else _nothing()
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self._node is None:
-            return 255
-        if not self._node.ended.wait(timeout):
-            raise subprocess.TimeoutExpired("the node's agent", timeout or 0.0)
-        return 255 if self._node.status is None else self._node.status
-
-    def kill(self) -> None:
-        if self._node is not None:
-            self._node.hang_up()
-
-
-def _nothing() -> IO[bytes]:
-    """A pipe at its end."""
+def _pipe() -> tuple[Any, int]:
     read_end, write_end = os.pipe()
-    os.close(write_end)
-    return os.fdopen(read_end, "rb", buffering=0)
+    return os.fdopen(read_end, "rb", buffering=0), write_end

@@ -269,10 +269,7 @@ class Keeper:
         buffer, marked = bytearray(), False
         while data := _more(held):
             buffer += data
-            if not marked:
-                _, mark, rest = buffer.partition(supervisor.MARK)
-                marked = bool(mark)
-                buffer = bytearray(rest) if marked else buffer
+            marked = marked or supervisor.skip_mark(buffer)
             while marked and (frame := supervisor.take_frame(buffer)):
                 self._heard(held, *frame)
         if held is not self._supervisor:

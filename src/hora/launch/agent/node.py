@@ -60,52 +60,40 @@ def join(place: Place, credentials: Credentials, *, limit_s: float, listening: b
 def _enter(
     place: Place, credentials: Credentials, limit_s: float, listening: bool
 ) -> tuple[ClientSession, Mapping[str, Any]]:
-    """Connect and introduce this node; what the controller answered."""
-    deadline = time.monotonic() + limit_s
+    """Connect, as soon as the controller is there, and introduce this node; what the controller answered."""
+    deadline, where = time.monotonic() + limit_s, f"{place.host}:{place.port}"
 
-    def reopen(left_s: float) -> Connection:
-        return connect((place.host, place.port), credentials, timeout_s=left_s)
+    def reach(left_s: float) -> Connection:
+        return connect((place.host, place.port), credentials, timeout_s=max(left_s, 0.1))
 
     while True:
-        connection = ClientSession(_reach(place, credentials, limit_s, deadline, listening), reopen)
+        connection: ClientSession | None = None
         try:
+            connection = ClientSession(reach(deadline - time.monotonic()), reach)
             welcome = _introduce(connection, place)
             connection.limit_s = float(welcome["return_s"])
             return connection, welcome
-        except (EOFError, ConnectionError):
-            # A crowd of strangers can push a node out whose proof has not been read yet: come again.
-            connection.close()
-            if deadline - time.monotonic() <= _RETRY_S:
-                raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
-            time.sleep(_AGAIN_S)
-        except BaseException:
-            connection.close()
-            raise
-
-
-def _reach(place: Place, credentials: Credentials, limit_s: float, deadline: float, listening: bool) -> Connection:
-    """Connect as soon as the controller is there."""
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            return connect((place.host, place.port), credentials, timeout_s=max(left_s, 0.1))
         except AuthenticationError:
-            raise RuntimeError(
-                f"the process at {place.host}:{place.port} does not hold this job's secret; give every node the same "
-                "file"
-            ) from None
-        except OSError as error:  # not there yet, or its name is not known yet
-            if listening:
+            why = f"the process at {where} does not hold this job's secret; give every node the same file"
+            raise RuntimeError(why) from None
+        except (EOFError, OSError) as error:  # not there yet, or its name is not known yet
+            late = deadline - time.monotonic() <= _RETRY_S
+            if connection is not None:
+                connection.close()
+            if connection is not None and late:
+                raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
+            if connection is None and listening:
                 raise RuntimeError(
-                    f"cannot connect to the launcher at {place.host}:{place.port}: {error}; has it ended, is there a "
-                    "firewall between, or does it listen on another network (--network-interfaces)?"
+                    f"cannot connect to the launcher at {where}: {error}; has it ended, is there a firewall between, "
+                    "or does it listen on another network (--network-interfaces)?"
                 ) from None
-            if deadline - time.monotonic() <= _RETRY_S:
+            if late:
                 raise TimeoutError(
-                    f"the first node did not answer at {place.host}:{place.port} within {limit_s:g} s "
-                    f"(--start-timeout): {error}. Is the same command running there, with the same secret file?"
+                    f"the first node did not answer at {where} within {limit_s:g} s (--start-timeout): {error}. Is the "
+                    "same command running there, with the same secret file?"
                 ) from None
-            time.sleep(_RETRY_S)
+            # A crowd of strangers can push a node out whose proof has not been read yet: come again.
+            time.sleep(_RETRY_S if connection is None else _AGAIN_S)
 
 
 def _introduce(connection: ClientSession, place: Place) -> Mapping[str, Any]:
@@ -115,9 +103,11 @@ def _introduce(connection: ClientSession, place: Place) -> Mapping[str, Any]:
     try:
         answer, _ = connection.receive(limit_s=_ANSWER_LIMIT_S)
     except TimeoutError:
+        connection.close()
         raise RuntimeError(f"the first node, {place.host}, did not answer within {_ANSWER_LIMIT_S:g} s") from None
     connection.connection.sock.settimeout(None)
     if answer["op"] != "welcome":
+        connection.close()
         raise RuntimeError(f"the first node, {place.host}, refused this one: {answer.get('why')}")
     return answer
 

@@ -146,28 +146,23 @@ class SshHosts(Agents):
     def reach(self, hostnames: Iterable[str]) -> None:
         """Have an agent on every one of these hosts, started all at once; RuntimeError says what failed where."""
         with self._changed:
-            nodes = [self._start(name) for name in dict.fromkeys(hostnames)]
+            nodes = [self._absent(name) for name in dict.fromkeys(hostnames)]
             self._changed.wait_for(lambda: all(node.peer or node.gone for node in nodes), self._limit_s + _END_LIMIT_S)
-        failed = {node: node.last_words(_SHOWN_BYTES) for node in nodes if node.peer is None}
-        unreached = {node.name: words for node, words in failed.items() if node.status == _SSH_FAILED}
-        unusable = {node.name: words for node, words in failed.items() if node.status != _SSH_FAILED}
+        failed = [node for node in nodes if node.peer is None]
+        unreached = [node for node in failed if node.wait(_END_LIMIT_S) == _SSH_FAILED]
         if unreached:
             raise RuntimeError(
                 f"could not connect to some hosts via ssh:\n{_listed(unreached)}\nCheck their names, that they "
                 "are up, and that `ssh HOST` logs in without a password (see --ssh-port and --ssh-identity-file)."
             )
-        if unusable:
+        if failed:
             raise RuntimeError(
-                f"ssh reaches these hosts, but Hora cannot be started there:\n{_listed(unusable)}\nInstall the "
+                f"ssh reaches these hosts, but Hora cannot be started there:\n{_listed(failed)}\nInstall the "
                 f"same Python environment on every host, at the same place: {self._ssh.executable}"
             )
 
-    def _node_at(self, hostname: str) -> Node | None:
-        """The node of a host, which is expected at least: a new one, if the one that was there has ended."""
-        found = super()._node_at(hostname)
-        return self._start(hostname) if found is None else found
-
-    def _start(self, hostname: str) -> Node:
+    def _absent(self, hostname: str) -> Node:
+        """A new node, which is expected: the one that was there has ended, or there was none."""
         index, node = next(self._numbers), Node(hostname)
         self._nodes[index] = node
         command = self._ssh.python(hostname, "hora.launch.agent.node", attempts=_CONNECT_ATTEMPTS)
@@ -175,7 +170,7 @@ class SshHosts(Agents):
             print(shlex.join(command), file=sys.stderr, flush=True)
         key, nodes = credentials(self._secret, index), {hostname: (index, 1)}
         limit_s = self._limit_s / 2  # so that we hear in time that it has not reached us
-        pipes = {"stdout": subprocess.DEVNULL, "stderr": node.writers["err"]}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": node.err}
         try:
             node.starter = start_agent(command, (self.address, self.port), key, nodes, limit_s=limit_s, **pipes)
         except OSError as error:
@@ -195,7 +190,7 @@ class SshHosts(Agents):
             if node.peer is not None:
                 return
             if process.poll() is None:
-                os.write(node.writers["err"], f"no answer within {self._limit_s:.0f} s (--start-timeout)".encode())
+                os.write(node.err, f"no answer within {self._limit_s:.0f} s (--start-timeout)".encode())
                 process.kill()
             self._nodes.pop(index, None)
             node.over(status)
@@ -205,7 +200,7 @@ class SshHosts(Agents):
         with self._changed:
             for node in self._nodes.values():
                 if node.peer is None:
-                    node.hang_up()
+                    node.kill()
         super().dismiss(status)
         deadline = time.monotonic() + _END_LIMIT_S
         for process in self._started:
@@ -236,8 +231,14 @@ def open_hosts(hostnames: Iterable[str], ssh: Ssh, listen: str, **rest: Any) -> 
         opened.dismiss(0)
 
 
-def _listed(problems: Mapping[str, str]) -> str:
-    return "\n".join(f"  {name}: {text.strip()}" for name, text in problems.items())
+def _listed(nodes: Iterable[Node]) -> str:
+    """List what was said about nodes that have not come."""
+    lines = []
+    for node in nodes:
+        os.set_blocking(node.stderr.fileno(), False)
+        words = (node.stderr.read(_SHOWN_BYTES) or b"").decode(errors="replace").strip()
+        lines.append(f"  {node.name}: {words or f'exit status {node.status}, no output'}")
+    return "\n".join(lines)
 
 
 def reachable_address(hostnames: Iterable[str], ssh: Ssh) -> str:

@@ -245,7 +245,7 @@ class HostConnection:
                         self._complaints.add(data)
                     else:
                         buffer += data
-                        self._marked = self._marked or _skip_mark(buffer)
+                        self._marked = self._marked or supervisor.skip_mark(buffer)
                         if self._marked and not self._take_frames_or_hang_up(buffer):
                             selector.unregister(key.fd)
             for key in list(selector.get_map().values()):
@@ -309,13 +309,3 @@ class _NoEvents:
     def output(self, worker: int, stream: str, data: bytes) -> None: ...
     def started(self, worker: int) -> None: ...
     def exited(self, ended: WorkerExit) -> None: ...
-
-
-def _skip_mark(buffer: bytearray) -> bool:
-    """Drop what a login shell printed before the supervisor's mark; False until the mark has come."""
-    _, mark, rest = buffer.partition(supervisor.MARK)
-    if mark:
-        buffer[:] = rest
-        return True
-    del buffer[: -len(supervisor.MARK)]
-    return False

@@ -59,6 +59,14 @@ _SWEEP_S = 0.02
 _DEFAULT_GRACE_S = 5.0
 
 
+def skip_mark(buffer: bytearray) -> bool:
+    """Drop what comes before a supervisor's frames; False until the mark has come."""
+    _, mark, rest = buffer.partition(MARK)
+    if mark:
+        buffer[:] = rest
+    return bool(mark)
+
+
 def take_frame(buffer: bytearray) -> tuple[bytes, int, bytes] | None:
     """Take the first whole frame out of the buffer: kind, worker, body. ValueError for what no supervisor sends."""
     if len(buffer) < FRAME.size:

@@ -59,15 +59,8 @@ def run_elastic_on_spark(
         stuck_s=max(elastic_timeout_s / 2, 1.0),
         lost_s=launcher_timeout_s(),
     )
-    driver = _Attempts(
-        context,
-        max_num_proc,
-        group=wanted.group,
-        stream_output=wanted.stream_output,
-        barrier=False,
-        return_s=limits.lost_s,
-    )
-    with driver:
+    stage = {"group": wanted.group, "stream_output": wanted.stream_output, "return_s": limits.lost_s}
+    with _Attempts(context, max_num_proc, least=min_num_proc, **stage) as driver:
         hosts = _meet(driver, wanted, limits)
         job = Job(
             slots=tuple(place_ranks([host.hostname for host in hosts])),
@@ -125,22 +118,20 @@ class _Attempts(StageDriver):
     """Tasks that come, go and come again. `changed` is called with each new list of hosts.
 
     `leaving`: those whose executor is about to go. They are no hosts any more, and their ranks end at the next commit.
+    When all are, the `least` that a job needs stay: Spark starts the others' tasks elsewhere, to take the state over.
     """
 
-    def __init__(
-        self, context: Any, num_tasks: int, *, group: str, stream_output: bool, barrier: bool, return_s: float
-    ) -> None:
-        self._numbers = itertools.count()
+    def __init__(self, context: Any, num_tasks: int, *, least: int, **rest: Any) -> None:
+        self._least, self._numbers = least, itertools.count()
         self.changed: Changed | None = None
         self.leaving: set[int] = set()
         self._left: set[tuple[int, int]] = set()  # attempts that were notified
-        super().__init__(
-            context, num_tasks, group=group, stream_output=stream_output, barrier=barrier, return_s=return_s
-        )
+        super().__init__(context, num_tasks, barrier=False, **rest)
 
     def hosts(self) -> list[HostInfo]:
         with self._arrived:
-            return [HostInfo(place.host, 1) for place in self._places.values() if place.task not in self.leaving]
+            staying = [place for place in self._places.values() if place.task not in self.leaving]
+            return [HostInfo(place.host, 1) for place in staying or list(self._places.values())[: self._least]]
 
     def leave(self, attempts: Mapping[int, int]) -> None:
         """These are on executors that are about to go."""
