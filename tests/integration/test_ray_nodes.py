@@ -162,3 +162,40 @@ def test_hosts_come_and_go(wide, tmp_path: Path, name: str):
     assert len(results) == num_finished
     assert [rank for rank, *_ in results] == list(range(num_finished))
     nothing_is_left()
+
+
+class Replacement:
+    """A discovery and a callback: once the first hosts train, each question finds the next stage, whoever has the state
+    by then. The training is over when the last stage's only host trains alone.
+    """
+
+    def __init__(self, stages: list[dict[str, int]], directory: Path) -> None:
+        self._stages, self._directory, self._begun = list(stages), directory, False
+        self.steps: dict[str, list[int]] = {}
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        found = dict(self._stages[0])
+        if self._begun and len(self._stages) > 1:
+            self._stages.pop(0)
+        return found
+
+    def __call__(self, entry: dict[str, Any]) -> None:
+        if "step" in entry:
+            self.steps.setdefault(entry["host"], []).append(entry["step"])
+            self._begun = self._begun or entry["step"] > 3
+            if entry["size"] == 1 and [entry["host"]] == list(self._stages[0]):
+                (self._directory / "over").touch()
+
+
+@mock.patch(INTERVAL, 0.1)
+def test_all_hosts_are_replaced_before_the_new_ones_have_the_state(wide, tmp_path: Path):
+    """Horovod's own schedule, a tenth of a second apart."""
+    settings = elastic_settings({}, min_num_proc=1)
+    settings.discovery = schedule = Replacement([{"h1": 2}, {"h1": 2, "h2": 1, "h3": 1}, {"h2": 1}], tmp_path)
+    executor = ElasticRayExecutor(settings, override_discovery=False)
+    executor.start()
+    ((rank, size, _, steps),) = executor.run(lambda: train(str(tmp_path)), callbacks=[schedule])
+    assert (rank, size) == (0, 1)
+    assert min(schedule.steps["h2"]) > 3, "it began anew"
+    assert steps == max(schedule.steps["h2"])
+    nothing_is_left()

@@ -82,7 +82,7 @@ def _enter(
                 connection.close()
             if connection is not None and late:
                 raise RuntimeError(f"the first node, {place.host}, hung up before it let this one join") from None
-            if connection is None and listening:
+            if connection is None and listening and not isinstance(error, ConnectionResetError | BrokenPipeError):
                 raise RuntimeError(
                     f"cannot connect to the launcher at {where}: {error}; has it ended, is there a firewall between, "
                     "or does it listen on another network (--network-interfaces)?"
