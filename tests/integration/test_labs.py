@@ -23,6 +23,7 @@ CSV = """Species,Island,CulmenLength,CulmenDepth,FlipperLength,BodyMass
 """
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 def test_spark_and_pandas_agree_row_for_row(spark, tmp_path):
     """With gaps, text that means a gap, spaces and repeated rows. The lab itself compares the package's rows."""
