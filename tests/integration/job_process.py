@@ -69,7 +69,10 @@ class _MarkedProcess:
         self.process.wait(LIMIT_S)
 
     def wait_for_the_last(self, limit_s: float) -> None:
-        wait_until("every process of the job is gone", lambda: not self.processes(), limit_s)
+        try:
+            wait_until("every process of the job is gone", lambda: not self.processes(), limit_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; left: {self.processes()}") from None
 
 
 def kill_what_is_left() -> None:

@@ -79,12 +79,14 @@ def test_a_keeper_refuses_orders_of_a_leader_of_the_past():
 def test_one_keeper_of_a_node_at_a_time_holds_its_workers():
     place, limits = (
         {"node": 0, "name": "a", "slots": 1},
-        {"leaderless_s": 60, "orphaned_s": 60, "poll_s": 60, "parent": 1},
+        {"leaderless_s": 60, "orphaned_s": 60, "poll_s": 60, "parent": -1},
     )
-    first, second = (Keeper(place, new_secret(), NOWHERE, **limits, claim=f"unit-{os.getpid()}") for _ in range(2))
+    claim = f"unit-{os.getpid()}"
+    first, second, orphan = (Keeper(place, new_secret(), NOWHERE, **limits, claim=claim) for _ in range(3))
     assert first._holds_claim()
     assert first._holds_claim()
     assert not second._holds_claim()
+    assert orphan.run() is None, "nobody is left for whom it could wait"
     first._over.set()
     assert first.run() is None
     assert second._holds_claim()

@@ -91,6 +91,8 @@ class Keeper:
         try:
             while not self._over.is_set():
                 if self._claim and not self._holds_claim():
+                    if os.getppid() != self._parent:
+                        return None  # it has no workers, and nobody to get any for
                     alone_since = time.monotonic()
                     self._leader()  # the job may be over
                     self._over.wait(self._poll_s)
