@@ -102,8 +102,6 @@ def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, store, tmp_p
     torch.testing.assert_close(fitted.getModel().state_dict(), by_hand(6).state_dict())
     assert [entry["epoch"] for entry in fitted.getHistory()] == list(range(6))
     assert fitted.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.05)
-    with mock.patch.object(TorchEstimator, "can_be_elastic", False), pytest.raises(ValueError, match="fixed number"):
-        elastic.fit(frame)
 
 
 def test_a_training_equals_one_by_hand_can_be_resumed_and_saved(frame, tmp_path):

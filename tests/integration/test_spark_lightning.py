@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from horovod.spark.common import constants, util
-from horovod.spark.common.backend import Backend
+from horovod.spark.common.backend import Backend, SparkBackend
 from horovod.spark.common.store import Store
 
 pytest.importorskip("lightning")
@@ -121,6 +121,43 @@ def test_from_a_frame_to_predictions_and_once_more(frame, tmp_path):
         found = [row.guess for row in predicted.collect()]
         expected = model.getModel()(torch.from_numpy(X[:, 0]), torch.from_numpy(X[:, 1])).reshape(-1).tolist()
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Mortal(Regression):
+    """Ends rank 1 in its third step, once."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.steps = path, 0
+
+    def training_step(self, batch, batch_idx):
+        import os
+        import signal
+
+        import horovod.torch as hvd
+
+        self.steps += 1
+        if hvd.rank() == 1 and self.steps == 3 and not os.path.exists(self.path):
+            open(self.path, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, tmp_path):
+    store = Store.create(str(tmp_path / "store"), save_runs=False)
+    backend = SparkBackend(num_proc=2, min_num_proc=2, verbose=0)
+    fitted = estimator(store, model=Mortal(str(tmp_path / "killed")), backend=backend, epochs=6).fit(frame)
+    assert (tmp_path / "killed").exists()
+    assert [entry["epoch"] for entry in fitted.getEpochs()] == list(range(6))
+    by_hand = Regression()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.2)  # of two ranks
+    a, b, y = (torch.from_numpy(column.copy()) for column in (X[:, 0], X[:, 1], Y))
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.mse_loss(by_hand(a, b).reshape(-1), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(fitted.getModel().state_dict(), by_hand.state_dict())
 
 
 def test_what_makes_no_sense_is_refused_in_words(tmp_path):

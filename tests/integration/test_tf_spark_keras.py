@@ -76,6 +76,44 @@ def test_a_model_is_trained_predicts_is_saved_and_goes_on(spark, frame, tmp_path
     np.testing.assert_allclose(again, [row.y__output for row in predicted], rtol=1e-5)
 
 
+def test_an_elastic_training_with_a_death_has_the_weights_of_one_without(frame, tmp_path):
+    import keras
+
+    from horovod.spark.common.backend import SparkBackend
+
+    class Mortal(keras.callbacks.Callback):
+        """Ends rank 1 after its third batch, once."""
+
+        batches = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            import os
+            import signal
+
+            import horovod.torch as hvd
+
+            self.batches += 1
+            if hvd.rank() == 1 and self.batches == 3 and not os.path.exists(killed):
+                open(killed, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = str(tmp_path / "killed")
+    found = []
+    for more in (
+        {},
+        {"num_proc": None, "backend": SparkBackend(2, min_num_proc=2, verbose=0), "callbacks": [Mortal()]},
+    ):
+        store = Store.create(str(tmp_path / f"store{len(found)}"), save_runs=False)
+        fitted = estimator(store, batch_size=64, epochs=6, validation=None, shuffle=False, **more).fit(frame)
+        assert [len(losses) for losses in fitted.getHistory().values()] == [6, 6]
+        found.append((fitted.getModel().get_weights(), fitted.getHistory()["loss"]))
+    assert Path(killed).exists()
+    for (weights, losses), (expected, wanted) in [found]:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        for array, other in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(array, other, rtol=1e-5)
+
+
 def test_classes_with_an_own_callback(frame, tmp_path):
     import keras
 

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import warnings
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -140,6 +141,83 @@ def test_a_training_equals_one_by_hand_and_goes_on_where_it_was(folder):
     expected = {f"layer.{name}": value for name, value in by_hand(5).items()}
     torch.testing.assert_close(resumed.state, expected)
     assert [entry["epoch"] for entry in resumed.history] == [0, 1, 2, 3, 4]
+
+
+def counted(folder, faults):
+    """A module in the middle of an elastic job: `faults` are the places where the world breaks, each once."""
+    from lightning.pytorch import LightningModule
+
+    class Counted(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.faults, self.starts = linear(), list(faults), 0
+
+        def training_step(self, batch, batch_idx):
+            x = torch.tensor([[1.0, 2.0], [3.0, -1.0]]) * (1 + hvd.rank())  # the same in every batch
+            loss = self.layer(x).square().mean()
+            self.log("train_loss", loss.detach(), on_epoch=True, on_step=False, sync_dist=True)
+            self.happen("forward")
+            return loss
+
+        def happen(self, where):
+            where = (where, self.trainer.current_epoch, self.trainer.global_step)
+            if where in self.faults:
+                self.faults.remove(where)
+                raise hvd.HorovodInternalError("injected")
+
+        def on_train_start(self):
+            self.starts += 1
+
+        def on_after_backward(self):
+            self.happen("backward")
+
+        def on_train_batch_end(self, *args):
+            self.happen("batch end")
+
+        def validation_step(self, batch, batch_idx):
+            assert not self.training
+            self.happen("validation")
+
+        def on_train_epoch_end(self):
+            self.happen("epoch end")
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+            schedules = [(torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "step")]
+            schedules += [(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "epoch")]
+            return [optimizer], [{"scheduler": schedule, "interval": each} for schedule, each in schedules]
+
+        def on_train_end(self):
+            assert self.training
+            assert not self.faults, self.faults
+            assert self.starts == len(faults) + 1
+            optimizer, schedules = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs
+            counts = [
+                self.trainer.global_step,
+                self.trainer.current_epoch,
+                *(s.scheduler.last_epoch for s in schedules),
+            ]
+            found = (counts, [g["lr"] for g in optimizer.param_groups], optimizer.state_dict()["state"])
+            torch.save((found, self.layer.state_dict()), f"{folder}/found.{len(faults)}.{hvd.rank()}")
+
+    return Counted()
+
+
+@pytest.mark.parametrize("more", [{}, {"trainer_args": {"accumulate_grad_batches": 2}}], ids=["each", "accumulated"])
+def test_a_training_in_which_the_world_breaks_is_to_the_last_bit_one_in_which_it_does_not(folder, more):
+    places = ("forward", 0, 1), ("backward", 0, 2), ("batch end", 1, 5), ("validation", 1, 6), ("epoch end", 2, 9)
+    if more:
+        places = ("forward", 0, 1), ("backward", 1, 2), ("validation", 1, 4), ("epoch end", 2, 6)
+    told = []
+    with mock.patch("hora.spark.lightning.strategy.is_elastic", return_value=True):
+        for faults in ((), places):
+            module = counted(folder, faults)
+            told.append(fit(folder, module, val_rows=NUM_ROWS, batch_size=4, shuffle=True, random_seed=1, **more))
+    assert [[entry["epoch"] for entry in result.history] for result in told] == [[0, 1, 2]] * 2
+    for rank in range(2):
+        undisturbed, disturbed = (torch.load(f"{folder}/found.{n}.{rank}") for n in (0, len(places)))
+        assert undisturbed[0][0][:2] == [6 if more else 9, 3]
+        torch.testing.assert_close(disturbed, undisturbed, rtol=0, atol=0)
 
 
 def finetuned():

@@ -9,6 +9,7 @@ from typing import Any
 
 import hora.torch as hvd
 from hora.keras.values import to_numpy
+from hora.torch.basics import generation
 
 __all__ = ["StartCheck"]
 
@@ -19,13 +20,19 @@ _WARN_AT, _RAISE_AT = 2, 64
 
 
 class StartCheck:
-    """Compares the variables before a reduction: once with a warning, much later with an error."""
+    """Compares the variables before a reduction: once with a warning, much later with an error.
+
+    In every world anew, because its ranks may be of different ages.
+    """
 
     def __init__(self) -> None:
         self._num_calls = 0
         self._differ = False
+        self._generation: int | None = None
 
     def __call__(self, variables: Sequence[Any]) -> None:
+        if self._generation != generation():
+            self._generation, self._num_calls, self._differ = generation(), 0, False
         self._num_calls += 1
         if self._num_calls == _WARN_AT or (self._num_calls == _RAISE_AT and self._differ):
             self._compare(variables)

@@ -22,6 +22,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "engine_rank",
+    "generation",
     "gloo_built",
     "gloo_enabled",
     "init",
@@ -87,6 +88,11 @@ def rank() -> int:
 def engine_rank() -> int:
     """This process's number among those that its collectives reach: 0 in a newcomer, which is alone."""
     return _runtime().world.rank
+
+
+def generation() -> int:
+    """This world's number among those of an elastic job."""
+    return _runtime().world.generation
 
 
 def size() -> int:

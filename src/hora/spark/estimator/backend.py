@@ -36,7 +36,7 @@ class SparkBackend(Backend):
         self._num_proc = default_num_proc() if num_proc is None else num_proc
         self._env = env
         self._kwargs = kwargs
-        self.is_elastic = not kwargs.keys().isdisjoint(("min_num_proc", "max_num_proc"))
+        self._is_elastic = not kwargs.keys().isdisjoint(("min_num_proc", "max_num_proc"))
 
     def run(
         self,
@@ -48,7 +48,7 @@ class SparkBackend(Backend):
         from hora.spark.run import run, run_elastic
 
         variables = dict(self._env or {}) | dict(env or {})
-        call: Callable[..., list[Any]] = run_elastic if self.is_elastic else run
+        call: Callable[..., list[Any]] = run_elastic if self._is_elastic else run
         return call(fn, args=args, kwargs=kwargs or {}, num_proc=self.num_processes(), env=variables, **self._kwargs)
 
     def num_processes(self) -> int:

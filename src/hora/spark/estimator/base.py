@@ -82,7 +82,6 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
     """Fits a model on a DataFrame, on several processes."""
 
     run_prefix: ClassVar[str] = "pytorch"
-    can_be_elastic: ClassVar[bool] = False  # its training goes on when ranks come and go
 
     def fit_on_parquet(self, params: Mapping[Any, Any] | None = None, dataset_idx: int | None = None) -> Any:
         """Train on the Parquet data that already lies at the store's train (and, if there is one, validation) path."""
@@ -160,11 +159,6 @@ class HorovodEstimator(Estimator[Any], EstimatorParams, ParamsWritable, ParamsRe
         if missing and values["transformation_fn"] is None:
             raise ValueError(f"the data have no column {', '.join(missing)}; they have {', '.join(metadata)}")
         check_columns(values, features, metadata)
-        if getattr(backend, "is_elastic", False) and not self.can_be_elastic:
-            raise ValueError(
-                f"the backend is elastic (min_num_proc, max_num_proc), and {type(self).__name__} trains on a fixed "
-                "number of processes; leave these arguments out, or use TorchEstimator"
-            )
         num_proc = backend.num_processes()
         if train_rows < num_proc:
             raise ValueError(f"{train_rows} training rows are too few for {num_proc} processes; use fewer")

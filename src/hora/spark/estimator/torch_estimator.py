@@ -25,7 +25,6 @@ __all__ = ["TorchEstimator"]
 class TorchEstimator(HorovodEstimator):
     """Fits a torch model on a DataFrame. Keywords are the parameters of `hora.spark.estimator.params.ESTIMATOR`."""
 
-    can_be_elastic = True
     __signature__ = signature_of(ESTIMATOR)
 
     def __init__(self, **kwargs: Any) -> None:

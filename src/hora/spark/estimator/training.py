@@ -33,10 +33,12 @@ from hora.workflow.objective import Scored
 from hora.workflow.step import Recipe, Stepper, score_all
 
 __all__ = [
+    "Place",
     "RankSpec",
     "TrainingResult",
     "TrainingSpec",
     "endless",
+    "go_on",
     "minibatches",
     "num_steps",
     "open_data_module",
@@ -91,22 +93,18 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
         torch.manual_seed(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]))
     model, inner = spec.model_and_optimizer.unpack(device)
-    place = _Place(json.dumps(_resume(spec, model, inner)))
+    place: Any = Place(json.dumps(_resume(spec, model, inner)))
     rates = [float(group["lr"]) for group in inner.param_groups]
     optimizer = _distributed(values, model, inner)
     objective = LabelColumns(values, _losses(spec, model, optimizer), device)
     recipe = Recipe(accumulate=values["backward_passes_per_step"])
     trainer = _Trainer(Stepper(model, optimizer, objective, recipe=recipe, device=device), objective, values)
-    if is_elastic():
+
+    def state(**place: Any) -> Any:
         register_handlers()
-        tally = trainer.tally
-        state: Any = hvd.elastic.TorchState(
-            model, optimizer, per_step=True, tally=tally, history=place.history, done=0.0
-        )
-        hvd.elastic.run(_train_epochs)(state, spec, trainer, rates)
-        place = state
-    else:
-        _train_epochs(place, spec, trainer, rates)
+        return hvd.elastic.TorchState(model, optimizer, per_step=True, tally=trainer.tally, **place)
+
+    place = go_on(place, hvd.elastic.run, state, _train_epochs, spec, trainer, rates)
     if hvd.rank() != 0:
         return None
     packed = pack_model(model.cpu().eval())
@@ -115,9 +113,9 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
 
 
 @dataclass
-class _Place:
-    """A training's place: its epochs so far, as JSON, and how much of the next one is done. In an elastic job a
-    TorchState has them.
+class Place:
+    """A training's place: its epochs so far, as JSON, and how much of the next one is done. In an elastic job a state
+    has them.
     """
 
     history: str
@@ -125,6 +123,22 @@ class _Place:
 
     def commit(self) -> None:
         """Ranks may come and go now, in an elastic job."""
+
+
+def go_on(
+    place: Place, run: Callable[..., Any], state: Callable[..., Any], train: Callable[..., None], *arguments: Any
+) -> Any:
+    """Train from a place on; returns the last place.
+
+    In an elastic job `state` makes a state that holds the place's values too, and `run`, its framework's loop, calls
+    `train` in every new world.
+    """
+    if not is_elastic():
+        train(place, *arguments)
+        return place
+    elastic = state(**vars(place))
+    run(train)(elastic, *arguments)
+    return elastic
 
 
 def _train_epochs(place: Any, spec: TrainingSpec, trainer: _Trainer, rates: Sequence[float]) -> None:

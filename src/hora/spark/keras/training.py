@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +17,10 @@ import torch
 
 import hora.torch as hvd
 from hora.keras import callbacks as methods
+from hora.keras import elastic
 from hora.keras.optimizer import DistributedOptimizer
 from hora.keras.values import optimizer_variables
-from hora.spark.estimator.training import RankSpec, endless, minibatches, num_steps, open_data_module
+from hora.spark.estimator.training import Place, RankSpec, endless, go_on, minibatches, num_steps, open_data_module
 from hora.spark.keras.packing import pack_model, unpack, unpack_model
 from hora.torch.arrays import as_numpy, as_torch
 
@@ -52,29 +55,60 @@ def train(spec: KerasSpec) -> KerasResult | None:
         keras.utils.set_random_seed(int(values["random_seed"]))
     model = unpack_model(spec.package, spec.model, values["custom_objects"])
     optimizer = _compile(spec, keras, model)
-    history = _resume(spec, model, optimizer)
-    done = len(history.get("loss", ()))
-    with open_data_module(spec) as data, _run_folder(spec) as folder:
-        keeper = type("Keeper", (_Keeper, keras.callbacks.Callback), {})(spec, folder, history)
-        fitted: dict[str, Any] = {}
-        if spec.dataset.val_rows:
-            # A generator of a known number of batches for each epoch: those of one pass.
-            passes = len(list(data.val_data()))
-            fitted = {"validation_data": _rows(spec, model, _again(data)), "validation_steps": passes}
-        model.fit(
-            _rows(spec, model, endless(data.train_data())),
-            steps_per_epoch=num_steps(spec, data),
-            shuffle=False,  # the data module has done so
-            initial_epoch=done,
-            epochs=values["epochs"],
-            verbose=values["verbose"] if hvd.rank() == 0 else 0,
-            callbacks=_callbacks(spec, keras, folder, keeper),
-            **fitted,
-        )
+    place: Any = _Place(json.dumps(_resume(spec, model, optimizer)), size=hvd.size())
+    place = go_on(place, elastic.run, functools.partial(_state, model, optimizer), _train_epochs, spec, keras, model)
     if hvd.rank() != 0:
         return None
     sizes = tuple(int(np.prod([extent or 1 for extent in output.shape[1:]])) for output in model.outputs)
-    return KerasResult(pack_model(model), history, sizes)
+    return KerasResult(pack_model(model), json.loads(place.history), sizes)
+
+
+@dataclass
+class _Place(Place):
+    """`size`: what the learning rate is scaled by."""
+
+    size: int = 1
+
+
+def _state(model: Any, optimizer: Any, **place: Any) -> Any:
+    return elastic.KerasState(model, optimizer, **place)
+
+
+def _train_epochs(place: Any, spec: KerasSpec, keras: Any, model: Any) -> None:
+    """Train the epochs that are left, on the ranks that there are now."""
+    _scale_rate(model.optimizer, hvd.size() / place.size)
+    place.size = hvd.size()
+    done, epochs = len(json.loads(place.history).get("loss", ())), spec.values["epochs"]
+    with open_data_module(spec) as data, _run_folder(spec) as folder:
+        total = num_steps(spec, data)
+        first = min(round(place.done * total), total - 1)
+        if first:  # what is left of an epoch
+            _fit(place, spec, keras, model, data, folder, range(done, done + 1), first, total)
+            done += 1
+        if done < epochs:
+            _fit(place, spec, keras, model, data, folder, range(done, epochs), 0, total)
+
+
+def _fit(
+    place: Any, spec: KerasSpec, keras: Any, model: Any, data: Any, folder: str, epochs: range, first: int, total: int
+) -> None:
+    """Train these epochs, of which each has `total` batches and the first ones are done."""
+    keeper = type("Keeper", (_Keeper, keras.callbacks.Callback), {})(spec, folder, place, first, total)
+    fitted: dict[str, Any] = {}
+    if spec.dataset.val_rows:
+        # A generator of a known number of batches for each epoch: those of one pass.
+        passes = len(list(data.val_data()))
+        fitted = {"validation_data": _rows(spec, model, _again(data)), "validation_steps": passes}
+    model.fit(
+        _rows(spec, model, endless(data.train_data())),
+        steps_per_epoch=total - first,
+        shuffle=False,  # the data module has done so
+        initial_epoch=epochs.start,
+        epochs=epochs.stop,
+        verbose=spec.values["verbose"] if hvd.rank() == 0 else 0,
+        callbacks=_callbacks(spec, keras, folder, keeper),
+        **fitted,
+    )
 
 
 def _compile(spec: KerasSpec, keras: Any, model: Any) -> Any:
@@ -82,8 +116,7 @@ def _compile(spec: KerasSpec, keras: Any, model: Any) -> Any:
     values = spec.values
     known = values["custom_objects"]
     inner = keras.optimizers.get(unpack(spec.package, values["optimizer"], known))
-    if hasattr(inner.learning_rate, "assign"):
-        inner.learning_rate.assign(float(inner.learning_rate.numpy()) * hvd.size())
+    _scale_rate(inner, hvd.size())
     optimizer = DistributedOptimizer(inner, compression=values["gradient_compression"])
     model.compile(
         optimizer=optimizer,
@@ -92,6 +125,11 @@ def _compile(spec: KerasSpec, keras: Any, model: Any) -> Any:
         metrics=unpack(spec.package, values["metrics"] or None, known),
     )
     return optimizer
+
+
+def _scale_rate(optimizer: Any, factor: float) -> None:
+    if hasattr(optimizer.learning_rate, "assign"):
+        optimizer.learning_rate.assign(float(optimizer.learning_rate.numpy()) * factor)
 
 
 def _callbacks(spec: KerasSpec, keras: Any, folder: str, keeper: Any) -> list[Any]:
@@ -145,23 +183,36 @@ def _run_folder(spec: KerasSpec) -> Iterator[str]:
 
 
 class _Keeper:
-    """The last callback: history, and after each epoch a checkpoint in the store."""
+    """The last callback: history, after each epoch a checkpoint in the store, and in an elastic job commits."""
 
     model: Any
 
-    def __init__(self, spec: KerasSpec, folder: str, history: dict[str, list[float]]) -> None:
+    def __init__(self, spec: KerasSpec, folder: str, place: Any, first: int, total: int) -> None:
         super().__init__()
-        self._spec, self._folder, self._history = spec, folder, history
+        self._spec, self._folder, self._place = spec, folder, place
+        self._first, self._total = first, total
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        number = self._first + batch + 1
+        if number < self._total:  # after the last one comes the epoch's end, of which a part cannot be made again
+            self._place.done = number / self._total
+            self._place.commit()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        history = json.loads(self._place.history)
         for name, value in (logs or {}).items():
-            self._history.setdefault(name, []).append(float(value))
+            history.setdefault(name, []).append(float(value))
+        self._keep(history)
+        self._place.history, self._place.done = json.dumps(history), 0.0
+        self._place.commit()
+
+    def _keep(self, history: dict[str, list[float]]) -> None:
         if not self._folder:
             return
         variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
         values = [as_torch(np.array(variable.numpy())) for variable in variables]
         path = os.path.join(self._folder, self._spec.remote.checkpoint_filename)
-        torch.save({"variables": values, "history": self._history, "size": hvd.size()}, path)
+        torch.save({"variables": values, "history": history, "size": hvd.size()}, path)
         self._spec.remote.sync(self._folder)
 
 
@@ -174,6 +225,5 @@ def _resume(spec: KerasSpec, model: Any, optimizer: Any) -> dict[str, list[float
         optimizer.build(model.trainable_variables)
     for variable, value in zip([*model.weights, *optimizer_variables(optimizer)], state["variables"], strict=False):
         variable.assign(as_numpy(value))
-    if hasattr(optimizer.learning_rate, "assign"):
-        optimizer.learning_rate.assign(float(optimizer.learning_rate.numpy()) * hvd.size() / state["size"])
+    _scale_rate(optimizer, hvd.size() / state["size"])
     return {name: list(found) for name, found in state["history"].items()}

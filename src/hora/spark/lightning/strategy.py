@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 import hora.torch as hvd
+from hora.spark.lightning.elastic import make_elastic
 from hora.spark.lightning.package import Package
+from hora.torch.elastic.loop import is_elastic
 
 __all__ = ["horovod_strategy"]
 
@@ -36,7 +38,10 @@ def horovod_strategy(package: Package) -> type[Any]:
 
 
 class _Horovod:
-    """Trains on the ranks of `hvd`: multiplies the learning rate by their number, broadcasts rank 0's parameters."""
+    """Trains on the ranks of `hvd`: multiplies the learning rate by their number, broadcasts rank 0's parameters.
+
+    In an elastic job `fit` goes on by the step when ranks are lost or join; `new_data`: see `make_elastic`.
+    """
 
     # What Lightning's own class gives: this one is mixed in before it.
     lightning_module: Any
@@ -47,13 +52,18 @@ class _Horovod:
     strategy_name = "horovod"
     is_distributed = True  # Lightning gives every rank its own part of the data by default
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        from lightning_utilities.core import rank_zero
-
+    def __init__(self, *args: Any, new_data: Callable[[], Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         hvd.init()
-        vars(rank_zero.rank_zero_only)["rank"] = hvd.rank()
+        self._new_data = new_data
         self._accumulating = False
+        self.take_rank()
+
+    def take_rank(self) -> None:
+        """Have Lightning print and write on rank 0 alone."""
+        from lightning_utilities.core import rank_zero
+
+        vars(rank_zero.rank_zero_only)["rank"] = hvd.rank()
 
     # ---- identity ----------------------------------------------------------------------------------------------------
 
@@ -95,17 +105,23 @@ class _Horovod:
     def setup_optimizers(self, trainer: Any) -> None:
         """Lightning's own, then every learning rate times the number of ranks, rank 0's state, averaged gradients."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["lr"] = group["lr"] * hvd.size()
-            if "initial_lr" in group:
-                group["initial_lr"] = group["initial_lr"] * hvd.size()
-        for config in self.lr_scheduler_configs:
-            if hasattr(config.scheduler, "base_lrs"):
-                config.scheduler.base_lrs = [rate * hvd.size() for rate in config.scheduler.base_lrs]
+        self.scale_rates(hvd.size())
         hvd.broadcast_parameters(self.lightning_module.state_dict(), root_rank=0)
         for optimizer in self.optimizers:
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         self._wrap(trainer)
+        if is_elastic():
+            make_elastic(trainer, self._new_data)
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiply every learning rate, and what schedulers begin with."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for name in ("lr", "initial_lr"):
+                if name in group:
+                    group[name] = group[name] * factor
+        for config in self.lr_scheduler_configs:
+            if hasattr(config.scheduler, "base_lrs"):
+                config.scheduler.base_lrs = [rate * factor for rate in config.scheduler.base_lrs]
 
     def _wrap(self, trainer: Any) -> None:
         """Make every optimizer a distributed one, with only its own parameters; its schedulers go on with it."""
@@ -147,7 +163,8 @@ class _Horovod:
 
     def teardown(self) -> None:
         """Wait for the others; the ranks stay up, for whoever started them."""
-        self.barrier()
+        if not is_elastic():  # there they have ended the training together, and may leave one by one
+            self.barrier()
         self.cluster_environment = None
         for kind in type(self).__mro__:
             if kind.__name__ == "Strategy":

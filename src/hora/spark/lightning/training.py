@@ -67,8 +67,7 @@ def train(spec: LightningSpec) -> LightningResult | None:
         folder = stack.enter_context(spec.remote.get_local_output_dir())
         keeper = _keeper(package)(spec, folder)
         trainer = _trainer(spec, folder, device, keeper)
-        data = _data_module(spec)
-        trainer.fit(module, datamodule=data, **_resume(spec, folder, trainer))
+        trainer.fit(module, datamodule=_data_module(spec), **_resume(spec, folder, trainer))
         keeper.sync()
         if hvd.rank() != 0:
             return None
@@ -89,7 +88,7 @@ def _trainer(spec: LightningSpec, folder: str, device: torch.device, keeper: Any
     if values["terminate_on_nan"]:
         callbacks.append(_stop_on_nan(package)())
     arguments: dict[str, Any] = {
-        "strategy": horovod_strategy(package)(),
+        "strategy": horovod_strategy(package)(new_data=lambda: _data_module(spec)),
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],
         "max_epochs": values["epochs"],
@@ -226,8 +225,14 @@ class _RunKeeper:
     def state_key(self) -> str:
         return "hora.run"
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning gives all ranks the folder of rank 0, which may be another one now."""
+        if self.users_checkpoint is not None:
+            self.users_checkpoint.dirpath = self._folder
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Lightning calls it after the epoch's validation, and after the module's own hook."""
+        del self.history[trainer.current_epoch :]  # of an epoch's end that has failed
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.history.append({"epoch": trainer.current_epoch, **metrics})
         if self._spec.values["verbose"] and hvd.rank() == 0:

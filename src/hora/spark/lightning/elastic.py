@@ -1,0 +1,225 @@
+"""Elastic training with Lightning: a Trainer's fit loop that goes on by the step when ranks are lost or join.
+
+Everything around the loop happens once: the Trainer, its setup hooks and its optimizers stay. In every new world the
+loop runs again, `on_train_start` included, with models and optimizers in place (`hvd.elastic.TorchState`), the rates of
+the new number of ranks, loaders that are asked for anew, and as many batches as the interrupted epoch has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hora.torch as hvd
+from hora.torch.elastic.handlers import SnapshotHandler, get_handler_registry
+from hora.torch.elastic.loop import run
+from hora.torch.elastic.torch_state import TorchState
+
+__all__ = ["make_elastic"]
+
+
+def make_elastic(trainer: Any, new_data: Callable[[], Any] | None) -> None:
+    """Have the Trainer's `fit` go on when the world changes.
+
+    `new_data`: makes the data module for the rank and the size that this process has then; None where the module or the
+    data module itself looks at them in `train_dataloader()`, or Lightning's own sampler does.
+    """
+    if (Place, _PlaceHandler) not in get_handler_registry():
+        get_handler_registry().append((Place, _PlaceHandler))
+    loop = trainer.fit_loop
+    if not isinstance(loop, _ElasticFit):
+        loop.__class__ = type("ElasticFitLoop", (_ElasticFit, type(loop)), {})
+        loop.epoch_loop.__class__ = type("ElasticEpochLoop", (_ElasticEpoch, type(loop.epoch_loop)), {})
+    loop.new_data = new_data
+
+
+class Place:
+    """A Trainer's place in its training, of which newcomers take over all and a failed step is taken back.
+
+    Batches are counted by Lightning's own loops, from the beginning or the middle of an epoch: `first` of `total` had
+    been done when it was entered.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.began = False
+        self.epoch = 0  # as many are done, with all that belongs to their ends
+        self.first = self.total = 0
+        self.size = hvd.size()  # what the learning rates are scaled by
+        self._modes = [(module, module.training) for module in trainer.lightning_module.modules()]
+
+    @property
+    def done(self) -> float:
+        """Return the share of the epoch's batches that are done."""
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return (self.first + batches.processed) / self.total if self.total else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a step changes."""
+        strategy = self.trainer.strategy
+        found = {name: getattr(self, name) for name in ("began", "epoch", "first", "total", "size")}
+        found["rates"] = [
+            {name: group[name] for name in ("lr", "initial_lr") if name in group} for group in _groups(strategy)
+        ]
+        found["schedulers"] = [config.scheduler.state_dict() for config in strategy.lr_scheduler_configs]
+        if self.began:  # before, all ranks have what they began with, perhaps from the same checkpoint
+            found["loops"] = self.trainer.fit_loop.state_dict()
+            del found["loops"]["state_dict"]  # of loaders, which are asked for anew
+        return found
+
+    def load_state_dict(self, found: dict[str, Any]) -> None:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        for name in ("began", "epoch", "first", "total", "size"):
+            setattr(self, name, found[name])
+        for group, rates in zip(_groups(strategy), found["rates"], strict=True):
+            group.update(rates)
+        for config, state in zip(strategy.lr_scheduler_configs, found["schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        if "loops" in found:
+            trainer.fit_loop.load_state_dict(found["loops"])
+        for callback in trainer.callbacks if "callbacks" in found else ():
+            if callback.state_key in found["callbacks"]:
+                callback.load_state_dict(found["callbacks"][callback.state_key])
+        if "metrics" in found:
+            trainer.should_stop = found["should_stop"]
+            trainer._logger_connector._callback_metrics.update(found["metrics"])
+
+    def beyond_steps(self) -> dict[str, Any]:
+        """Return what no step changes and newcomers need."""
+        trainer = self.trainer
+        return {
+            "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
+            "metrics": dict(trainer._logger_connector._callback_metrics),
+            "should_stop": trainer.should_stop,
+        }
+
+    def settle(self) -> None:
+        """Make the Trainer as it is between two batches, in a world that it may be new to."""
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        for part in (loop, loop.epoch_loop, loop.epoch_loop.val_loop, *_inner_loops(loop.epoch_loop)):
+            part._restarting = part._loaded_from_state_dict = part._resuming_from_checkpoint = False
+        for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
+            tracker.ready = tracker.started = tracker.processed = tracker.completed = self.epoch
+        for tracker in (loop.epoch_loop.batch_progress.total, loop.epoch_loop.batch_progress.current):
+            tracker.ready = tracker.started = tracker.completed = tracker.processed
+        for module, training in self._modes:
+            module.training = training
+        # An epoch's means are those of its batches since the last change: then all ranks have the same ones to reduce.
+        trainer.validating = True
+        trainer._logger_connector.reset_results()
+        trainer.training = True
+        trainer._logger_connector.reset_results()
+        trainer.strategy.take_rank()
+        if self.size != hvd.size():
+            trainer.strategy.scale_rates(hvd.size() / self.size)
+            self.size = hvd.size()
+
+
+class _PlaceHandler(SnapshotHandler):
+    """Of a `Place`: a step copies little of it, and others take over more."""
+
+    @property
+    def committed(self) -> Any:
+        return self._saved | self.value.beyond_steps()
+
+    @committed.setter
+    def committed(self, saved: Any) -> None:
+        self._saved = saved
+
+
+def _groups(strategy: Any) -> list[dict[str, Any]]:
+    return [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
+
+
+def _inner_loops(epoch_loop: Any) -> list[Any]:
+    return [epoch_loop.automatic_optimization, epoch_loop.manual_optimization]
+
+
+class _ElasticFit:
+    """Mixed in before Lightning's fit loop."""
+
+    trainer: Any
+    epoch_loop: Any
+    epoch_progress: Any
+    max_batches: int | float
+    new_data: Callable[[], Any] | None
+    first = 0  # batches of this epoch that other worlds have done
+
+    def run(self) -> None:
+        trainer = self.trainer
+        self.place = Place(trainer)
+        more = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(trainer.strategy.optimizers)}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            more["scaler"] = scaler
+        self.state: Any = TorchState(model=trainer.lightning_module, per_step=True, place=self.place, **more)
+        run(self._run_in_world)(self.state)
+
+    def _run_in_world(self, state: Any) -> None:
+        place, again = self.place, self.place.began
+        self.first = 0
+        if again:
+            place.settle()
+            self._renew_data()
+        else:
+            place.began, place.epoch = True, self.epoch_progress.current.processed
+        super().run()  # type: ignore[misc]
+
+    def _renew_data(self) -> None:
+        """Ask for the loaders of this world; the first epoch ends when what was left of it is done."""
+        trainer = self.trainer
+        if self.new_data is not None:
+            trainer.datamodule.teardown("fit")
+            trainer._data_connector.attach_datamodule(trainer.lightning_module, self.new_data())
+            trainer.datamodule.setup("fit")
+        self.epoch_loop.val_loop._combined_loader = None
+        self._set_up_data()
+        if self.max_batches == float("inf"):
+            return  # nobody knows how much is left: the epoch begins again
+        total, done = int(self.max_batches), self.place.done
+        self.first = total if done == 1.0 else min(round(done * total), total - 1)
+        if 0 < self.first < total:
+            given = trainer.limit_train_batches
+            trainer.limit_train_batches = total - self.first
+            self._set_up_data()
+            trainer.limit_train_batches = given
+
+    def _set_up_data(self) -> None:
+        self._combined_loader = None
+        super().setup_data()  # type: ignore[misc]
+
+    def advance(self) -> None:
+        """An epoch, or what is left of it: perhaps only the validation after its last batch."""
+        if self.place.done < 1.0:
+            super().advance()  # type: ignore[misc]
+        elif self.epoch_loop._should_check_val_epoch():
+            self.trainer.validating = True
+            self.epoch_loop.val_loop.run()
+            self.trainer.training = True
+
+    def on_advance_end(self) -> None:
+        super().on_advance_end()  # type: ignore[misc]
+        place = self.place
+        place.epoch, place.first, place.total = self.epoch_progress.current.processed, 0, 0
+        if self.first:
+            self.first, self._combined_loader = 0, None  # the next epoch is whole
+        self.state.commit()
+
+
+class _ElasticEpoch:
+    """Mixed in before Lightning's loop over the batches of an epoch."""
+
+    trainer: Any
+    batch_progress: Any
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        loop = self.trainer.fit_loop
+        length = loop.max_batches
+        loop.place.first, loop.place.total = loop.first, 0 if length == float("inf") else loop.first + int(length)
+        super().on_run_start(data_fetcher)  # type: ignore[misc]
+
+    def advance(self, data_fetcher: Any) -> None:
+        super().advance(data_fetcher)  # type: ignore[misc]
+        # After the last batch the epoch's end follows, which ranks that join then could have no part in.
+        if not self.batch_progress.is_last_batch and not self._should_accumulate():  # type: ignore[attr-defined]
+            self.trainer.fit_loop.state.commit()
