@@ -65,7 +65,8 @@ class Training:
     def train(self, state):
         self.entries += 1
         while state.step < STEPS:
-            self.happen("between", state)
+            fault = self.faults.pop(state.step, None)  # once, whichever rank is the first to hear of it
+            self.happen("between", fault)
             samples = iter(self.sampler)
             loss = 0.0
             for _ in range(self.passes):
@@ -74,46 +75,35 @@ class Training:
                 inputs = torch.tensor(numbers, dtype=torch.float32).outer(torch.tensor([0.01, 0.003, noise]))
                 part = self.net(inputs).square().mean()
                 mean = hvd.allreduce(part.detach())
-                self.happen("forward", state)
-                failing = self.is_due("backward", state)  # noted before another rank's failure is heard in backward
+                self.happen("forward", fault)
                 part.backward()
                 loss += mean.item()
                 state.batch += 1
-                if failing:
-                    self.faults[state.step] = "backward"
-                self.happen("backward", state)
-                self.happen("amid", state)
-            with self.failing_to_apply(state):
+                self.happen("backward", fault)
+                self.happen("amid", fault)
+            with self.failing_to_apply(fault):
                 self.optimizer.step()
             self.optimizer.zero_grad()
             state.step += 1
             state.losses.append(loss)
             self.scheduler.step()
             self.sampler.record_batch(0, 4 * self.passes)
-            self.happen("commit", state)
+            self.happen("commit", fault)
             state.commit()
 
-    def is_due(self, when, state):
-        due = self.faults.get(state.step) == when
-        if due:
-            del self.faults[state.step]
-        return due
-
-    def happen(self, when, state):
-        if not self.is_due(when, state):
+    def happen(self, when, fault):
+        if fault != when:
             return
         if when in ("between", "amid"):
             raise HostsUpdatedInterrupt(False)
         raise hvd.HorovodInternalError("injected")
 
     @contextmanager
-    def failing_to_apply(self, state):
+    def failing_to_apply(self, where):
         """The sum is there, but these ranks hear of a death before they apply it."""
-        where = self.faults.get(state.step)
         if not isinstance(where, list):
             yield
             return
-        del self.faults[state.step]
 
         def fail(*_):
             raise hvd.HorovodInternalError("injected")
@@ -160,7 +150,8 @@ def assert_as_without_failures(faults, common=("net", "optimizer", "scheduler", 
     """
     disturbed = Training(faults, **options)
     found = disturbed.run()
-    applied = {step: isinstance(what, list) and len(what) < hvd.size() for step, what in faults.items()}
+    everybody = list(range(hvd.size()))
+    applied = {step: what == "commit" or (type(what) is list and what != everybody) for step, what in faults.items()}
     expected = Training({step + applied[step]: "between" for step in faults}, **options).run()
     assert disturbed.entries == len(faults) + 1
     assert found["values"][0] == STEPS
@@ -474,6 +465,40 @@ def test_a_commit_copies_nothing_and_a_durable_one_is_whole():
             assert (again.state.step, again.state.losses) == (state.step, state.losses)
 
 
+@pytest.mark.ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+@session
+def test_an_optimizer_of_a_process_set_is_made_again_in_every_world():
+    """The way that the error below names: by commits, with the plain optimizer in the state."""
+
+    def trained(*faults):
+        torch.manual_seed(hvd.rank())
+        net, left = torch.nn.Linear(3, 2), list(faults)
+        plain = torch.optim.Adam(net.parameters(), lr=0.1)
+
+        @hvd.elastic.run
+        def train(state):
+            part = hvd.add_process_set([0, 1])
+            optimizer = hvd.DistributedOptimizer(plain, net.named_parameters(), process_set=part)
+            while state.step < 4:
+                if part.included():
+                    optimizer.zero_grad()
+                    net(torch.full((2, 3), 1.0 + hvd.rank())).square().mean().backward()
+                    optimizer.step()
+                state.step += 1
+                if state.step in left:
+                    left.remove(state.step)
+                    raise hvd.HorovodInternalError("injected")
+                state.commit()
+            hvd.remove_process_set(part)
+
+        train(hvd.elastic.TorchState(model=net, optimizer=plain, step=0))
+        assert not left
+        return hvd.broadcast_object((net.state_dict(), plain.state_dict()["state"]), root_rank=1)
+
+    assert_same(trained(1, 3), trained())
+
+
+@pytest.mark.ranks(2, 3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 @session
 def test_without_a_distributed_optimizer_of_whole_steps_it_is_refused():
     net = torch.nn.Linear(2, 1)
@@ -482,6 +507,14 @@ def test_without_a_distributed_optimizer_of_whole_steps_it_is_refused():
     plain = torch.optim.SGD(net.parameters(), lr=0.1)
     with raises(ValueError, "per_step=True needs a hvd.DistributedOptimizer in the state"):
         hvd.elastic.TorchState(model=net, optimizer=plain, per_step=True)
+    part = hvd.add_process_set(range(hvd.size() - 1))
+    of_set = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), process_set=part
+    )
+    with raises(
+        ValueError, "one of them is of a process set", "make the set and hvd.DistributedOptimizer in the train"
+    ):
+        hvd.elastic.TorchState(model=net, optimizer=of_set, per_step=True)
     newton = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()), net.named_parameters())
     with raises(ValueError, "does not work with LBFGS"):
         hvd.elastic.TorchState(model=net, optimizer=newton, per_step=True)
@@ -519,10 +552,10 @@ def test_an_own_kind_of_value_is_copied_when_a_step_begins():
         training = Training({2: "backward"}, state={"box": box})
         happen = training.happen
 
-        def counting(when, state):
+        def counting(when, fault):
             if when == "backward":
                 box.content += 1
-            happen(when, state)
+            happen(when, fault)
 
         training.happen = counting
         training.run()

@@ -362,7 +362,11 @@ def _obstacle(handlers: Mapping[str, StateHandler]) -> str:
         if isinstance(optimizer, torch.optim.LBFGS):
             return "does not work with LBFGS, which moves the parameters several times in a step; use per_step=False"
         if optimizer.process_set is not global_process_set:
-            return "needs optimizers of all ranks, and one of them has a process set of its own; use per_step=False"
+            return (
+                "needs optimizers of all ranks, and one of them is of a process set, which ends with its world; use "
+                "per_step=False and the plain optimizer in the state, and make the set and hvd.DistributedOptimizer in "
+                "the training function, which every new world enters (HOROVOD_DYNAMIC_PROCESS_SETS=1)"
+            )
     return ""
 
 
