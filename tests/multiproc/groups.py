@@ -1,4 +1,4 @@
-"""Groups between the ranks of a pool, below the engine: over streams plain, in clear, or encrypted."""
+"""Groups between the ranks of a pool, below the engine: over plain streams, and over encrypted ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_group(kind, store, member, num_members, check_alive=lambda: None, limit
 
 
 def _records(kind: str) -> Records | None:
-    return {"tcp": None, "encrypted": Records(SECRET), "clear": Records(SECRET).in_clear()}[kind]
+    return {"tcp": None, "encrypted": Records(SECRET)}[kind]
 
 
 def _streams(store, member, num_members, kind) -> Streams:

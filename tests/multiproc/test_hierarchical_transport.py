@@ -169,7 +169,7 @@ def test_the_native_part_gives_the_same_bits(place, hosts, sizes, monkeypatch):
         pytest.skip("there is no native part")
     monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 300)  # so that the key changes
     found = {}
-    for native, kind in ((True, "encrypted"), (True, "clear"), (True, "tcp"), (False, "tcp")):
+    for native, kind in ((True, "encrypted"), (True, "tcp"), (False, "tcp")):
         name = f"{native} {kind}"
         with made(place, hosts, native=native, kind=kind, name=name) as transport:
             inner = within(place, name)

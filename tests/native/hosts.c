@@ -10,10 +10,10 @@ enum { NUM_LOCAL = 3, NUM_CARRIERS = 2, MAX_HOSTS = 4, WINDOW = 4, NUM_RESULTS =
 static int num_hosts;
 static int64_t num_operations;
 
-/* A cipher for records: it hides nothing, but it notices what is changed, left out or repeated. */
+/* A cipher for records: it hides little, but it notices what is changed, left out or repeated. */
 struct test_cipher {
     uint64_t tag, expected, key;
-    int opens, compares;
+    int opens;
 };
 
 static int test_begin(void *it, const void *a, void *b, const unsigned char *c, const unsigned char *number, int d) {
@@ -24,7 +24,7 @@ static int test_begin(void *it, const void *a, void *b, const unsigned char *c, 
 }
 
 static int test_update(void *it, unsigned char *out, int *n, const unsigned char *in, int count) {
-    for (int i = 0; out && i < count; i++) out[i] = in[i] ^ 0x5a; /* without `out`: authenticated, in clear */
+    for (int i = 0; i < count; i++) out[i] = in[i] ^ 0x5a;
     test_digest(&((struct test_cipher *)it)->tag, ((struct test_cipher *)it)->opens ? out : in, (size_t)count);
     *n = count;
     return 1;
@@ -34,7 +34,7 @@ static int test_end(void *it, unsigned char *out, int *n) {
     struct test_cipher *cipher = it;
     (void)out;
     *n = 0;
-    return !cipher->compares || cipher->tag == cipher->expected;
+    return !cipher->opens || cipher->tag == cipher->expected;
 }
 
 static int test_control(void *it, int what, int num_bytes, void *tag) {
@@ -208,12 +208,10 @@ static void test_connect(int from, int to, int carrier) {
     members[from][carrier].out_sockets[to] = ends[0], members[to][carrier].in_sockets[from] = ends[1];
 }
 
-static struct records test_records(struct test_cipher *cipher, int opens, int hides) {
-    cipher->opens = opens && hides;
-    cipher->compares = opens;
+static struct records test_records(struct test_cipher *cipher, int opens) {
+    cipher->opens = opens;
     return (struct records){.context = cipher, .begin = test_begin, .update = test_update, .end = test_end,
-                            .control = test_control, .room = test_room(SLICE + 16 * MAX_HOSTS + TAG_BYTES),
-                            .hides = hides};
+                            .control = test_control, .room = test_room(SLICE + 16 * MAX_HOSTS + TAG_BYTES)};
 }
 
 int main(int argc, char **argv) {
@@ -240,8 +238,8 @@ int main(int argc, char **argv) {
             member->hosts.room = rooms[h][m];
             member->hosts.outgoing = member->outgoing, member->hosts.incoming = member->incoming;
             for (int other = 0; other < num_hosts; other++) {
-                member->sealing[other] = test_records(&member->ciphers[2 * other], 0, (h + other) % 2);
-                member->opening[other] = test_records(&member->ciphers[2 * other + 1], 1, (h + other) % 2);
+                member->sealing[other] = test_records(&member->ciphers[2 * other], 0);
+                member->opening[other] = test_records(&member->ciphers[2 * other + 1], 1);
             }
         }
     }

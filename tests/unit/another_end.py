@@ -55,17 +55,14 @@ class Direction:
 class Records:
     """What follows on a stream."""
 
-    def __init__(self, key: bytes, records_of_a_key: int = 65536, *, clear: bool = False) -> None:
-        self.chain, self.number, self.most, self.clear = mac(key, b"hora records\x01"), 0, records_of_a_key, clear
-        if clear:
-            self.chain = mac(self.chain, b"hora in clear\x01")
+    def __init__(self, key: bytes, records_of_a_key: int = 65536) -> None:
+        self.chain, self.number, self.most = mac(key, b"hora records\x01"), 0, records_of_a_key
 
     def record(self, data: bytes) -> bytes:
         if self.number == self.most:
             self.chain, self.number = mac(self.chain, b"hora next key\x01"), 0
         self.number += 1
-        cipher, number = AESGCM(self.chain[:16]), nonce(self.number - 1)
-        return data + cipher.encrypt(number, b"", data) if self.clear else cipher.encrypt(number, data, b"")
+        return AESGCM(self.chain[:16]).encrypt(nonce(self.number - 1), data, b"")
 
 
 class Client:
@@ -163,7 +160,6 @@ def vectors() -> dict[str, str]:
     named |= {"server_to_client_key": client.into.first_key, "confirmation": confirmation}
     named |= {"short_message": short[0], "sha256_of_long_message": hashlib.sha256(b"".join(long)).digest()}
     named |= {"frame_65536": rekeyed, "record_0": first[0], "record_1": first[1], "record_65536": third}
-    named["clear_record_0"] = Records(client.out.first_key, clear=True).record(b"first")
     return {name: value.hex() for name, value in named.items()}
 
 

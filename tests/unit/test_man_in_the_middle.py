@@ -236,12 +236,8 @@ def test_a_refusal_that_somebody_makes_up_ends_the_attempt_in_words(place: Place
 SIZES = [1, 1000, 70_000, 300_000, 5]  # the last but one makes two records
 
 
-def records(key: bytes, encrypted: bool) -> Records:
-    return Records(key) if encrypted else Records(key).in_clear()
-
-
-def records_of(key: bytes, pieces: Sequence[bytes], encrypted: bool) -> list[bytes]:
-    sealer, sealed = records(key, encrypted), []
+def records_of(key: bytes, pieces: Sequence[bytes]) -> list[bytes]:
+    sealer, sealed = Records(key), []
     for piece in pieces:
         for start in range(0, len(piece), Records.most_bytes):
             part = piece[start : start + Records.most_bytes]
@@ -251,32 +247,31 @@ def records_of(key: bytes, pieces: Sequence[bytes], encrypted: bool) -> list[byt
     return sealed
 
 
-@pytest.mark.parametrize("encrypted", [True, False])
-def test_streams(cases: Iterator[tuple[str, random.Random]], encrypted: bool, monkeypatch: pytest.MonkeyPatch):
+def test_streams(cases: Iterator[tuple[str, random.Random]], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hora.engine.transport.group._GRACE_S", 0.0)
     key = new_secret()
     pieces = [random.Random(size).randbytes(size) for size in SIZES]
-    units, elsewhere = records_of(key, pieces, encrypted), records_of(new_secret(), pieces, encrypted)
+    units, elsewhere = records_of(key, pieces), records_of(new_secret(), pieces)
     ends = list(itertools.accumulate(len(piece) for piece in pieces))
     with ThreadPoolExecutor(1) as pool:
-        assert received(b"".join(units), key, pool, encrypted) == (pieces, "")
+        assert received(b"".join(units), key, pool) == (pieces, "")
         for case, rng in itertools.islice(cases, 0, None, 5):
             data = b"".join(units)
             while data == b"".join(units):
                 data = manipulated(rng, units, [units, elsewhere])
-            got, error = received(data, key, pool, encrypted)
+            got, error = received(data, key, pool)
             whole = sum(len(unit) - Records.tag_bytes for unit in units[: num_intact(units, data)])
             num_pieces = sum(end <= whole for end in ends)
             assert got == pieces[:num_pieces], case
             assert num_pieces == len(pieces) or any(w in error for w in ("changed on the way", "a peer is lost")), case
 
 
-def received(data: bytes, key: bytes, pool: ThreadPoolExecutor, encrypted: bool) -> tuple[list[bytes], str]:
+def received(data: bytes, key: bytes, pool: ThreadPoolExecutor) -> tuple[list[bytes], str]:
     """What member 1 of a group receives, an operation a piece, if this comes over the wire; and its error."""
     wire, into = socket.socketpair()
     back, sink = socket.socketpair()
     group = StreamGroup(
-        Streams({0: Stream(back, records(key, encrypted))}, {0: Stream(into, records(key, encrypted))}),
+        Streams({0: Stream(back, Records(key))}, {0: Stream(into, Records(key))}),
         1, 2, check_alive=lambda: None, limit_s=LIMIT_S,
     )  # fmt: skip
     got: list[bytes] = []

@@ -61,9 +61,6 @@ def test_ours_makes_the_documents_vectors(monkeypatch: pytest.MonkeyPatch):
         out = bytearray(len(data) + Records.tag_bytes)
         records.seal(memoryview(data), memoryview(out))
         assert out == VECTORS[f"record_{number}"]
-    clear = bytearray(len(b"first") + Records.tag_bytes)
-    session.sealer.records().in_clear().seal(memoryview(b"first"), memoryview(clear))
-    assert clear == VECTORS["clear_record_0"]
 
 
 @pytest.fixture
@@ -125,8 +122,7 @@ def test_another_end_with_other_credentials_is_refused(rendezvous: Rendezvous, h
         assert another_end.received(sock, 8) == b"refused\n"
 
 
-@pytest.mark.parametrize("clear", [False, True])
-def test_another_end_sends_a_stream_to_a_rank(clear: bool, monkeypatch: pytest.MonkeyPatch):
+def test_another_end_sends_a_stream_to_a_rank(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cipher, "_RECORDS_OF_A_KEY", 3)
     derived, world = another_end.derived, new_secret()
     hub = Hub(0, 2, HubEvents(**{name: lambda *_: None for name in _EVENTS}))
@@ -138,15 +134,14 @@ def test_another_end_sends_a_stream_to_a_rank(clear: bool, monkeypatch: pytest.M
             client.send({"want": "stream", "key": "some"})
             assert client.receive() == ({"t": "stream"}, b"")
             stream = hub.take_stream("some", 1, limit_s=LIMIT_S)
-            theirs = another_end.Records(client.out.first_key, records_of_a_key=3, clear=clear)
-            ours = stream.records.in_clear() if clear else stream.records
+            theirs = another_end.Records(client.out.first_key, records_of_a_key=3)
             with stream.sock:
                 for number in range(8):
                     data = os.urandom(1000 + number)
                     sock.sendall(theirs.record(data))
                     got = bytearray(len(data))
                     sealed = another_end.received(stream.sock, len(data) + 16)
-                    ours.open(memoryview(sealed), memoryview(got))
+                    stream.records.open(memoryview(sealed), memoryview(got))
                     assert got == data
     finally:
         hub.close()

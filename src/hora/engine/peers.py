@@ -304,12 +304,9 @@ class Peers:
         return Streams(outgoing, incoming)
 
     def _protected(self, stream: Stream, rank: int) -> Stream:
-        """The stream to or from this rank: in clear where the user has it so, and as it is between processes of one
-        host. Both ends come to the same decision."""
-        wish, records = self.config.encrypt, stream.records
-        if wish != "always" and rank in self._near:
-            return Stream(stream.sock)
-        return Stream(stream.sock, records.in_clear()) if wish == "never" and records is not None else stream
+        """The stream to or from this rank, in clear where the user has it so. Both ends come to the same decision."""
+        wish = self.config.encrypt
+        return stream if wish == "always" or (wish == "auto" and rank not in self._near) else Stream(stream.sock)
 
     def topology(self, label: str, device: str, ranks: Sequence[int], check_alive: Callable[[], None]) -> Topology:
         """Return the topology of these ranks for a transport. `label` names their set for good."""
@@ -322,7 +319,10 @@ class Peers:
             streams=lambda name, some: self._streams(f"{label}/{device}/{name}", some),
             store=lambda name: self._meeting.store(f"{prefix}/{name}", limit_s=limit_s, check_alive=check_alive),
             cuda_ipc=self.config.cuda_ipc,
-            native=all(peer.has_native and peer.encrypts_natively for peer in self._introductions),
+            native=all(
+                peer.has_native and (peer.encrypts_natively or self.config.encrypt == "never")
+                for peer in self._introductions
+            ),
             check_alive=check_alive,
         )
 

@@ -1,5 +1,5 @@
 """Encryption of streams of tensors between hosts: AES-128-GCM, which processors do in hardware, in records of up to 256
-KiB. Where a user does not want them encrypted, records carry the bytes in clear, behind the same tag.
+KiB.
 
 Their key comes of the connection's handshake (`noise`, `wire`); docs/protocol.md has every byte of it. The native part
 makes the same records (`hora.engine.shm.records`).
@@ -23,8 +23,7 @@ _RECORDS_OF_A_KEY = 2**16
 
 
 class Records:
-    """Encrypts (`hides`) and authenticates the bytes of one direction in records, of which both ends know how long they
-    are.
+    """Encrypts and authenticates the bytes of one direction in records, of which both ends know how long they are.
 
     A record takes `tag_bytes` more. Its number is its nonce, and after a while a new key follows from the old one:
     neither end says so, because both count.
@@ -36,23 +35,12 @@ class Records:
     def __init__(self, key: bytes) -> None:
         """`key`: of the connection's direction, from which that of the records follows."""
         self._key, self._number = _expand(key, b"hora records"), 0
-        self.hides = True
         self._begin()
-
-    def in_clear(self) -> Records:
-        """Return this direction's records in plain text: authenticated as others are, under a key of their own."""
-        found = Records(self._key)
-        found._key, found.hides = _expand(self._key, b"hora in clear"), False
-        found._begin()
-        return found
 
     def seal(self, data: memoryview, out: memoryview) -> None:
         """Write the record of these bytes to `out`."""
         nonce = self._next()  # which may change the key: before it is used
-        if not self.hides:
-            out[: len(data)] = data
-            out[len(data) :] = self._cipher.encrypt(nonce, b"", data)
-        elif self._in_place:
+        if self._in_place:
             self._cipher.encrypt_into(nonce, data, None, out)
         else:
             out[:] = self._cipher.encrypt(nonce, data, None)
@@ -61,11 +49,7 @@ class Records:
         """Write what the record holds to `out`; AuthenticationError if it is not the one that was sent."""
         nonce = self._next()
         try:
-            if not self.hides:
-                data = sealed[: len(out)]
-                self._cipher.decrypt(nonce, sealed[len(out) :], data)
-                out[:] = data
-            elif self._in_place:
+            if self._in_place:
                 self._cipher.decrypt_into(nonce, sealed, None, out)
             else:
                 out[:] = self._cipher.decrypt(nonce, sealed, None)

@@ -89,7 +89,7 @@ static int move(struct stream *stream, int incoming, int flags, int32_t *error) 
         if (records && length > RECORD_BYTES) length = RECORD_BYTES;
         if (records && !incoming && !stream->sealed && !(stream->sealed = seal(records, data, (int)length)))
             return *error = EPROTO, -1;
-        char *from = records && records->hides && !incoming ? (char *)records->room : data;
+        char *from = records && !incoming ? (char *)records->room : data;
         int64_t behind = at > length ? at - length : 0; /* of the tag */
         struct iovec parts[] = {{from + at - behind, (size_t)(length - at + behind)},
                                 {records ? records->room + length + behind : NULL, (size_t)(TAG_BYTES - behind)}};

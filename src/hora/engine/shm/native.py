@@ -41,7 +41,7 @@ __all__ = [
     "new_patience",
 ]
 
-_VERSION = 14  # VERSION of native.c
+_VERSION = 15  # VERSION of native.c
 NOTHING, MULTIPLY, DIVIDE = range(3)  # enum finish of sums.h
 _PATH = Path(__file__).with_name("libhora.so")
 # A call this short keeps the GIL: to get it back from a busy thread would take longer than the work.

@@ -9,9 +9,8 @@ struct records {
     int (*update)(void *, unsigned char *, int *, const unsigned char *, int);                     /* EVP_CipherUpdate */
     int (*end)(void *, unsigned char *, int *);                                                    /* EVP_CipherFinal_ex */
     int (*control)(void *, int, int, void *);                                                      /* EVP_CIPHER_CTX_ctrl */
-    unsigned char *room; /* for a record, or for its tag */
+    unsigned char *room; /* for a record */
     uint64_t number;     /* of the next one, which is its nonce */
-    int32_t hides;       /* else the bytes are in clear, and the tag is all that the cipher makes */
 };
 
 static int begin_record(struct records *records) {
@@ -21,23 +20,19 @@ static int begin_record(struct records *records) {
     return records->begin(records->context, NULL, NULL, NULL, nonce, -1) == 1;
 }
 
-/* Have the cipher read these bytes, and write what it makes of them; where nothing is hidden it only authenticates them. */
 static int pass_through(struct records *records, void *out, const void *data, int num_bytes) {
     int n = 0, rest = 0;
-    unsigned char nothing[TAG_BYTES];
-    return records->update(records->context, records->hides ? out : NULL, &n, data, num_bytes) == 1 && n == num_bytes &&
-           records->end(records->context, records->hides ? (unsigned char *)out + n : nothing, &rest) == 1;
+    return records->update(records->context, out, &n, data, num_bytes) == 1 && n == num_bytes &&
+           records->end(records->context, (unsigned char *)out + n, &rest) == 1;
 }
 
-/* Make the record of these bytes: they go to the room if they are hidden, and are sent from where they are if not; behind them,
- * in the room either way, is the tag. Whether it could be done.
- */
+/* Make the record of these bytes in the room, the tag behind it. Whether it could be done. */
 static int seal(struct records *records, const void *data, int num_bytes) {
     return begin_record(records) && pass_through(records, records->room, data, num_bytes) &&
            records->control(records->context, GET_TAG, TAG_BYTES, records->room + num_bytes) == 1;
 }
 
-/* Make what was hidden legible, where it is; the tag is in the room. Whether it is the record that was sent. */
+/* Decrypt where it is what has come; its tag is in the room. Whether it is the record that was sent. */
 static int unseal(struct records *records, void *data, int num_bytes) {
     return begin_record(records) &&
            records->control(records->context, SET_TAG, TAG_BYTES, records->room + num_bytes) == 1 &&

@@ -31,7 +31,6 @@ class RecordsOfOneDirection(ctypes.Structure):
         ("control", ctypes.c_void_p),
         ("room", ctypes.c_void_p),
         ("number", ctypes.c_uint64),
-        ("hides", ctypes.c_int32),
     )
 
 
@@ -70,9 +69,7 @@ class NativeRecords:
         weakref.finalize(self, library.EVP_CIPHER_CTX_free, context)
         self._room = ctypes.create_string_buffer(Records.most_bytes + Records.tag_bytes)
         functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _FUNCTIONS]
-        self._description = RecordsOfOneDirection(
-            context, *functions, ctypes.addressof(self._room), 0, int(records.hides)
-        )
+        self._description = RecordsOfOneDirection(context, *functions, ctypes.addressof(self._room), 0)
 
     def lend(self, most: int) -> RecordsOfOneDirection:
         """For at most so many records. Both ends of a connection lend alike."""
