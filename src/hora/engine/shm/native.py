@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ __all__ = [
     "Sum",
     "absence",
     "addresses",
+    "fields",
     "library",
     "new_patience",
 ]
@@ -60,15 +61,24 @@ DTYPE_NUMBERS = {
 }
 
 
+_TYPES = {
+    "pointer": ctypes.c_void_p,
+    "int64": ctypes.c_int64,
+    "int32": ctypes.c_int32,
+    "double": ctypes.c_double,
+}
+
+
+def fields(declaration: str) -> list[tuple[str, Any]]:
+    """Members of a structure that have one type: "int32 member num_members"."""
+    kind, *names = declaration.split()
+    return [(name, _TYPES[kind]) for name in names]
+
+
 class Patience(ctypes.Structure):
     """Time to spin before sleeping: `struct patience`."""
 
-    _fields_ = (
-        ("looks", ctypes.c_int32),
-        ("patience", ctypes.c_int32),
-        ("tally", ctypes.c_int32),
-        ("many", ctypes.c_int32),
-    )
+    _fields_ = fields("int32 looks patience tally many")
 
 
 # Looks of about 50 ns each before a thread sleeps, where that has been worth while: to be woken takes about as long.
@@ -87,10 +97,9 @@ class Group(ctypes.Structure):
     """The counters of a group's members (`counters`): `struct group`."""
 
     _fields_ = (
-        ("words", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("member", ctypes.c_int32),
-        ("num_members", ctypes.c_int32),
+        *fields("pointer words"),
+        *fields("int64 stride"),
+        *fields("int32 member num_members"),
         ("patience", Patience),
     )
 
@@ -99,11 +108,9 @@ class Ring(ctypes.Structure):
     """The slots and counters of a ring: `struct ring`."""
 
     _fields_ = (
-        ("slots", ctypes.c_void_p),
-        ("results", ctypes.c_void_p),
-        ("slot_bytes", ctypes.c_int64),
-        ("depth", ctypes.c_int32),
-        ("ahead", ctypes.c_int32),
+        *fields("pointer slots results"),
+        *fields("int64 slot_bytes"),
+        *fields("int32 depth ahead"),
         ("group", Group),
     )
 
@@ -113,25 +120,11 @@ class Allreduce(ctypes.Structure):
 
     _fields_ = (
         ("ring", ctypes.POINTER(Ring)),
-        ("inputs", ctypes.c_void_p),
-        ("outputs", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("total", ctypes.c_int64),
-        ("first_step", ctypes.c_int64),
-        ("lag", ctypes.c_int64),
-        ("filled", ctypes.c_int64),
-        ("drained", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("finish", ctypes.c_int32),
-        ("direct", ctypes.c_int32),
-        ("late", ctypes.c_int32),
-        ("stage", ctypes.c_double),
-        ("prescale", ctypes.c_double),
-        ("factor", ctypes.c_double),
-        ("put_part", ctypes.c_int64),
-        ("put_offset", ctypes.c_int64),
-        ("take_part", ctypes.c_int64),
-        ("take_offset", ctypes.c_int64),
+        *fields("pointer inputs outputs counts"),
+        *fields("int64 total first_step lag filled drained"),
+        *fields("int32 dtype finish direct late"),
+        *fields("double stage prescale factor"),
+        *fields("int64 put_part put_offset take_part take_offset"),
     )
 
 
@@ -140,16 +133,11 @@ class AllreduceSpec(ctypes.Structure):
 
     _fields_ = (
         ("ring", ctypes.POINTER(Ring)),
-        ("count", ctypes.c_int64),
+        *fields("int64 count"),
         ("digest", ctypes.c_uint8 * 16),
-        ("dtype", ctypes.c_int32),
-        ("finish", ctypes.c_int32),
-        ("direct", ctypes.c_int32),
-        ("staged", ctypes.c_int32),
-        ("lag", ctypes.c_int64),
-        ("stage", ctypes.c_double),
-        ("prescale", ctypes.c_double),
-        ("factor", ctypes.c_double),
+        *fields("int32 dtype finish direct staged"),
+        *fields("int64 lag"),
+        *fields("double stage prescale factor"),
     )
 
 
@@ -158,21 +146,15 @@ class Repeated(ctypes.Structure):
 
     _fields_ = (
         ("group", Group),
-        ("heads", ctypes.c_void_p),
-        ("round", ctypes.c_void_p),
-        ("fed", ctypes.c_void_p),
-        ("head_bytes", ctypes.c_int64),
-        ("late", ctypes.c_int32),
-        ("spec", ctypes.c_void_p),  # from here on: of one call, written by CALL
-        ("source", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rounds", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("ticket", ctypes.c_int64),
+        *fields("pointer heads round fed"),
+        *fields("int64 head_bytes"),
+        *fields("int32 late"),
+        # From here on: of one call, written by CALL.
+        *fields("pointer spec source out"),
+        *fields("int64 rounds step ticket"),
         ("digest", ctypes.c_uint8 * 16),
-        ("instance", ctypes.c_int64),
-        ("published", ctypes.c_int32),
-        ("state", ctypes.c_int32),
+        *fields("int64 instance"),
+        *fields("int32 published state"),
         ("job", Allreduce),
     )
 
@@ -214,10 +196,6 @@ class Library:
         self._long_reduce, self._short_reduce = long.hora_reduce, short.hora_reduce
         self._allreduce = long.hora_allreduce
         self._allreduce.argtypes = (ctypes.POINTER(Allreduce), ctypes.c_long)
-        self._encode_int8, self._decode_int8 = long.hora_encode_int8, long.hora_decode_int8
-        self._encode_int8.argtypes = (*(ctypes.c_void_p,) * 4, ctypes.c_size_t)
-        self._decode_int8.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_size_t)
-        self._encode_int8.restype = self._decode_int8.restype = None
         self._everywhere = long.hora_reduce_everywhere
         self._everywhere.argtypes = (
             *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
@@ -265,16 +243,6 @@ class Library:
         pointers = addresses(members)
         number, prescale, how, factor = what
         return partial(self._everywhere, number, len(members), pointers, begin, end - begin, prescale, how, factor)
-
-    def encode_int8(
-        self, numbers: torch.Tensor, residual: torch.Tensor | None, scales: torch.Tensor, steps: torch.Tensor
-    ) -> None:
-        """See `transport.codes`, of which this is the same."""
-        lost = None if residual is None else residual.data_ptr()
-        self._encode_int8(numbers.data_ptr(), lost, scales.data_ptr(), steps.data_ptr(), numbers.numel())
-
-    def decode_int8(self, scales: torch.Tensor, steps: torch.Tensor, out: torch.Tensor) -> None:
-        self._decode_int8(scales.data_ptr(), steps.data_ptr(), out.data_ptr(), out.numel())
 
     def allreduce(self, job: Allreduce, slice_s: float) -> bool:
         """Go on with an allreduce. False when it has waited for a slice of time in vain; then call again."""

@@ -13,6 +13,7 @@ import weakref
 from functools import lru_cache
 from typing import Any
 
+from hora.engine.shm.native import fields
 from hora.net.cipher import Records
 
 __all__ = ["NativeRecords", "RecordsOfOneDirection", "usable"]
@@ -23,15 +24,7 @@ _FUNCTIONS = ("EVP_CipherInit_ex", "EVP_CipherUpdate", "EVP_CipherFinal_ex", "EV
 class RecordsOfOneDirection(ctypes.Structure):
     """`struct records`."""
 
-    _fields_ = (
-        ("context", ctypes.c_void_p),
-        ("begin", ctypes.c_void_p),
-        ("update", ctypes.c_void_p),
-        ("end", ctypes.c_void_p),
-        ("control", ctypes.c_void_p),
-        ("room", ctypes.c_void_p),
-        ("number", ctypes.c_uint64),
-    )
+    _fields_ = (*fields("pointer context begin update end control room"), ("number", ctypes.c_uint64))
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from hora.engine.shm.native import library
 from hora.engine.transport.packing import Buffers
 
 __all__ = ["CODES", "Code"]
@@ -72,10 +71,6 @@ class _Blocks(Code):
 
     def encode(self, numbers: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, buffers: Buffers) -> None:
         scales, steps = _parts(out, numbers.numel())
-        compiled = library()
-        if compiled is not None:
-            compiled.encode_int8(numbers, residual, scales, steps)
-            return
         if residual is not None:
             residual.add_(numbers)
             numbers.copy_(residual)
@@ -94,10 +89,6 @@ class _Blocks(Code):
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         scales, steps = _parts(data, out.numel())
-        compiled = library()
-        if compiled is not None:
-            compiled.decode_int8(scales, steps, out)
-            return
         for block_scales, block_steps, block_numbers in _in_blocks(scales, steps, out):
             block_numbers.copy_(block_steps)
             block_numbers.mul_(block_scales)

@@ -27,8 +27,6 @@ __all__ = ["DistributedTransport"]
 _PORTION_BYTES = 8 * 2**20
 # A GPU needs longer ones to be busy.
 _CUDA_PORTION_BYTES = 64 * 2**20
-# Up to here every member sends everything to every other, one step instead of two.
-_ONE_STEP_BYTES = 16 * 2**10
 
 
 class _Portion(NamedTuple):
@@ -181,8 +179,6 @@ class DistributedTransport:
     def _reduce(self, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
         if isinstance(self._group, NcclGroup) and self._group.reduces(arithmetic.dtype):
             return self._reduce_natively(self._group, portion, op, arithmetic)
-        if self._num_members == 2 or portion.total * arithmetic.dtype.itemsize <= _ONE_STEP_BYTES:
-            return self._reduce_in_one_step(portion, arithmetic)
         return self._reduce_in_two_steps(portion, arithmetic)
 
     def _reduce_natively(self, group: NcclGroup, portion: _Portion, op: int, arithmetic: Arithmetic) -> InTwoHalves:
@@ -198,19 +194,6 @@ class DistributedTransport:
         arithmetic.finish_(work)
         if not portion.single:
             unpack(work, portion.results)
-
-    def _reduce_in_one_step(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
-        """All members get everything and compute the same."""
-        n, total = self._num_members, portion.total
-        own = portion.sources[0] if portion.single and not arithmetic.prescales else self._prepare(portion, arithmetic)
-        received = self._take("received", n * total, portion)
-        pending = self.start_gather(own, received, [total] * n)
-        yield
-        self._group.finish(pending)
-        out = portion.results[0] if portion.single else own
-        self._combine(arithmetic, received.split(total), out)
-        if not portion.single:
-            unpack(out, portion.results)
 
     def _reduce_in_two_steps(self, portion: _Portion, arithmetic: Arithmetic) -> InTwoHalves:
         """Member m receives slice m of all and combines it; then all receive all slices."""

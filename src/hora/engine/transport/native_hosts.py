@@ -20,7 +20,7 @@ import torch
 
 from hora.engine.request import Kind
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S
-from hora.engine.shm.native import NOTHING, Library, Patience, Sum, addresses, library, new_patience
+from hora.engine.shm.native import NOTHING, Library, Patience, Sum, addresses, fields, library, new_patience
 from hora.engine.shm.records import RecordsOfOneDirection
 from hora.engine.shm.segment import Segment, aligned
 from hora.engine.transport.base import AliveCheck, Tensors
@@ -89,7 +89,7 @@ class Scaling(NamedTuple):
 
 
 class _Message(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("num_bytes", ctypes.c_int64))
+    _fields_ = (*fields("pointer data"), *fields("int64 num_bytes"))
 
 
 class _Stream(ctypes.Structure):
@@ -97,12 +97,8 @@ class _Stream(ctypes.Structure):
 
     _fields_ = (
         ("records", ctypes.POINTER(RecordsOfOneDirection)),
-        ("num_queued", ctypes.c_int64),
-        ("num_moved", ctypes.c_int64),
-        ("at", ctypes.c_int64),
-        ("in_record", ctypes.c_int64),
-        ("socket", ctypes.c_int32),
-        ("sealed", ctypes.c_int32),
+        *fields("int64 num_queued num_moved at in_record"),
+        *fields("int32 socket sealed"),
         ("queue", _Message * _QUEUE),
     )
 
@@ -111,23 +107,11 @@ class _Hosts(ctypes.Structure):
     """`struct hosts`."""
 
     _fields_ = (
-        ("memory", ctypes.c_void_p),
-        ("room", ctypes.c_void_p),
-        ("headers", ctypes.c_void_p),
+        *fields("pointer memory room headers"),
         ("outgoing", ctypes.POINTER(_Stream)),
         ("incoming", ctypes.POINTER(_Stream)),
-        ("counter_bytes", ctypes.c_int64),
-        ("inputs_at", ctypes.c_int64),
-        ("results_at", ctypes.c_int64),
-        ("slice_room", ctypes.c_int64),
-        ("piece_room", ctypes.c_int64),
-        ("member", ctypes.c_int32),
-        ("num_local", ctypes.c_int32),
-        ("num_carriers", ctypes.c_int32),
-        ("host", ctypes.c_int32),
-        ("num_hosts", ctypes.c_int32),
-        ("num_results", ctypes.c_int32),
-        ("num_rooms", ctypes.c_int32),
+        *fields("int64 counter_bytes inputs_at results_at slice_room piece_room"),
+        *fields("int32 member num_local num_carriers host num_hosts num_results num_rooms"),
         ("patience", Patience),
     )
 
@@ -135,12 +119,7 @@ class _Hosts(ctypes.Structure):
 class _Sum(ctypes.Structure):
     """`struct numbers`."""
 
-    _fields_ = (
-        ("prescale", ctypes.c_double),
-        ("factor", ctypes.c_double),
-        ("dtype", ctypes.c_int32),
-        ("finish", ctypes.c_int32),
-    )
+    _fields_ = (*fields("double prescale factor"), *fields("int32 dtype finish"))
 
 
 class _Job(ctypes.Structure):
@@ -148,37 +127,17 @@ class _Job(ctypes.Structure):
 
     _fields_ = (
         ("hosts", ctypes.POINTER(_Hosts)),
-        ("inputs", ctypes.c_void_p),
-        ("outputs", ctypes.c_void_p),
-        ("residuals", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("num_tensors", ctypes.c_int64),
-        ("begin", ctypes.c_int64),
-        ("end", ctypes.c_int64),
-        ("most", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("num_pieces", ctypes.c_int64),
-        ("begins", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("first_owned", ctypes.c_int64),
-        ("owned", ctypes.c_int64),
+        *fields("pointer inputs outputs residuals starts weights"),
+        *fields("int64 num_tensors begin end most first num_pieces"),
+        *fields("pointer begins counts"),
+        *fields("int64 first_owned owned"),
         ("inside", _Sum),
         ("between", _Sum),
         ("last", _Sum),
-        ("stage", ctypes.c_double),
-        ("resident", ctypes.c_int32),
-        ("code", ctypes.c_int32),
-        ("two_steps", ctypes.c_int32),
-        ("window", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("check", ctypes.c_int32),
-        ("greeting", ctypes.c_int32),
-        ("number", ctypes.c_int64),
-        ("step", ctypes.c_int32),
-        ("asked", ctypes.c_int32),
-        ("late", ctypes.c_int32),
-        ("error", ctypes.c_int32),
+        *fields("double stage"),
+        *fields("int32 resident code two_steps window kind check greeting"),
+        *fields("int64 number"),
+        *fields("int32 step asked late error"),
         ("header", ctypes.c_uint8 * HEADER_BYTES),
         ("sent_a", ctypes.c_int64 * _QUEUE),
         ("sent_b", ctypes.c_int64 * _QUEUE),

@@ -32,10 +32,6 @@ __all__ = ["AHEAD", "DEPTH", "Ring"]
 AHEAD = 1
 DEPTH = 2 * AHEAD + 2
 
-# Views of slots are kept because making one costs as much as copying 4 KiB; sizes repeat from step to step of a
-# training.
-_KEPT_VIEWS = 4096
-
 
 class Ring:
     """Slots and counters of one transport in one segment."""
@@ -70,7 +66,6 @@ class Ring:
             for peer in range(num_members)
         ]
         self._scratch = torch.empty(slot_bytes, dtype=torch.uint8, device="cpu")
-        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     @staticmethod
     def num_bytes(num_members: int, slot_bytes: int) -> int:
@@ -80,25 +75,11 @@ class Ring:
     def slot(self, member: int, step: int, count: int, dtype: torch.dtype, offset_bytes: int = 0) -> torch.Tensor:
         """Return the slot into which `member` writes its data for `step`."""
         turn = member * DEPTH + step % DEPTH
-        return self._view(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
+        return self._segment.tensor(self._slots_at + turn * self.slot_bytes + offset_bytes, count, dtype)
 
     def scratch(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Private memory for what lies between two operations, at most a slot of it; always the same."""
-        key = (-1, count, dtype)
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = self._scratch.view(dtype)[:count]
-        return view
-
-    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        key = (offset, count, dtype)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= _KEPT_VIEWS:
-                self._views.clear()
-            view = self._segment.tensor(offset, count, dtype)
-            self._views[key] = view
-        return view
+        return self._scratch.view(dtype)[:count]
 
     def note(self, step: int, value: int) -> None:
         """Leave a number for the others with what is filled in for `step`."""
@@ -213,7 +194,6 @@ class Ring:
 
     def close(self) -> None:
         """Let go of the memory; the ring is of no use afterwards."""
-        self._views.clear()
         self._notes.clear()
         self._counters.close()
         self._segment.close()
