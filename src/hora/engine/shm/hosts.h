@@ -108,9 +108,13 @@ static int move(struct stream *stream, int incoming, int flags, int32_t *error) 
     return 0;
 }
 
+/* Each host begins with the next one, so that not all of them send to the same one first. */
 static int push_all(struct hosts_job *job) {
-    for (int h = 0; h < job->hosts->num_hosts; h++)
-        if (h != job->hosts->host && move(&job->hosts->outgoing[h], 0, MSG_DONTWAIT, &job->error) < 0) return -1;
+    struct hosts *hosts = job->hosts;
+    for (int distance = 1; distance < hosts->num_hosts; distance++) {
+        struct stream *out = &hosts->outgoing[(hosts->host + distance) % hosts->num_hosts];
+        if (move(out, 0, MSG_DONTWAIT, &job->error) < 0) return -1;
+    }
     return 0;
 }
 
@@ -128,8 +132,8 @@ static int settle(struct hosts_job *job, int64_t sent, long slice_ns) {
             unsent |= out->num_moved < sent;
             pending |= out->num_moved < out->num_queued;
         }
-        for (int h = 0; h < hosts->num_hosts; h++) {
-            if (h == hosts->host) continue;
+        for (int distance = 1; distance < hosts->num_hosts; distance++) {
+            int h = (hosts->host + hosts->num_hosts - distance) % hosts->num_hosts; /* its first one comes here */
             struct stream *in = &hosts->incoming[h], *out = &hosts->outgoing[h];
             /* With nothing to send, one call of the kernel waits for a whole message (at most SO_RCVTIMEO). */
             int64_t before = in->num_moved + in->at + in->in_record;
