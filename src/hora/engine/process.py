@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hora import logs
+from hora import lifeline, logs
 from hora.config import EngineConfig
 from hora.engine.meeting import control_client, open_meeting
 from hora.engine.runtime import Runtime
@@ -123,6 +123,9 @@ def _start(place: World, config: EngineConfig, process_sets: Sequence[Sequence[i
     logs.set_up(config.log_level, hide_time=config.log_hide_time, rank=_as_told(place).rank)
     if config.keep_freed_memory:
         keep_freed_memory()
+    if config.lifeline:
+        with contextlib.suppress(OSError):  # a process that a worker has started elsewhere
+            lifeline.own(config.lifeline)
     if place.elastic or (place.size > 1 and place.meeting.kind == "hora"):
         # Before the ranks meet, because a rank may be lost meanwhile; and an elastic world of one may grow.
         open_meeting(place, limit_s=config.init_timeout_s)

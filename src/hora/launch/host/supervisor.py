@@ -28,8 +28,10 @@ import signal
 import struct
 import sys
 import time
+from collections import deque
 from typing import Any
 
+from hora import lifeline
 from hora.launch.environment import variables
 from hora.launch.host.fork_server import WorkerForks
 from hora.launch.host.processes import (
@@ -87,7 +89,7 @@ class _Supervisor:
 
     def __init__(self, launcher_pid: int, guardian_pid: int, silence_limit_s: float | None, execute: Execute) -> None:
         self._selector = selectors.DefaultSelector()
-        self._pids: dict[int, int] = {}  # worker -> pid of its first process, while that runs
+        self._pids: dict[int, int] = {}  # worker -> pid of its first process, until that is reaped
         self._pipes: dict[int, tuple[int, bytes]] = {}  # descriptor -> worker, kind
         self._killing: dict[int, float] = {}  # worker -> when SIGTERM turns into SIGKILL
         self._ending: float | None = None  # when everything left gets SIGKILL
@@ -98,6 +100,8 @@ class _Supervisor:
         self._deaf = False  # the launcher does not read any more
         self._private_files: dict[str, tuple[int, set[int]]] = {}  # content, in hexadecimal -> descriptor, readers
         self._forks: WorkerForks | None = None
+        self._lifelines: dict[int, lifeline.Lifeline] = {}  # of workers that run
+        self._dead: deque[int] = deque()  # workers whose lifelines tell so
         self._requested: dict[int, tuple[dict[str, Any], dict[str, str]]] = {}  # worker -> command, environment
         self._strays: dict[int, int] = {}  # pid -> status
         self._guardian_pid, self._become_worker = guardian_pid, execute
@@ -106,8 +110,8 @@ class _Supervisor:
         self._watch(launcher_pid)
 
     def _watch(self, launcher_pid: int) -> None:
-        self._wake_in, wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
+        self._wake_in, self._wake_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wake_out, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
@@ -149,6 +153,7 @@ class _Supervisor:
             self._end(_DEFAULT_GRACE_S)
         if self._silence_limit_s is not None and time.monotonic() > self._heard + self._silence_limit_s:
             self._end(_DEFAULT_GRACE_S)
+        self._report_dying()
         self._reap()
         self._kill_overdue()
 
@@ -212,7 +217,8 @@ class _Supervisor:
             return
         env = variables() if command["inherit_env"] else {}
         files = {name: self._private_file(data, worker) for name, data in command["private_files"].items()}
-        env |= command["env"] | files
+        self._lifelines[worker] = lifeline.Lifeline(lambda: self._on_death(worker))
+        env |= command["env"] | files | {"HORA_LIFELINE": self._lifelines[worker].path}
         # N ranks that each start a thread per core would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", _fair_share(env))
         if command["preload"] is None or not self._ask_to_fork(command, env):
@@ -357,12 +363,31 @@ class _Supervisor:
             elif self._requested:
                 self._strays[pid] = status  # perhaps a worker of whose fork we have not heard yet
 
+    def _on_death(self, worker: int) -> None:
+        """In a lifeline's thread."""
+        self._dead.append(worker)
+        with contextlib.suppress(BlockingIOError):  # full: a wake-up is pending
+            os.write(self._wake_out, b"\0")
+
+    def _report_dying(self) -> None:
+        """Report the ends of workers that Linux is still freeing the memory of."""
+        while self._dead:
+            worker = self._dead.popleft()
+            pid = self._pids.get(worker)
+            status = 0 if pid is None else lifeline.status_of_dying(pid)
+            if status:  # otherwise it may have executed another program
+                self._drain_pipes(worker)
+                self._exited(worker, exit_code(status), "")
+
     def _ended(self, worker: int, status: int) -> None:
-        self._drain_pipes(worker)
-        self._exited(worker, exit_code(status), "")
+        del self._pids[worker]
+        if worker in self._lifelines:
+            self._drain_pipes(worker)
+            self._exited(worker, exit_code(status), "")
 
     def _exited(self, worker: int, code: int, reason: str) -> None:
-        self._pids.pop(worker, None)
+        if (line := self._lifelines.pop(worker, None)) is not None:
+            line.close()
         self._forget_private_files(worker)
         self._send(EXITED, worker, json.dumps({"code": code, "reason": reason}).encode())
 

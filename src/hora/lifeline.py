@@ -1,0 +1,105 @@
+"""A lifeline: a word in shared memory that tells of a process's death before its memory is freed.
+
+Linux closes the connections of a process that was killed, and tells its parent, only when it has freed its memory:
+50 ms for 300 MB. Before that it goes through the robust futexes of each thread (get_robust_list(2)): a word that names
+the thread as its owner is marked, and whoever waits for it is woken. So a thread of the worker owns such a word for as
+long as the process lives, and a thread of its supervisor waits:
+
+    0, nobody's --own--> the thread's number --the process ends or executes another program--> marked
+      \\___________________________\\_______________ close ______________________________________/ --> over
+
+A process that is stopped owns it still. A forked child does not: it has other threads. Imports nothing heavy, because
+supervisors do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import threading
+from collections.abc import Callable
+
+__all__ = ["Lifeline", "own", "status_of_dying"]
+
+_SYS_FUTEX, _SYS_SET_ROBUST_LIST = {"x86_64": (202, 273), "aarch64": (98, 99)}.get(platform.machine(), (-1, -1))
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_HAS_WAITERS, _OWNER_DIED = 1 << 31, 1 << 30  # bits of a robust futex
+_OVER = _OWNER_DIED - 1  # no thread has this number
+_libc = ctypes.CDLL(None, use_errno=True)
+_owned: dict[str, mmap.mmap] = {}  # to the end of this process
+
+
+class _RobustList(ctypes.Structure):
+    """A `struct robust_list_head`, and the only entry of its list, `futex_offset` bytes before its word."""
+
+    _fields_ = (
+        ("first", ctypes.c_void_p),
+        ("futex_offset", ctypes.c_long),
+        ("pending", ctypes.c_void_p),
+        ("entry", ctypes.c_void_p),
+    )
+
+
+def own(path: str) -> None:
+    """Own the lifeline at this path from now on, unless it is owned: the supervisor hears of this process's death."""
+    if path in _owned:
+        return
+    with open(path, "r+b", buffering=0) as file:
+        _owned[path] = memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    word = ctypes.c_uint32.from_buffer(memory)
+    if word.value == 0:
+        threading.Thread(target=_own, args=(word,), name="hora-lifeline", daemon=True).start()
+
+
+def _own(word: ctypes.c_uint32) -> None:
+    robust = _RobustList()
+    head, entry = ctypes.addressof(robust), ctypes.addressof(robust) + _RobustList.entry.offset
+    robust.first, robust.entry, robust.futex_offset = entry, head, ctypes.addressof(word) - entry
+    if _libc.syscall(_SYS_SET_ROBUST_LIST, ctypes.c_void_p(head), ctypes.c_size_t(_RobustList.entry.offset)) == 0:
+        word.value = threading.get_native_id() | _HAS_WAITERS
+        _futex(word, _FUTEX_WAKE, 1)
+        threading.Event().wait()  # to the end of this process: that is its whole business
+
+
+class Lifeline:
+    """The supervisor's end, at `path`. `dead` is called once, in a thread of its own, if the owner dies."""
+
+    def __init__(self, dead: Callable[[], None]) -> None:
+        self._dead = dead
+        self._descriptor = os.memfd_create("hora-lifeline", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, mmap.PAGESIZE)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._word = ctypes.c_uint32.from_buffer(mmap.mmap(self._descriptor, mmap.PAGESIZE))
+        threading.Thread(target=self._watch, name="hora-lifeline", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread, without a word."""
+        self._word.value = _OVER
+        _futex(self._word, _FUTEX_WAKE, 1)
+        os.close(self._descriptor)
+
+    def _watch(self) -> None:
+        while (seen := self._word.value) != _OVER:
+            if seen & _OWNER_DIED:
+                self._dead()
+                return
+            # No limit: death and `close` wake it.
+            result = _futex(self._word, _FUTEX_WAIT, seen)
+            if result < 0 and ctypes.get_errno() == errno.ENOSYS:
+                return
+
+
+def _futex(word: ctypes.c_uint32, operation: int, value: int) -> int:
+    none = ctypes.c_void_p(None)
+    return int(_libc.syscall(_SYS_FUTEX, ctypes.byref(word), operation, ctypes.c_uint32(value), none, none, 0))
+
+
+def status_of_dying(pid: int) -> int:
+    """The status with which a process is ending, as `waitpid` will tell; 0 where that is not known yet."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().split()[-1])
+    return 0
