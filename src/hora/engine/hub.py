@@ -162,11 +162,13 @@ class Hub:
         self._gatherings: dict[str, _Gathering] = {}
         self._noted: set[tuple[str, int]] = set()  # news
         self._unacknowledged: set[tuple[str, int, int]] = set()  # news, and who has to acknowledge it
+        self._dead: set[int] = set()  # of whom no acknowledgement will come, nor a goodbye
         self._num_telling = 0  # threads that go around a stopped rank
         self._ending = False  # a rank has begun to shut down
         self._has_left = False
         self._segments: dict[str, tuple[int, int]] = {}  # descriptor, readers still to come
         self._waiting_for_segment: list[tuple[str, Peer]] = []
+        self._fetching: dict[int, list[Connection]] = {}  # to ranks that offered segments, for the next one
         self._streams: dict[tuple[str, int], Stream] = {}  # opened to us, by key and rank, until taken
         self._streams_known: set[tuple[str, int]] = set()  # those too that were taken
         self._closed = False
@@ -201,16 +203,27 @@ class Hub:
         `check_alive` raises when waiting has become pointless: some rank, not only that one, may have ended the world.
         """
         deadline = time.monotonic() + limit_s
-        with self._connect(rank, name, limit_s) as connection:
+        with self._changed:
+            idle = self._fetching.setdefault(rank, [])
+            connection = idle.pop() if idle else None
+        connection = connection or self._connect(rank, name, limit_s)
+        try:
             connection.send({"want": "segment", "key": key})
-            while time.monotonic() < deadline:
+            descriptor = None
+            while descriptor is None:
                 check_alive()
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"waited {limit_s:g} s for shared memory {key!r} from a rank of this host")
                 with contextlib.suppress(TimeoutError):
                     descriptor = connection.receive_descriptor(limit_s=_FETCH_SLICE_S)
                     if descriptor is None:
                         raise ConnectionError(f"no descriptor came for shared memory {key!r}")
-                    return Segment.attach(descriptor)
-        raise TimeoutError(f"waited {limit_s:g} s for shared memory {key!r} from a rank of this host")
+        except BaseException:
+            connection.close()
+            raise
+        with self._changed:
+            idle.append(connection)  # the next segment needs no handshake
+        return Segment.attach(descriptor)
 
     def listen_tcp(self, address: str) -> int:
         """Listen at `address` for ranks of other hosts; returns the port."""
@@ -324,6 +337,12 @@ class Hub:
             link.send({"t": "bye"})
         self._server.call(self._count_goodbye)
 
+    def expect_nothing_of(self, rank: int) -> None:
+        """The launcher knows that this rank is dead, before its connections end, and tells everybody."""
+        with self._changed:
+            self._dead.add(rank)
+            self._changed.notify_all()
+
     def report_fault(self, rank: int, text: str) -> None:
         """Tell every rank that the world is broken, and through which rank."""
         self._noted.add(("fault", rank))
@@ -356,7 +375,10 @@ class Hub:
             self._closed = True
             segments, self._segments = self._segments, {}
             streams, self._streams = self._streams, {}
+            fetching, self._fetching = self._fetching, {}
             self._changed.notify_all()
+        for connection in [one for idle in fetching.values() for one in idle]:
+            connection.close()
         for descriptor, _ in segments.values():
             os.close(descriptor)
         for stream in streams.values():
@@ -534,7 +556,8 @@ class Hub:
         threading.Thread(target=tell, name="hora-hub-around", daemon=True).start()
 
     def _has_told_all(self) -> bool:
-        return not self._num_telling and all(rank in self.goodbyes for *_, rank in list(self._unacknowledged))
+        silent = self.goodbyes | self._dead
+        return not self._num_telling and all(rank in silent for *_, rank in list(self._unacknowledged))
 
     def _on_news(self, peer: Peer, header: Header, payload: bytes) -> None:
         kind, rank = str(header["kind"]), int(header["rank"])
@@ -613,4 +636,3 @@ class Hub:
                     os.close(descriptor)
                 else:
                     self._segments[key] = (descriptor, num_readers - 1)
-            peer.close()

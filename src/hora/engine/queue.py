@@ -39,6 +39,7 @@ from hora.engine.agree.agreement import Agreement
 from hora.engine.execute import deliver, execute, execute_on_device, write_back
 from hora.engine.plan import Batch, Part, Planner
 from hora.engine.request import NUM_INSTANCES, Key, Kind, Request, Signature, Validator, full_names
+from hora.engine.shm.counters import interrupt_waits
 from hora.engine.shm.segment import Segment
 from hora.engine.status import Recorder, StallLimits, StallWatch, WorldStatus
 from hora.engine.transport.base import Transport
@@ -107,6 +108,11 @@ class Progress(ABC):
     @abstractmethod
     def close(self) -> None:
         """End it, with `_end`."""
+
+    def interrupt(self) -> None:
+        """The world's status has changed, or this one's: whoever waits looks at it again. Any thread."""
+        self.wake()
+        interrupt_waits()
 
     @property
     def num_in_flight(self) -> int:
@@ -191,7 +197,7 @@ class Progress(ABC):
         with self._changed:
             self.stopping = True
             self._changed.notify_all()
-        self.wake()
+        self.interrupt()
         if self._background is not None and self._background is not threading.current_thread():
             self._background.join(_STOP_LIMIT_S)
         self._fail(self._error())
@@ -608,8 +614,11 @@ class OperationQueue(Progress):
     # The end. Any thread.
 
     def wake(self) -> None:
-        """The world's status has changed: look at it again."""
         self.agreement.wake()
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        self.agreement.interrupt()
         if self.status.broken:
             for transport in self._on_gpus():
                 transport.give_up()  # what waits on a GPU need not go on

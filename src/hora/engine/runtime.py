@@ -519,6 +519,7 @@ class Runtime:
         hub = self._hub
         if rank != self.world.rank and hub is not None and rank not in hub.goodbyes:
             self._broken(f"rank {rank} {how}. Horovod has been shut down")
+            hub.expect_nothing_of(rank)
 
     def _report_fault(self, text: str) -> None:
         if self._hub is not None:
@@ -527,7 +528,7 @@ class Runtime:
     def _wake(self) -> None:
         """Wake the threads that wait for other members, so that they look at the world's status again."""
         for queue in self._queues():
-            queue.wake()
+            queue.interrupt()
 
     def _say_goodbye_if_idle(self) -> None:
         """Tell the rank that leaves that nothing more is needed of it."""

@@ -57,6 +57,9 @@ class Agreement(ABC):
     def wake(self) -> None:  # noqa: B027
         """Wake this rank's own driver, where a round or an announcement of its own does not."""
 
+    def interrupt(self) -> None:  # noqa: B027
+        """End this rank's `wait`."""
+
     def flush(self) -> None:  # noqa: B027
         """Send what could not be sent before. Under the same lock as `announce`."""
 

@@ -129,6 +129,11 @@ class SharedMemoryAgreement(Agreement):
             with contextlib.suppress(AttributeError):
                 self._ring()
 
+    def interrupt(self) -> None:
+        if self._member:
+            with contextlib.suppress(AttributeError):  # likewise
+                self._round.wake()
+
     def close(self) -> None:
         """Let go of the memory. No thread waits any more, though a `wake` may still come."""
         self._memory.release()

@@ -10,15 +10,17 @@ afterwards. So either the sleeper sees the number, or it is seen to sleep and is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import time
 from collections.abc import Callable
+from weakref import WeakSet
 
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
 from hora.engine.shm.native import Group, library, new_patience
 
-__all__ = ["MEMBER_BYTES", "OPEN", "Counters"]
+__all__ = ["MEMBER_BYTES", "OPEN", "Counters", "interrupt_waits"]
 
 MEMBER_BYTES = 2 * LINE_BYTES  # processors fetch lines in pairs: this keeps members apart
 # Nobody waits for a member with this number; its low half, which a sleeper watches, is no other number's.
@@ -26,6 +28,15 @@ OPEN = 2**63 - 1
 _SLEEPS_AT = 120  # SLEEPS_AT of native.c
 _ONE_HAS_JOINED = 2  # of all_have of native.c
 _SLICE_NS = int(SLICE_S * 1e9)
+
+
+_all: WeakSet[Counters] = WeakSet()  # of this process
+
+
+def interrupt_waits() -> None:
+    """Have every thread of this process that waits for other members look up: the world has changed."""
+    for counters in list(_all):
+        counters.interrupt()
 
 
 class Counters:
@@ -47,6 +58,7 @@ class Counters:
         self._group_at = ctypes.addressof(self.group)
         self._late = ctypes.c_int32()
         self._late_at = ctypes.addressof(self._late)
+        _all.add(self)
 
     def publish(self, value: int) -> None:
         """Advance the own counter, and wake members that sleep."""
@@ -104,13 +116,23 @@ class Counters:
         begin = time.monotonic()
         self.own_sleep.store(1)
         fence()
+        before = -1
         try:
-            while (seen := counter.value) < value and time.monotonic() - begin < SLICE_S:
+            while before != (seen := counter.value) < value and time.monotonic() - begin < SLICE_S:
+                before = seen
                 counter.sleep(seen)
         finally:
             self.own_sleep.store(0)
         counter.learn(time.monotonic() - begin)
         return seen >= value
+
+    def interrupt(self) -> None:
+        """Have the thread of this process that sleeps here look up. Any thread."""
+        with contextlib.suppress(AttributeError):  # closed meanwhile
+            if self.own_sleep.value:
+                self.own_sleep.set(0)  # where a repeated call sleeps; others sleep at the counters
+                for _, counter in self._peers:
+                    counter.wake()
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -89,20 +89,21 @@ static void learn(struct patience *it, int64_t slept_ns) {
     }
 }
 
-/* Whether the value is `target`; if not, a slice has passed. `sleeps` says meanwhile that its owner has to be woken; NULL: the
- * others wake whoever may be there.
+/* Whether the value is `target`; if not, a slice has passed, or somebody wants this thread to look up, and has woken it without a
+ * new value. `sleeps` says meanwhile that its owner has to be woken; NULL: the others wake whoever may be there.
  */
 static int patiently(const int64_t *word, int64_t target, struct patience *it, long slice_ns, int64_t *sleeps) {
     if (look(word, target, it->looks)) {
         if (it->looks == it->many) it->tally = 0;
         return 1;
     }
-    int64_t seen, begin = now_ns(), end = begin;
+    int64_t before, seen, begin = now_ns(), end = begin;
     if (sleeps) __atomic_store_n(sleeps, 1, __ATOMIC_SEQ_CST); /* either it sees the value, or is seen to sleep */
-    while ((seen = value_of(word)) < target && end - begin < slice_ns) {
-        sleep_on(word, seen, slice_ns);
+    do {
+        if ((before = value_of(word)) < target) sleep_on(word, before, slice_ns);
+        seen = value_of(word);
         end = now_ns();
-    }
+    } while (seen < target && seen != before && end - begin < slice_ns);
     if (sleeps) __atomic_store_n(sleeps, 0, __ATOMIC_SEQ_CST);
     learn(it, end - begin);
     return seen >= target;

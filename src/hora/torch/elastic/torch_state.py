@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from hora.torch.elastic.state import ObjectState
 from hora.torch.functions import allgather_object, broadcast_object
 from hora.torch.ops import allgather, allreduce_, barrier
 from hora.torch.optimizer.base import _DistributedOptimizer
+from hora.torch.optimizer.order import AgreedOrder, new_number
 from hora.torch.process_sets import global_process_set
 from hora.torch.reduce_op import Sum
 
@@ -210,7 +212,9 @@ class TorchState(ObjectState):
         """Take over the state, from rank 0; with `per_step` from a rank with the newest (collective)."""
         last = self._last
         number = self._origin if not self._synced else 0 if last is None else last.number
-        numbers: list[int] = allgather(torch.tensor([number], device="cpu"), name="elastic.last_step").tolist()
+        orders = [optimizer.agreed_order() for optimizer in self._optimizers()]
+        mine = torch.tensor([number, _digest(orders), new_number()], device="cpu")
+        numbers, digests, labels = allgather(mine, name="elastic.last_step").view(-1, 3).T.tolist()
         if max(numbers) == _NEWCOMER:
             raise RuntimeError(
                 "no rank has the state of the training any more: all that had it died before a newcomer could take "
@@ -223,7 +227,19 @@ class TorchState(ObjectState):
             for handler in self._handlers.values():
                 handler.sync()
             super().sync()
+        if digests[0] and min(digests) == max(digests):
+            self._keep_orders(orders, sum(labels))
         self._synced = TorchState._established = True
+
+    def _optimizers(self) -> list[_DistributedOptimizer]:
+        return [h.value for h in self._handlers.values() if isinstance(h.value, _DistributedOptimizer)]
+
+    def _keep_orders(self, orders: Sequence[tuple[AgreedOrder, bytes] | None], number: int) -> None:
+        """Begin with the buckets of the last world, which all ranks were in: a step in which to find their order, and
+        to agree on it, is saved (collective)."""
+        for index, (optimizer, order) in enumerate(zip(self._optimizers(), orders, strict=True)):
+            assert order is not None
+            optimizer.begin_with(order[0]._replace(label=f"optimizer.{number}.{index}"))
 
     def _unite_slices(self) -> None:
         """Have sharded optimizers whole on every rank that has taken part in them (collective)."""
@@ -328,6 +344,14 @@ class TorchState(ObjectState):
     _durable: DurableCommits | None = None
     _every = 1
     _num_unwritten = 0
+
+
+def _digest(orders: Sequence[tuple[AgreedOrder, bytes] | None]) -> int:
+    """Equal where ranks have the same orders; 0 where one is missing."""
+    known = [order[1] for order in orders if order is not None]
+    if not known or len(known) < len(orders):
+        return 0
+    return int.from_bytes(hashlib.sha256(b"\0".join(known)).digest()[:7], "little")
 
 
 def _wants_steps(handlers: Mapping[str, StateHandler], asked: bool | None) -> bool:

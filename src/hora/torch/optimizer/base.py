@@ -23,12 +23,12 @@ from hora import engine
 from hora.engine.request import Reduce, ReduceOp
 from hora.telemetry.meters import meter
 from hora.torch.optimizer.finite import check_finite
-from hora.torch.optimizer.order import BucketOrder
+from hora.torch.optimizer.order import AgreedOrder, BucketOrder
 from hora.torch.optimizer.parameters import unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
 from hora.torch.plan import Planner
-from hora.torch.process_sets import ProcessSet
+from hora.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = ["SliceNorm", "StepState", "StepWatcher", "bare_copy", "optimizers_of", "takes_part"]
 
@@ -148,6 +148,16 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer: Reducer = PerParameterReducer(self._options, self._parameter_names, self._hooked, self._groups)
         self._bucket_order = BucketOrder(self._options, self._parameter_names, self._hooked, grouped=bool(self._groups))
         self._step = StepState()
+
+    def agreed_order(self) -> tuple[AgreedOrder, bytes] | None:
+        """The order of the gradients in the last world and a digest of it, where the next one can begin with it."""
+        order = self._bucket_order.agreed if self._active and self.process_set is global_process_set else None
+        return None if order is None else (order, order.digest(self._parameter_names))
+
+    def begin_with(self, order: AgreedOrder) -> None:
+        """Reduce in buckets from the first step of this world on: every rank has this order (collective)."""
+        self._start_over()
+        self._reducer = self._bucket_order.buckets_in(order, self._reducer)
 
     @property
     def _allreduce_delay(self) -> dict[torch.Tensor, int]:

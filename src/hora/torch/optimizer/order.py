@@ -27,7 +27,7 @@ from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer, summed
 from hora.torch.process_sets import ProcessSet
 
-__all__ = ["AgreedOrder", "BucketOrder", "agree_on_order", "in_common_order"]
+__all__ = ["AgreedOrder", "BucketOrder", "agree_on_order", "in_common_order", "new_number"]
 
 # Steps between two agreements on a changing order; doubles each time, so that an alternating graph costs next to
 # nothing.
@@ -44,6 +44,11 @@ class AgreedOrder(NamedTuple):
     parameters: list[torch.Tensor]
     num_everywhere: int
     sparse: list[torch.Tensor]
+
+    def digest(self, names: dict[torch.Tensor, str]) -> bytes:
+        """Equal where members have the same parameters in the same order."""
+        told = [(names[p], tuple(p.shape), str(p.dtype)) for p in (*self.parameters, *self.sparse)]
+        return repr((self.num_everywhere, len(self.sparse), told)).encode()
 
 
 class BucketOrder:
@@ -80,6 +85,18 @@ class BucketOrder:
             and bool(parameters)
             and all(p.is_floating_point() for p in parameters)
         )
+
+    @property
+    def agreed(self) -> AgreedOrder | None:
+        """The order of the buckets that are in use, if another world can use it as it is."""
+        options = self._options
+        plain = self.possible and options.memory is None and not options.code_for(self._parameters)
+        return self._order if plain and self._tuner is None else None
+
+    def buckets_in(self, order: AgreedOrder, current: Reducer) -> Reducer:
+        """The reducer with which to begin, where every member has this order from an earlier world (collective)."""
+        self._sparse |= set(order.sparse)
+        return self._reducer_for(order, current) if self.possible else current
 
     def next_reducer(self, current: Reducer, arrivals: Sequence[torch.Tensor]) -> Reducer:
         """The reducer of the next step, after a step in which gradients arrived in this order."""
@@ -211,7 +228,7 @@ def agree_on_order(
     places = {parameter: place for place, parameter in enumerate(arrivals)}
     digest = _digest(names, parameters, options)
     ballot = torch.tensor(
-        [1, digest, next(_numbers)]
+        [1, digest, new_number()]
         + [places.get(parameter, never) for parameter in parameters]
         + [int(parameter in sparse) for parameter in parameters],
         dtype=torch.int64,
@@ -230,6 +247,11 @@ def agree_on_order(
         num_everywhere=sum(sums[index] < never for index in order),
         sparse=[parameters[index] for index in range(count) if flags[index]],
     )
+
+
+def new_number() -> int:
+    """Return this rank's part of the number of an agreement, which is the sum of those of the members."""
+    return next(_numbers)
 
 
 def in_common_order(
