@@ -338,7 +338,7 @@ class Hub:
         self._server.call(self._count_goodbye)
 
     def expect_nothing_of(self, rank: int) -> None:
-        """The launcher knows that this rank is dead, before its connections end, and tells everybody."""
+        """This rank is dead. The launcher knows that before its connections end, and tells everybody."""
         with self._changed:
             self._dead.add(rank)
             self._changed.notify_all()
@@ -350,11 +350,14 @@ class Hub:
 
     def wait_for_goodbyes(self, limit_s: float) -> bool:
         """Give the others a moment to finish what was agreed; whether all have said goodbye by then. Who has not joined
-        the tree has nobody to wait for.
+        the tree has nobody to wait for, and nothing can be finished without one that is dead.
         """
         with self._changed:
             gathering = self._gatherings.setdefault(_GOODBYES, _Gathering())
-            return self._changed.wait_for(lambda: gathering.result is not None or self._num_children < 0, limit_s)
+            self._changed.wait_for(
+                lambda: gathering.result is not None or self._num_children < 0 or self._dead, limit_s
+            )
+            return gathering.result is not None or self._num_children < 0
 
     def ask_in_flight(self, rank: int, serial: int, *, limit_s: float) -> set[Key]:
         """The keys of what this rank waits for in a set, by a connection of its own.
@@ -398,6 +401,7 @@ class Hub:
         if rank < 0 or rank in self.goodbyes:
             return
         self._goodbye(rank)
+        self.expect_nothing_of(rank)
         self._noted.add(("lost", rank))
         self._spread({"t": "news", "kind": "lost", "rank": rank, "text": ""}, b"")
         self._events.lost(rank)
@@ -578,6 +582,7 @@ class Hub:
             rounds = {int(serial): int(number) for serial, number in json.loads(payload).items()}
             self._events.leaving(rank, str(header["text"]), rounds)
         else:
+            self.expect_nothing_of(rank)
             self._events.lost(rank)
 
     def _believes(self, peer: Peer, kind: str, rank: int, around: Sequence[int]) -> bool:

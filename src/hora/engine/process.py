@@ -81,20 +81,20 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
             atexit.register(shutdown)
 
 
-def shutdown() -> None:
-    """Stop the runtime on all ranks; harmless when none runs."""
+def shutdown(*, behind: bool = False) -> None:
+    """Stop the runtime on all ranks; harmless when none runs. `behind`: see `Runtime.shutdown`."""
     global _runtime
     with _lock:
         runtime, _runtime = _runtime, None
     if runtime is not None:
         runtime.is_current = False
-        runtime.shutdown()
+        runtime.shutdown(behind=behind)
 
 
 def restart() -> None:
     """Leave the world and enter the next generation of it; without an elastic launcher, the same world again."""
     place = _place()
-    shutdown()
+    shutdown(behind=True)
     if has_elastic_launcher(place):
         place = _next_place(place, EngineConfig.from_env())
     init(world=place)

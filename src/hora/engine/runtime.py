@@ -486,8 +486,10 @@ class Runtime:
 
     # The end.
 
-    def shutdown(self) -> None:
-        """Leave the world, which ends it for every rank; what was agreed is still executed."""
+    def shutdown(self, *, behind: bool = False) -> None:
+        """Leave the world, which ends it for every rank; what was agreed is still executed. `behind`: this process goes
+        on in another world, and connections are closed meanwhile.
+        """
         text = f"Horovod has been shut down by rank {self.world.rank}"
         self.status.close(text)
         for queue in self._queues():
@@ -499,9 +501,9 @@ class Runtime:
             self._hub.leave(why, self.rounds())
             if not self.status.broken:
                 self._hub.wait_for_goodbyes(_GOODBYE_LIMIT_S)
-        self.close()
+        self.close(behind=behind)
 
-    def close(self) -> None:
+    def close(self, *, behind: bool = False) -> None:
         """Release everything, without a word to the others."""
         self.status.close("Horovod has been shut down")
         for queue in self._queues():
@@ -510,8 +512,11 @@ class Runtime:
         self.known_allreduces.clear()
         self._handles.clear()
         if self._peers is not None:
-            self._peers.hub.close()
-            self._peers = None
+            hub, self._peers = self._peers.hub, None
+            if behind:
+                threading.Thread(target=hub.close, name="hora-hub-close", daemon=True).start()
+            else:
+                hub.close()
         self.recorder.stop()
 
     def lost(self, rank: int, how: str) -> None:

@@ -14,8 +14,8 @@ import contextlib
 import ctypes
 import mmap
 import time
+import weakref
 from collections.abc import Callable
-from weakref import WeakSet
 
 from hora.engine.shm.futex import LINE_BYTES, SLICE_S, Counter, fence
 from hora.engine.shm.native import Group, library, new_patience
@@ -30,13 +30,15 @@ _ONE_HAS_JOINED = 2  # of all_have of native.c
 _SLICE_NS = int(SLICE_S * 1e9)
 
 
-_all: WeakSet[Counters] = WeakSet()  # of this process
+_open: dict[int, weakref.ref[Counters]] = {}  # of this process, by id
 
 
 def interrupt_waits() -> None:
     """Have every thread of this process that waits for other members look up: the world has changed."""
-    for counters in list(_all):
-        counters.interrupt()
+    for reference in list(_open.values()):
+        counters = reference()
+        if counters is not None:
+            counters.interrupt()
 
 
 class Counters:
@@ -58,7 +60,7 @@ class Counters:
         self._group_at = ctypes.addressof(self.group)
         self._late = ctypes.c_int32()
         self._late_at = ctypes.addressof(self._late)
-        _all.add(self)
+        _open[id(self)] = weakref.ref(self)
 
     def publish(self, value: int) -> None:
         """Advance the own counter, and wake members that sleep."""
@@ -136,5 +138,6 @@ class Counters:
 
     def close(self) -> None:
         """Let go of the memory."""
+        _open.pop(id(self), None)
         self.counters, self._peers, self._asleep = [], [], []
         del self.own, self.own_sleep
