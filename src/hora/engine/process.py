@@ -41,6 +41,7 @@ log = logging.getLogger("hora")
 _lock = threading.RLock()
 _runtime: Runtime | None = None
 _starting: Runtime | None = None
+_stopping: Runtime | None = None
 _inherited: Runtime | None = None  # of the parent, in a forked child
 _num_starts: dict[int, int] = {}  # per generation of the world: ranks meet under the same number
 _registered_exit = False
@@ -83,12 +84,14 @@ def init(process_sets: Sequence[Sequence[int]] = (), *, dynamic: bool = False, w
 
 def shutdown(*, behind: bool = False) -> None:
     """Stop the runtime on all ranks; harmless when none runs. `behind`: see `Runtime.shutdown`."""
-    global _runtime
+    global _runtime, _stopping
     with _lock:
         runtime, _runtime = _runtime, None
     if runtime is not None:
+        _stopping = runtime
         runtime.is_current = False
         runtime.shutdown(behind=behind)
+        _stopping = None
 
 
 def restart() -> None:
@@ -198,7 +201,7 @@ def _next_place(place: World, config: EngineConfig) -> World:
 
 def _on_notice(notice: dict[str, Any]) -> None:
     """A rank's process has died, or its host is out of reach: the ranks' own connections may take longer to tell."""
-    for runtime in (_runtime, _starting):
+    for runtime in (_runtime, _starting, _stopping):
         if notice["notice"] == "lost" and runtime is not None and runtime.world.generation == notice.get("generation"):
             runtime.lost(int(notice["rank"]), str(notice["how"]))
 

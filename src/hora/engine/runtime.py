@@ -496,9 +496,9 @@ class Runtime:
             queue.drain()
             queue.settle()
         if self._hub is not None:
-            # Of a broken world the others may hear from here first, and should hear what broke it.
-            why = self.status.reason if self.status.broken else text
-            self._hub.leave(why, self.rounds())
+            if self.status.broken:  # of which the others may hear from here first; then nobody waits for goodbyes
+                self._report_fault(self.status.reason)
+            self._hub.leave(self.status.reason if self.status.broken else text, self.rounds())
             if not self.status.broken:
                 self._hub.wait_for_goodbyes(_GOODBYE_LIMIT_S)
         self.close(behind=behind)
