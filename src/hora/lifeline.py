@@ -5,8 +5,8 @@ Linux closes the connections of a process that was killed, and tells its parent,
 the thread as its owner is marked, and whoever waits for it is woken. So a thread of the worker owns such a word for as
 long as the process lives, and a thread of its supervisor waits:
 
-    0, nobody's --own--> the thread's number --the process ends or executes another program--> marked
-      \\___________________________\\_______________ close ______________________________________/ --> over
+    nobody's (0) --own--> the thread's (its number) --the process ends or executes another program--> marked
+    any of these --close--> over
 
 A process that is stopped owns it still. A forked child does not: it has other threads. Imports nothing heavy, because
 supervisors do not.

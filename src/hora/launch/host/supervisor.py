@@ -370,11 +370,13 @@ class _Supervisor:
             os.write(self._wake_out, b"\0")
 
     def _report_dying(self) -> None:
-        """Report the ends of workers that Linux is still freeing the memory of."""
+        """Report the ends of workers that Linux is still freeing the memory of, unless they were ended from here."""
         while self._dead:
             worker = self._dead.popleft()
             pid = self._pids.get(worker)
-            status = 0 if pid is None else lifeline.status_of_dying(pid)
+            if pid is None or worker in self._killing or self._ending is not None:
+                continue
+            status = lifeline.status_of_dying(pid)
             if status:  # otherwise it may have executed another program
                 self._drain_pipes(worker)
                 self._exited(worker, exit_code(status), "")
