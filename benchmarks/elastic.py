@@ -39,7 +39,8 @@ MYSELF = [sys.executable, "-m", "benchmarks.elastic"]
 LIMIT_S = 180.0
 # A heartbeat every 50 ms; dead after half a second. By default it is a second each 100 ms, and five to be dead.
 LIGHTHOUSE = {"join_timeout_ms": 100, "quorum_tick_ms": 10, "heartbeat_timeout_ms": 500}
-NUM_TURNS, STEPS_A_TURN = 9, {"tiny MLP": 100, "MLP 4x2048": 4, "ResNet18": 2}
+NUM_TURNS = {"tiny MLP": 51, "MLP 4x2048": 9, "ResNet18": 9}
+STEPS_A_TURN = {"tiny MLP": 100, "MLP 4x2048": 4, "ResNet18": 2}
 
 
 # ---- on the ranks ---------------------------------------------------------------------------------------------------
@@ -176,15 +177,16 @@ def work_torchft(folder: Path) -> None:
 
 
 def in_turns(folder: Path, name: str, plain: Callable[[], None], guarded: Callable[[], None], is_first: bool) -> None:
-    """Time both, a block of steps each, again and again."""
+    """Time both, a block of steps each, again and again, each of them first in every other turn."""
     taken: dict[str, list[float]] = {"plain": [], "guarded": []}
-    for turn in range(2 * NUM_TURNS + 2):
-        kind, step = ("plain", plain) if turn % 2 else ("guarded", guarded)
-        began = time.perf_counter()
-        for _ in range(STEPS_A_TURN[name]):
-            step()
-        if turn > 1:
-            taken[kind].append((time.perf_counter() - began) / STEPS_A_TURN[name])
+    for turn in range(NUM_TURNS[name] + 1):
+        pair = [("plain", plain), ("guarded", guarded)]
+        for kind, step in pair if turn % 2 else reversed(pair):
+            began = time.perf_counter()
+            for _ in range(STEPS_A_TURN[name]):
+                step()
+            if turn:
+                taken[kind].append((time.perf_counter() - began) / STEPS_A_TURN[name])
     if is_first:
         ratios = [guarded / plain for plain, guarded in zip(taken["plain"], taken["guarded"], strict=True)]
         log(folder, what=name, plain_s=statistics.median(taken["plain"]), ratio=statistics.median(ratios))
