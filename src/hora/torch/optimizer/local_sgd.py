@@ -285,6 +285,9 @@ class LocalOptimizer(_DistributedOptimizer):
         self._reducer = _Alone()
         self._fragments, self._entered = (), False
 
+    def agreed_order(self) -> None:
+        """None: the buckets are those of a host's set, which is made anew in every world."""
+
     def _begin_backward(self) -> None:
         self._enter_world()
         super()._begin_backward()
