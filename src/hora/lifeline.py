@@ -29,6 +29,7 @@ _SYS_FUTEX, _SYS_SET_ROBUST_LIST = {"x86_64": (202, 273), "aarch64": (98, 99)}.g
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _HAS_WAITERS, _OWNER_DIED = 1 << 31, 1 << 30  # bits of a robust futex
 _OVER = _OWNER_DIED - 1  # no thread has this number
+_STOP_LIMIT_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _owned: dict[str, mmap.mmap] = {}  # to the end of this process
 
@@ -74,12 +75,15 @@ class Lifeline:
         os.ftruncate(self._descriptor, mmap.PAGESIZE)
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self._word = ctypes.c_uint32.from_buffer(mmap.mmap(self._descriptor, mmap.PAGESIZE))
-        threading.Thread(target=self._watch, name="hora-lifeline", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="hora-lifeline", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """End the thread, without a word."""
+        """End the thread, and let go of the memory."""
         self._word.value = _OVER
         _futex(self._word, _FUTEX_WAKE, 1)
+        self._thread.join(_STOP_LIMIT_S)
+        del self._word  # and with it the mapping, which has a descriptor of its own
         os.close(self._descriptor)
 
     def _watch(self) -> None:

@@ -87,13 +87,13 @@ def test_a_death_is_reported_before_the_dead_process_closes_its_connections():
     with _supervisor() as (supervisor, frames), socket.create_server(("127.0.0.1", 0)) as listener:
         program = (
             "import os, socket, time; from hora import lifeline; lifeline.own(os.environ['HORA_LIFELINE']);"
-            f"connection = socket.create_connection({listener.getsockname()}); print('here', flush=True);"
+            f"connection = socket.create_connection({listener.getsockname()}); os.write(1, b'here');"
             "time.sleep(600)"
         )
         _order(supervisor, 0, [sys.executable, "-c", program], {})
         pid = int(next(body for kind, _, body in frames if kind == STARTED))
         connection, _ = listener.accept()
-        assert next(body for kind, _, body in frames if kind == STDOUT) == b"here\n"
+        assert next(body for kind, _, body in frames if kind == STDOUT) == b"here"
         if libc.ptrace(_PTRACE_SEIZE, pid, None, ctypes.c_void_p(_PTRACE_O_TRACEEXIT)):
             pytest.skip(f"this process may not trace others: {os.strerror(ctypes.get_errno())}")
         os.kill(pid, signal.SIGKILL)
