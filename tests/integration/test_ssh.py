@@ -283,6 +283,12 @@ def test_a_host_that_does_not_have_the_working_directory(tmp_path_factory):
     assert "process 0 on host elsewhere" in err
 
 
+def test_an_ssh_that_is_not_installed_is_named():
+    code, _, err = run_command("horovodrun", "-np", "1", "-H", "nodez:1", "true", env={"HORA_SSH": "/nowhere/ssh"})
+    assert code == 1
+    assert "nodez: cannot run '/nowhere/ssh': No such file or directory; is ssh installed?" in err
+
+
 def test_wrong_key_and_host_down_are_told_for_each_host(hosts, ready):
     """nodea is fine, but with two hosts out of reach nothing is started there either."""
     env = {"HORA_SSH": hosts.command, "READY": str(ready)}

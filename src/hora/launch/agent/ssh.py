@@ -138,6 +138,7 @@ class SshHosts(Agents):
         self._ssh, self._limit_s, self._verbose = ssh, limit_s, verbose
         self._numbers = itertools.count()
         self._started: list[subprocess.Popen[bytes]] = []
+        self._dismissed = False
         super().__init__((listen, 0), new_secret(), num_nodes=0, **limits)
 
     def is_own(self, hostname: str) -> bool:
@@ -168,36 +169,43 @@ class SshHosts(Agents):
         command = self._ssh.python(hostname, "hora.launch.agent.node", attempts=_CONNECT_ATTEMPTS)
         if self._verbose:
             print(shlex.join(command), file=sys.stderr, flush=True)
-        key, nodes = credentials(self._secret, index), {hostname: (index, 1)}
+        name = f"hora-ssh {hostname}"
+        threading.Thread(target=self._start, args=(index, node, command), name=name, daemon=True).start()
+        return node
+
+    def _start(self, index: int, node: Node, command: Sequence[str]) -> None:
+        """Run ssh. Its end is the node's, as long as its agent has not joined, and so is too long a silence.
+
+        In a thread of its own: a signal's exception, in the main thread, must not part us from a process just started.
+        """
+        key, nodes, status, why = credentials(self._secret, index), {node.name: (index, 1)}, _SSH_FAILED, ""
         limit_s = self._limit_s / 2  # so that we hear in time that it has not reached us
         pipes = {"stdout": subprocess.DEVNULL, "stderr": node.err}
         try:
-            node.starter = start_agent(command, (self.address, self.port), key, nodes, limit_s=limit_s, **pipes)
-        except OSError as error:
-            raise RuntimeError(f"cannot run {command[0]!r}: {error.strerror}; is ssh installed?") from None
-        self._started.append(node.starter)
-        name = f"hora-ssh {hostname}"
-        threading.Thread(target=self._watch_start, args=(index, node, node.starter), name=name, daemon=True).start()
-        return node
-
-    def _watch_start(self, index: int, node: Node, process: subprocess.Popen[bytes]) -> None:
-        """ssh's end is the node's, as long as its agent has not joined, and so is too long a silence."""
-        try:
+            process = start_agent(command, (self.address, self.port), key, nodes, limit_s=limit_s, **pipes)
+            with self._changed:
+                node.starter = process
+                self._started.append(process)
+                if self._dismissed:
+                    process.kill()
             status = process.wait(self._limit_s)
         except subprocess.TimeoutExpired:
-            status = _SSH_FAILED
+            why = f"no answer within {self._limit_s:.0f} s (--start-timeout)"
+        except OSError as error:
+            why = f"cannot run {command[0]!r}: {error.strerror}; is ssh installed?"
         with self._changed:
             if node.peer is not None:
                 return
-            if process.poll() is None:
-                os.write(node.err, f"no answer within {self._limit_s:.0f} s (--start-timeout)".encode())
-                process.kill()
+            if why and index in self._nodes:
+                os.write(node.err, why.encode())
+            node.kill()
             self._nodes.pop(index, None)
             node.over(status)
             self._changed.notify_all()
 
     def dismiss(self, status: int) -> None:
         with self._changed:
+            self._dismissed = True
             for node in self._nodes.values():
                 if node.peer is None:
                     node.kill()
