@@ -160,6 +160,53 @@ def test_an_elastic_training_with_a_death_equals_one_by_hand(frame, tmp_path):
     torch.testing.assert_close(fitted.getModel().state_dict(), by_hand.state_dict())
 
 
+def trained_with_a_trainer():
+    """A Trainer of the user's own, whose last rank of three dies after a step of the second epoch."""
+    import os
+    import signal
+
+    import lightning.pytorch as pl
+    import torch
+
+    import horovod.torch as hvd
+    from hora.spark.lightning.package import Package
+    from hora.spark.lightning.strategy import horovod_strategy
+
+    class Regression(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            if hvd.size() == 3 and hvd.rank() == 2 and self.trainer.global_step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = self.layer(batch).square().mean()
+            self.log("loss", loss, on_epoch=True, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(strategy=horovod_strategy(Package("lightning"))(), devices=1, max_epochs=3, **quiet)
+    module = Regression()
+    rows = torch.arange(48.0).reshape(24, 2) / 48
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True))
+    (rate,) = trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+    weights = hvd.allgather(module.layer.weight.detach())
+    return hvd.size(), trainer.global_step, trainer.current_epoch, rate, (weights - weights[0]).abs().max().item()
+
+
+@pytest.mark.slow
+def test_a_trainer_goes_on_with_fewer_ranks_by_the_step_and_at_their_rate():
+    import horovod
+
+    # Four steps of three ranks, one more, then what is left of the epoch's six for two ranks, and six.
+    expected = (2, 4 + 1 + 4 + 6, 3, pytest.approx(0.05 * 2 / 8), 0.0)
+    assert horovod.run(trained_with_a_trainer, num_proc=3, min_num_proc=2) == [expected] * 2
+
+
 def test_what_makes_no_sense_is_refused_in_words(tmp_path):
     store = Store.create(str(tmp_path))
     module = torch.nn.Linear(2, 1)
