@@ -237,7 +237,8 @@ session = ClientSession(connect(tuple(given['where']), key, timeout_s=30), None)
 ((name, (index, slots)),) = given['nodes'].items()
 own = {{'node': {index}, 'name': name, 'slots': slots, 'version': version(), 'protocol': PROTOCOL}}
 session.send({{'op': 'join', **own}})
-print(session.receive(limit_s=30)[0], file=sys.stderr)
+answer, _ = session.receive(limit_s=30)
+if answer['op'] != 'welcome': sys.exit(str(answer))
 while b'start' not in session.receive(limit_s=30)[1]: pass
 session.send({{'op': 'out'}}, MARK + {lie})
 try:
