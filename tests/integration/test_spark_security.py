@@ -218,7 +218,7 @@ def test_in_local_mode_neither_spark_nor_the_wire_tells_the_stages_secret_or_the
     secret = Path(tmp_path / "secret").read_bytes()
     assert any(b"SparkTask" in block for block in blocks), "Spark does show its tasks to anybody"
     assert not any(secret in block for block in blocks)
-    assert b"HORA/3" in heard, "the tasks' connections were heard"
+    assert b"HORA/4" in heard, "the tasks' connections were heard"
     assert b'"kind":"start"' not in heard
     assert secret not in heard
     assert token.encode() not in heard

@@ -13,7 +13,7 @@ import socket
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-MAGIC = b"HORA/3\r\n"
+MAGIC = b"HORA/4\r\n"
 
 
 def mac(key: bytes, data: bytes) -> bytes:

@@ -59,7 +59,7 @@ MAX_PAYLOAD_BYTES = 16 * 1024**3
 ANYBODY = -1
 REFUSAL = b"refused\n"
 
-_MAGIC = b"HORA/3\r\n"
+_MAGIC = b"HORA/4\r\n"
 _SPEAKER = struct.Struct(">i")
 _PART = struct.Struct(">II")  # a rank, and the length of what it says
 _TAG_BYTES = 16
