@@ -4,10 +4,12 @@ more).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import time
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hvd_session import session
 import horovod.torch as hvd
 from hora import engine
 from hora.engine.transport.host_reduction import HostLink
+from waiting import wait_until
 
 pytestmark = [pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp"}), pytest.mark.both_ways]
 
@@ -237,19 +240,25 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_another_host_is_named_and
 @pytest.mark.ranks(3, env={"HORA_TRANSPORT": "tcp", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1"})
 @session
 def test_a_late_rank_is_named_and_no_other_one():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("hora").addHandler(handler)
-    try:
+    named = []
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(tempfile.TemporaryDirectory())
+        reports = [Path(folder, "named") for folder in hvd.allgather_object(own)]
+
+        def note(record: logging.LogRecord) -> None:
+            if "Missing ranks" in record.getMessage():
+                named.append(record.getMessage())
+                reports[hvd.rank()].touch()
+
+        handler = logging.Handler()
+        handler.emit = note
+        logging.getLogger("hora").addHandler(handler)
+        stack.callback(logging.getLogger("hora").removeHandler, handler)
         training = Training()
         for _ in range(3):
             training.step(6.0)
         if hvd.rank() == 1:
-            time.sleep(2.5)
+            wait_until("the others have reported this rank", lambda: reports[0].exists() and reports[2].exists())
         training.step(6.0)
-    finally:
-        logging.getLogger("hora").removeHandler(handler)
-    named = [line for line in lines if "Missing ranks" in line]
     assert all("\n1: [" in line and "\n0: [" not in line and "\n2: [" not in line for line in named)
     assert bool(named) == (hvd.rank() != 1)
