@@ -202,7 +202,7 @@ class _Agent:
 
 
 def main() -> int:
-    """`srun … python -m hora.launch.agent.node`: a line of JSON on standard input says where to go."""
+    """`python -m hora.launch.agent.node`, by srun or ssh: a line of JSON on standard input says where to go."""
     order = sys.stdin.readline()
     if not order:
         print(
