@@ -17,7 +17,7 @@ from types import ModuleType
 
 _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.common": (),
-    "horovod.common.basics": ("hora.legacy.basics: HorovodBasics", "hora.legacy.mpi: MPI", "hora.torch.basics: *"),
+    "horovod.common.basics": ("hora.legacy.mpi_ops: HorovodBasics", "hora.legacy.mpi_ops: MPI", "hora.torch.basics: *"),
     "horovod.common.elastic": (
         "hora.errors: HorovodInternalError HostsUpdatedInterrupt",
         "hora.torch.elastic: ObjectState State notification_manager run_fn",
@@ -28,8 +28,8 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "get_version_mismatch_message",
     ),
     "horovod.common.process_sets": (
-        "hora.legacy.basics: HorovodBasics",
-        "hora.legacy.mpi: MPI",
+        "hora.legacy.mpi_ops: HorovodBasics",
+        "hora.legacy.mpi_ops: MPI",
         "hora.torch.process_sets: ProcessSet add_process_set global_process_set remove_process_set",
     ),
     "horovod.common.util": ("hora.legacy.util: *",),
@@ -57,9 +57,9 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
     "horovod.ray.worker": ("hora.ray.worker: BaseHorovodWorker",),
     "horovod.runner.common": (),
     "horovod.runner.common.util": (),
-    "horovod.runner.common.util.codec": ("hora.legacy.codec: dumps_base64 loads_base64",),
+    "horovod.runner.common.util.codec": ("hora.legacy.runner: dumps_base64 loads_base64",),
     "horovod.runner.common.util.config_parser": (
-        "hora.legacy.config_parser: LOG_LEVELS set_env_from_args validate_config_args __getattr__=variable_name",
+        "hora.legacy.runner: LOG_LEVELS set_env_from_args validate_config_args __getattr__=variable_name",
     ),
     "horovod.runner.common.util.env": (
         "hora.legacy.env: IGNORE_REGEXES KUBEFLOW_MPI_EXEC LOG_LEVEL_STR get_env_rank_and_size is_exportable "
@@ -71,45 +71,51 @@ _MODULES: dict[str, tuple[str, ...] | str] = {
         "parse_hosts_and_slots SlotInfo=Slot",
     ),
     "horovod.runner.common.util.safe_shell_exec": ("hora.legacy.shell: GRACEFUL_TERMINATION_TIME_S execute",),
-    "horovod.runner.common.util.secret": ("hora.legacy.secret: *",),
-    "horovod.runner.common.util.settings": ("hora.legacy.settings: BaseSettings Settings",),
-    "horovod.runner.common.util.timeout": ("hora.legacy.timeout: Timeout TimeoutException",),
+    "horovod.runner.common.util.secret": (
+        "hora.legacy.runner: DIGEST_LENGTH HOROVOD_SECRET_KEY SECRET_LENGTH check_digest compute_digest "
+        "make_secret_key",
+    ),
+    "horovod.runner.common.util.settings": ("hora.legacy.runner: BaseSettings Settings",),
+    "horovod.runner.common.util.timeout": ("hora.legacy.runner: Timeout TimeoutException",),
     "horovod.runner.common.util.tiny_shell_exec": ("hora.legacy.shell: execute=execute_quietly",),
     "horovod.runner.elastic": (),
     "horovod.runner.elastic.constants": ("hora.launch.control.elastic_policy: RESET_LIMIT_EXCEEDED_MESSAGE",),
-    "horovod.runner.elastic.discovery": ("hora.legacy.discovery: FixedHosts HostDiscovery HostDiscoveryScript",),
-    "horovod.runner.elastic.driver": "hora.legacy.elastic_driver",
+    "horovod.runner.elastic.discovery": ("hora.legacy.elastic: FixedHosts HostDiscovery HostDiscoveryScript",),
+    "horovod.runner.elastic.driver": "hora.legacy.elastic",
     "horovod.runner.elastic.rendezvous": (
-        "hora.legacy.constants: GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES create_rendezvous_handler",
+        "hora.legacy.elastic: GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES create_rendezvous_handler",
     ),
-    "horovod.runner.elastic.settings": ("hora.legacy.settings: ElasticSettings",),
+    "horovod.runner.elastic.settings": ("hora.legacy.runner: ElasticSettings",),
     "horovod.runner.elastic.worker": (
         "hora.torch.elastic.notification: HostUpdateResult WorkerNotificationManager=NotificationManager",
-        "hora.legacy.constants: HOROVOD_GLOO_IFACE HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT "
+        "hora.legacy.elastic: HOROVOD_GLOO_IFACE HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_GLOO_RENDEZVOUS_PORT "
         "HOROVOD_HOSTNAME HOROVOD_LOCAL_RANK",
     ),
     "horovod.runner.gloo_run": (
-        "hora.legacy.gloo_run: create_run_env_vars create_slot_env_vars gloo_run gloo_run_elastic launch_gloo "
+        "hora.legacy.rendezvous: create_run_env_vars create_slot_env_vars gloo_run gloo_run_elastic launch_gloo "
         "launch_gloo_elastic _get_min_start_hosts=get_min_start_hosts",
-        "hora.legacy.rendezvous_server: RendezvousServer",
+        "hora.legacy.rendezvous: RendezvousServer",
         "hora.launch.slots: get_host_assignments parse_hosts",
     ),
     "horovod.runner.http": (),
     "horovod.runner.http.http_server": (
-        "hora.legacy.rendezvous_server: RendezvousHandler RendezvousHTTPServer RendezvousServer",
+        "hora.legacy.rendezvous: RendezvousHandler RendezvousHTTPServer RendezvousServer",
     ),
-    "horovod.runner.js_run": ("hora.legacy.mpi: js_run=mpi_run",),
+    "horovod.runner.js_run": ("hora.legacy.shell: js_run=mpi_run",),
     "horovod.runner.mpi_run": (
-        "hora.legacy.mpi: is_intel_mpi is_mpich is_open_mpi is_spectrum_mpi mpi_available mpi_run",
+        "hora.legacy.shell: is_intel_mpi is_mpich is_open_mpi is_spectrum_mpi mpi_available mpi_run",
     ),
     "horovod.runner.util": (),
     "horovod.runner.util.lsf": ("hora.legacy.env: LSFUtils",),
-    "horovod.runner.util.network": ("hora.legacy.network: *",),
-    "horovod.runner.util.streams": ("hora.legacy.streams: Pipe",),
-    "horovod.runner.util.threads": ("hora.legacy.threads: execute_function_multithreaded in_thread on_event",),
+    "horovod.runner.util.network": (
+        "hora.legacy.runner: filter_local_addresses find_port get_driver_ip get_local_host_addresses "
+        "get_local_intfs resolve_host_address",
+    ),
+    "horovod.runner.util.streams": ("hora.legacy.runner: Pipe",),
+    "horovod.runner.util.threads": ("hora.legacy.runner: execute_function_multithreaded in_thread on_event",),
     "horovod.spark.common._namedtuple_fix": (),
     "horovod.spark.common.constants": (
-        "hora.legacy.constants: ARRAY BYTES_PER_GIB CUSTOM_SPARSE DENSE_VECTOR METRIC_PRINT_FREQUENCY "
+        "hora.legacy.util: ARRAY BYTES_PER_GIB CUSTOM_SPARSE DENSE_VECTOR METRIC_PRINT_FREQUENCY "
         "MIXED_SPARSE_DENSE_VECTOR NOCHANGE PETASTORM_HDFS_DRIVER SPARSE_VECTOR TOTAL_BUFFER_MEMORY_CAP_GIB",
     ),
     "horovod.spark.common.datamodule": ("hora.spark.estimator.data_module: DataModule",),

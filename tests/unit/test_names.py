@@ -251,7 +251,7 @@ def test_a_module_that_has_no_meaning_here_says_what_to_use(name):
 
 
 def test_one_module_under_two_names_is_one():
-    import hora.legacy.elastic_driver
+    import hora.legacy.elastic
     import horovod.runner.elastic.driver
 
-    assert horovod.runner.elastic.driver is hora.legacy.elastic_driver
+    assert horovod.runner.elastic.driver is hora.legacy.elastic

@@ -1,4 +1,4 @@
-"""`safe_shell_exec` and `tiny_shell_exec`: a shell command to its end, with its output.
+"""Shell commands for old programs: `safe_shell_exec`, `tiny_shell_exec`, and the queries about `mpirun`.
 
 The safe one runs under a supervisor, as workers do: whatever the command has started ends with it, and all of it with
 this process, however that dies.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from hora.launch.control.output import Output
 from hora.launch.environment import variables
@@ -17,7 +17,18 @@ from hora.launch.host.launcher import HostLauncher
 from hora.launch.job import OutputOptions, WorkerExit, WorkerSpec
 from hora.launch.slots import place_ranks
 
-__all__ = ["GRACEFUL_TERMINATION_TIME_S", "execute", "execute_quietly"]
+__all__ = [
+    "is_intel_mpi",
+    "is_mpich",
+    "is_open_mpi",
+    "is_spectrum_mpi",
+    "js_run",
+    "mpi_available",
+    "mpi_run",
+    "GRACEFUL_TERMINATION_TIME_S",
+    "execute",
+    "execute_quietly",
+]
 
 GRACEFUL_TERMINATION_TIME_S = 5
 _POLL_S = 0.1
@@ -99,3 +110,40 @@ class _Running:
         self._output.end(ended.worker)
         self.code = ended.code
         self.ended.set()
+
+
+def _version(env: Mapping[str, str] | None) -> str:
+    found = execute_quietly("mpirun --version", env)
+    return found[0] if found is not None and found[1] == 0 else ""
+
+
+def mpi_available(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether an `mpirun` answers here."""
+    return bool(_version(env))
+
+
+def is_open_mpi(env: Mapping[str, str] | None = None) -> bool:
+    return "Open MPI" in _version(env) or "OpenRTE" in _version(env)
+
+
+def is_spectrum_mpi(env: Mapping[str, str] | None = None) -> bool:
+    return "IBM Spectrum MPI" in _version(env)
+
+
+def is_mpich(env: Mapping[str, str] | None = None) -> bool:
+    return "MPICH" in _version(env) or "HYDRA" in _version(env)
+
+
+def is_intel_mpi(env: Mapping[str, str] | None = None) -> bool:
+    return "Intel(R) MPI" in _version(env)
+
+
+def mpi_run(*args: Any, **kwargs: Any) -> NoReturn:
+    """There is no MPI controller: an error that says what to use."""
+    raise ValueError(
+        "MPI support has not been built; Hora needs none. Use horovod.run(…) or horovodrun, or start the script with "
+        "mpirun itself."
+    )
+
+
+js_run = mpi_run

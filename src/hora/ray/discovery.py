@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from hora.legacy.discovery import HostDiscovery
+from hora.legacy.elastic import HostDiscovery
 
 __all__ = ["RayHostDiscovery", "RaySlotDiscovery", "TestDiscovery"]
 

@@ -26,8 +26,8 @@ from hora.launch.ray.launcher import RayLauncher
 from hora.launch.ray.reservations import Reservations
 from hora.launch.slots import HostInfo, place_ranks
 from hora.launch.watching import Watching
-from hora.legacy import elastic_driver
-from hora.legacy.elastic_driver import ElasticDriver
+from hora.legacy import elastic as elastic_driver
+from hora.legacy.elastic import ElasticDriver
 from hora.ray import ray_logger
 from hora.ray.adapter import Adapter, BaseParams
 from hora.ray.coordinator import driver_address

@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hora.legacy import elastic_driver
-from hora.legacy.elastic_driver import ElasticDriver
-from hora.legacy.settings import ElasticSettings
-from hora.legacy.timeout import Timeout
+from hora.legacy import elastic as elastic_driver
+from hora.legacy.elastic import ElasticDriver
+from hora.legacy.runner import ElasticSettings, Timeout
 from hora.ray.elastic import ElasticAdapter, ElasticParams
 from hora.ray.ray_logger import Callback, queue_for
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from hora.legacy.secret import make_secret_key
-from hora.legacy.timeout import Timeout
+from hora.legacy.runner import Timeout, make_secret_key
 
 __all__ = ["MiniSettings"]
 

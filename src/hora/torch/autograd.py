@@ -3,7 +3,7 @@
 The plain collective is run when no gradient is wanted, and one autograd node otherwise. Both send the same requests
 forward, because ranks may differ in whether their tensor requires a gradient. Backward collectives are unnamed. They
 are differentiable again, so `create_graph=True` works, and nodes save no tensors, so one may be passed backward
-repeatedly. Horovod's autograd classes are in `hora.legacy.autograd`.
+repeatedly. Horovod's autograd classes are in `hora.legacy.mpi_ops`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""`horovod.runner.http.http_server`: the meeting place of programs that start their ranks themselves (ElasticDL, Orca,
-TonY).
+"""The rendezvous of programs that start their ranks themselves (ElasticDL, Orca, TonY).
 
-The master opens it and says who has which place (`init`, again for every new membership); its workers find it by
-Horovod's variables and call `hvd.init()`. Nothing of it is HTTP, and only clients that hold the meeting's secret are
-answered. Horovod's variables have no room for one, so there is one more: the workers get `RendezvousServer.secret` as
-HORA_SECRET, or master and workers have the same HORA_SECRET_FILE.
+`horovod.runner.http.http_server` and `horovod.runner.gloo_run`. The master starts a `RendezvousServer` and publishes
+the ranks with `init`, once for every membership. Workers find it by Horovod's variables and call `hvd.init()`. It
+does not speak HTTP, and it answers only clients that hold its secret. Horovod has no variable for a secret, so
+workers get `RendezvousServer.secret` as HORA_SECRET, or master and workers share a HORA_SECRET_FILE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 from hora.launch.control.rendezvous import OnlyLines, Rendezvous
 from hora.launch.environment import variables
@@ -18,7 +18,60 @@ from hora.net.secret_file import read_secret_file
 from hora.net.wire import new_secret
 from hora.world import PLAN_JOB, PLAN_KEY, MeetingPoint
 
-__all__ = ["RendezvousHTTPServer", "RendezvousHandler", "RendezvousServer"]
+__all__ = [
+    "RendezvousHTTPServer",
+    "RendezvousHandler",
+    "RendezvousServer",
+    "create_run_env_vars",
+    "create_slot_env_vars",
+    "get_min_start_hosts",
+    "gloo_run",
+    "gloo_run_elastic",
+    "launch_gloo",
+    "launch_gloo_elastic",
+]
+
+
+def create_slot_env_vars(slot_info: Slot) -> dict[str, str]:
+    """The variables that tell a rank its place."""
+    found = {
+        "HOROVOD_HOSTNAME": slot_info.hostname,
+        "HOROVOD_RANK": slot_info.rank,
+        "HOROVOD_SIZE": slot_info.size,
+        "HOROVOD_LOCAL_RANK": slot_info.local_rank,
+        "HOROVOD_LOCAL_SIZE": slot_info.local_size,
+        "HOROVOD_CROSS_RANK": slot_info.cross_rank,
+        "HOROVOD_CROSS_SIZE": slot_info.cross_size,
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
+def create_run_env_vars(server_ip: str, nics: Collection[str], port: int, elastic: bool = False) -> dict[str, str]:
+    """The variables that tell all ranks where they meet, and over which interfaces."""
+    variables = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": server_ip,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": sorted(nics)[0] if nics else "",
+        "NCCL_SOCKET_IFNAME": ",".join(sorted(nics)),
+    }
+    return variables | ({"HOROVOD_ELASTIC": "1"} if elastic else {})
+
+
+def get_min_start_hosts(settings: Any) -> int:
+    """Return how many hosts an elastic job needs to begin: one."""
+    return 1
+
+
+def gloo_run(*args: Any, **kwargs: Any) -> NoReturn:
+    """Horovod's launcher under the one that users call: an error that names that."""
+    raise NotImplementedError(
+        "this is not how jobs are started here: use horovod.run(function, num_proc=…) or horovodrun"
+    )
+
+
+gloo_run_elastic = launch_gloo = launch_gloo_elastic = gloo_run
 
 
 class RendezvousHandler:

@@ -1,0 +1,107 @@
+"""`horovod.runner.elastic`: host discovery, the intervals of the driver, and queries about an elastic job.
+
+`horovod.runner.elastic.driver` is this very module, so that a program can set the intervals.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from hora.launch.control.discovery import DiscoveryScript
+from hora.launch.slots import Slot
+
+__all__ = [
+    "DISCOVER_HOSTS_FREQUENCY_SECS",
+    "ELASTIC_TIMEOUT_SECS",
+    "ElasticDriver",
+    "FixedHosts",
+    "HostDiscovery",
+    "HostDiscoveryScript",
+]
+
+# horovod.runner.elastic.worker: the variables in which Horovod's workers find Horovod's rendezvous; ours have a secret
+# and an address of their own.
+HOROVOD_GLOO_RENDEZVOUS_ADDR = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+HOROVOD_GLOO_RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+HOROVOD_GLOO_IFACE = "HOROVOD_GLOO_IFACE"
+HOROVOD_HOSTNAME = "HOROVOD_HOSTNAME"
+HOROVOD_LOCAL_RANK = "HOROVOD_LOCAL_RANK"
+
+# horovod.runner.elastic.rendezvous, which is served over HTTP there
+GET_RANK_AND_SIZE = "rank_and_size"
+PUT_WORKER_ADDRESSES = "worker_addresses"
+
+
+class HostDiscovery:
+    """Interface that names the current hosts and the slots of each."""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        raise NotImplementedError
+
+
+class HostDiscoveryScript(HostDiscovery):
+    """A program that prints `host` or `host:slots` lines. RuntimeError when it fails."""
+
+    def __init__(self, discovery_script: str, slots: int | None) -> None:
+        self._script = DiscoveryScript(discovery_script, default_slots=slots)
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return {host.hostname: host.slots for host in self._script.ask()}
+
+
+class FixedHosts(HostDiscovery):
+    """Hosts that change only when the program says so."""
+
+    def __init__(self, available_host_slots: Mapping[str, int]) -> None:
+        self._hosts = dict(available_host_slots)
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return dict(self._hosts)
+
+    def set(self, available_host_slots: Mapping[str, int]) -> None:
+        self._hosts = dict(available_host_slots)
+
+
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0  # how often Ray's executors ask a discovery
+ELASTIC_TIMEOUT_SECS = 600.0  # how long they wait for enough workers, where their settings leave it open
+
+_NOWHERE = Slot(hostname="", rank=-1, local_rank=-1, cross_rank=-1, size=-1, local_size=-1, cross_size=-1)
+
+
+class ElasticDriver:
+    """An elastic job, as seen from outside: who has which place."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[tuple[str, int], Slot] = {}
+        self._finished = False
+
+    def places(self, of_workers: Mapping[int, Slot]) -> None:
+        """A generation of the job begins; these are its places."""
+        with self._lock:
+            self._places = {(slot.hostname, slot.local_rank): slot for slot in of_workers.values()}
+
+    def get_slot_info(self, host: str, local_rank: int) -> Slot:
+        """The place of this process; one with rank -1 where the current generation has no such process."""
+        with self._lock:
+            return self._places.get((host, local_rank), _NOWHERE)
+
+    def get_worker_client(self, slot: Slot) -> Slot | None:
+        """Return a true value if the process is a member of the current generation and would be notified of changes."""
+        with self._lock:
+            return self._places.get((slot.hostname, slot.local_rank))
+
+    def finished(self) -> bool:
+        return self._finished
+
+    def stop(self) -> None:
+        """The job is over."""
+        with self._lock:
+            self._finished, self._places = True, {}
+
+
+def create_rendezvous_handler(driver: Any) -> NoReturn:
+    """Refuse: there is no such rendezvous here."""
+    raise ValueError("there is no rendezvous over HTTP here: use horovod.run(…, min_num_proc=…) for elastic jobs")

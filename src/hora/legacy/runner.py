@@ -1,0 +1,373 @@
+"""Tools that programs import from `horovod.runner`: settings, time limits, secrets, codecs, threads, pipes, addresses.
+
+Hora's own code uses only `Timeout`, `ElasticSettings` and `make_secret_key`, for Horovod's signatures on Ray.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from hora.launch.options import LOG_LEVELS, Options, all_options, check
+from hora.net.address import interface_address, is_local, resolve, source_address
+
+__all__ = [
+    "BaseSettings",
+    "DIGEST_LENGTH",
+    "ElasticSettings",
+    "HOROVOD_SECRET_KEY",
+    "LOG_LEVELS",
+    "Pipe",
+    "SECRET_LENGTH",
+    "Settings",
+    "Timeout",
+    "TimeoutException",
+    "check_digest",
+    "compute_digest",
+    "dumps_base64",
+    "execute_function_multithreaded",
+    "filter_local_addresses",
+    "find_port",
+    "get_driver_ip",
+    "get_local_host_addresses",
+    "get_local_intfs",
+    "in_thread",
+    "loads_base64",
+    "make_secret_key",
+    "on_event",
+    "resolve_host_address",
+    "set_env_from_args",
+    "validate_config_args",
+    "variable_name",
+]
+
+# horovod.runner.common.util.settings, horovod.runner.elastic.settings
+
+
+class BaseSettings:
+    """Attributes with Horovod's names and defaults. `key` is a secret and is not shown."""
+
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        verbose: int = 0,
+        ssh_port: int | None = None,
+        ssh_identity_file: str | None = None,
+        extra_mpi_args: str | None = None,
+        tcp_flag: bool | None = None,
+        binding_args: str | None = None,
+        key: bytes | None = None,
+        start_timeout: Any = None,
+        output_filename: str | None = None,
+        run_func_mode: bool | None = None,
+        nics: Any = None,
+        elastic: bool = False,
+        prefix_output_with_timestamp: bool = False,
+    ) -> None:
+        self.__dict__.update({name: value for name, value in locals().items() if name not in ("self", "__class__")})
+
+    def __repr__(self) -> str:
+        shown = {name: "…" if name == "key" and value else value for name, value in vars(self).items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class Settings(BaseSettings):
+    """Those of a job on fixed hosts."""
+
+    def __init__(self, hosts: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.hosts = hosts
+
+
+class ElasticSettings(BaseSettings):
+    """Those of an elastic job. `discovery` stays behind when it is pickled: it belongs to the launcher's process."""
+
+    def __init__(
+        self,
+        discovery: Any,
+        min_num_proc: int | None,
+        max_num_proc: int | None,
+        elastic_timeout: float | None,
+        reset_limit: int | None,
+        cooldown_range: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(elastic=True, **kwargs)
+        self.discovery = discovery
+        self.min_num_proc, self.max_num_proc = min_num_proc, max_num_proc
+        self.elastic_timeout, self.reset_limit = elastic_timeout, reset_limit
+        self.cooldown_range = cooldown_range
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "discovery": None}
+
+
+# horovod.runner.common.util.timeout
+
+
+class TimeoutException(Exception):  # noqa: N818 - Horovod's name
+    """A limit was passed. `message` says whose."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class Timeout:
+    """`timeout` seconds from now on. Pickled, it goes on with the seconds that are left."""
+
+    def __init__(self, timeout: float, message: str) -> None:
+        self._timeout = timeout
+        self._message = message
+        self._ends = time.monotonic() + timeout
+
+    def remaining(self) -> float:
+        """Seconds that are left, never less than 0."""
+        return max(0.0, self._ends - time.monotonic())
+
+    def timed_out(self) -> bool:
+        return self.remaining() <= 0
+
+    def check_time_out_for(self, activity: str) -> None:
+        """TimeoutException if the limit has passed; `{activity}` in the message becomes what was waited for."""
+        if self.timed_out():
+            message = self._message.format(activity=activity)
+            raise TimeoutException(f"{message} Timeout after {self._timeout:g} seconds.")
+
+    def __getstate__(self) -> tuple[float, str, float]:
+        return self._timeout, self._message, self.remaining()
+
+    def __setstate__(self, state: tuple[float, str, float]) -> None:
+        self._timeout, self._message, remaining = state
+        self._ends = time.monotonic() + remaining
+
+
+# horovod.runner.common.util.secret
+
+SECRET_LENGTH = 32
+DIGEST_LENGTH = 32
+HOROVOD_SECRET_KEY = "_HOROVOD_SECRET_KEY"  # the variable that Horovod's processes look for theirs in
+
+
+def make_secret_key() -> bytes:
+    """A fresh random key."""
+    return secrets.token_bytes(SECRET_LENGTH)
+
+
+def compute_digest(key: bytes, message: bytes) -> bytes:
+    """HMAC-SHA256 of the message."""
+    return hmac.digest(key, message, "sha256")
+
+
+def check_digest(key: bytes, message: bytes, digest: bytes) -> bool:
+    """Return whether the digest is the message's; the time it takes tells nothing about it."""
+    return hmac.compare_digest(compute_digest(key, message), digest)
+
+
+# horovod.runner.common.util.codec
+
+
+def dumps_base64(obj: Any, to_ascii: bool = True) -> Any:
+    """The object, cloudpickled, as base64: a text, or bytes with `to_ascii=False`."""
+    encoded = base64.b64encode(cloudpickle.dumps(obj))
+    return encoded.decode("ascii") if to_ascii else encoded
+
+
+def loads_base64(encoded: str | bytes) -> Any:
+    """Decode what `dumps_base64` encoded. It unpickles, which can run any code."""
+    return cloudpickle.loads(base64.b64decode(encoded))
+
+
+# horovod.runner.util.threads
+
+
+def in_thread(
+    target: Callable[..., Any],
+    args: Sequence[Any] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """A thread that calls `target(*args)`, already started. `silent`: an exception in it is not shown."""
+    if not isinstance(args, tuple | list):
+        raise ValueError(f"args must be a tuple, not {type(args).__name__}; for one argument write (arg,)")
+
+    def call() -> None:
+        with contextlib.suppress(Exception) if silent else contextlib.nullcontext():
+            target(*args)
+
+    thread = threading.Thread(target=call, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def on_event(
+    event: threading.Event,
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    stop: threading.Event | None = None,
+    check_stop_interval_s: float = 1.0,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """A thread that calls `func(*args)` once the event is set, unless `stop` is set before."""
+
+    def wait() -> None:
+        if stop is None:
+            event.wait()
+        while stop is not None and not event.wait(check_stop_interval_s):
+            if stop.is_set():
+                return
+        if stop is None or not stop.is_set():
+            func(*args)
+
+    return in_thread(wait, name=f"on-event-{getattr(func, '__name__', 'call')}", daemon=daemon, silent=silent)
+
+
+def execute_function_multithreaded(
+    fn: Callable[..., Any],
+    args_list: Sequence[Sequence[Any]],
+    block_until_all_done: bool = True,
+    max_concurrent_executions: int = 1000,
+) -> dict[int, Any] | None:
+    """Call `fn(*args)` for each entry, at the same time: the results by index. RuntimeError if a call fails.
+
+    Without `block_until_all_done` the calls go on in the background, and None is returned.
+    """
+    if not args_list:
+        return {} if block_until_all_done else None
+    pool = ThreadPoolExecutor(min(len(args_list), max_concurrent_executions), thread_name_prefix="execute")
+    calls = [pool.submit(fn, *args) for args in args_list]
+    pool.shutdown(wait=block_until_all_done)
+    if not block_until_all_done:
+        return None
+    for index, call in enumerate(calls):
+        if error := call.exception():
+            raise RuntimeError(f"call {index} of {len(calls)} failed: {type(error).__name__}: {error}") from error
+    return {index: call.result() for index, call in enumerate(calls)}
+
+
+# horovod.runner.util.streams
+
+
+class Pipe:
+    """Text or bytes in the order written. `read` waits for some; after `close` it gives None once all is read."""
+
+    def __init__(self) -> None:
+        self._pieces: queue.SimpleQueue[str | bytes | None] = queue.SimpleQueue()
+        self._rest: str | bytes | None = None
+        self._closed = False
+
+    def write(self, buf: str | bytes) -> int:
+        if self._closed:
+            raise RuntimeError("Pipe is closed")
+        self._pieces.put(buf)
+        return len(buf)
+
+    def read(self, length: int = -1, timeout: float | None = None) -> str | bytes | None:
+        """At most `length` characters (-1: what comes). TimeoutError after `timeout` seconds without any."""
+        if not self._rest:
+            try:
+                self._rest = self._pieces.get(timeout=timeout)
+            except queue.Empty:
+                raise TimeoutError(f"nothing was written to the pipe within {timeout:g} s") from None
+        if self._rest is None:
+            self._pieces.put(None)  # for the next reader
+            return None
+        cut = len(self._rest) if length < 0 else length
+        piece, self._rest = self._rest[:cut], self._rest[cut:]
+        return piece
+
+    def flush(self) -> None:
+        return None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._pieces.put(None)
+
+
+# horovod.runner.util.network
+
+T = TypeVar("T")
+_LOOPBACK = "127.0.0.1"
+
+
+def get_local_intfs(nic: str | None = None) -> set[str]:
+    """The names of the interfaces that have an IPv4 address, or just this one if it has."""
+    found = set()
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ValueError):
+            interface_address([name])
+            found.add(name)
+    return found if nic is None else found & {nic}
+
+
+def get_local_host_addresses() -> set[str]:
+    """The IPv4 addresses of this machine's interfaces."""
+    return {interface_address([name]) for name in get_local_intfs()}
+
+
+def resolve_host_address(host_name: str) -> str | None:
+    """An IPv4 address of the host; None if the name has none."""
+    return next(iter(resolve(host_name)), None)
+
+
+def filter_local_addresses(all_host_names: Iterable[str]) -> list[str]:
+    """The names that are other machines'. A name that cannot be resolved is taken for one."""
+    return [name for name in all_host_names if not is_local(name)]
+
+
+def find_port(server_factory: Callable[[tuple[str, int]], T]) -> tuple[T, int]:
+    """A server on a free port of all interfaces, which the system chooses: `server_factory((host, 0))` and its port."""
+    server = server_factory(("", 0))
+    listening: Any = getattr(server, "socket", server)
+    return server, int(listening.getsockname()[1])
+
+
+def get_driver_ip(nics: Collection[str] | None) -> str:
+    """This machine's address on one of these interfaces; with no names, the one that other machines reach."""
+    if nics:
+        return interface_address(nics)
+    try:
+        return source_address("192.0.2.1")  # a documentation address: selects the default route's interface
+    except OSError:
+        return _LOOPBACK
+
+
+# horovod.runner.common.util.config_parser
+
+_OTHERS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_IFACE")
+_NAMES = {option.variable for option in all_options().values() if option.variable}.union(_OTHERS)
+
+
+def variable_name(name: str) -> str:
+    """`HOROVOD_TIMELINE` and the like, named as themselves; AttributeError for an unknown one."""
+    if name in _NAMES:
+        return name
+    raise AttributeError(f"config_parser has no attribute {name!r}")
+
+
+def validate_config_args(args: object) -> None:
+    """ValueError, naming the flag, for an invalid value."""
+    for name, option in all_options().items():
+        value = getattr(args, name, None)
+        if value is not None:
+            check(option, value)
+
+
+def set_env_from_args(env: dict[str, str], args: object) -> dict[str, str]:
+    """Add the variables that these flags stand for to `env`, and return it."""
+    env.update(Options.from_args(args, {}).worker_env())
+    return env
