@@ -29,7 +29,7 @@ from hora.workers import daemon, directory
 from hora.workers.gateway import Gateway, ask, server_pid
 from hora.workers.gateway import _credentials as credentials
 from hora.workers.machine import GpuClaims, measure
-from hora.workers.session import Session
+from hora.workers.session import WorkerSession
 from waiting import wait_until
 
 KEY = "the key"
@@ -41,7 +41,9 @@ NOBODY = 65534
 def session(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gateway = Gateway(f"hora-test-{os.getpid()}-{time.monotonic_ns()}", KEY)
-    found = Session(measure(os.environ), os.environ, address=gateway.name, key=KEY, output=OutputOptions(console=False))
+    found = WorkerSession(
+        measure(os.environ), os.environ, address=gateway.name, key=KEY, output=OutputOptions(console=False)
+    )
     gateway.open(found)
     found.gateway = gateway
     yield found
@@ -310,7 +312,7 @@ def test_what_code_defines_is_in_a_real_main_and_tracebacks_show_it(session):
 def test_workers_do_not_take_themselves_for_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = os.environ | {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_CYCLE_TIME": "1"}
-    session = Session(measure(os.environ), environment, address="-", key="", output=OutputOptions(console=False))
+    session = WorkerSession(measure(os.environ), environment, address="-", key="", output=OutputOptions(console=False))
     try:
         code = "import os\nprint(sorted(name for name in os.environ if name.startswith('HOROVOD_')))"
         assert ended(session, launch(session, code))["log_tail"] == ["['HOROVOD_CYCLE_TIME']"]
@@ -323,7 +325,7 @@ def test_two_sessions_never_share_a_gpu(tmp_path, monkeypatch):
     gpus = [f"test-{os.getpid()}-{number}" for number in range(2)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     first, second = (
-        Session(measure(environment), environment, address="-", key="", output=OutputOptions(console=False))
+        WorkerSession(measure(environment), environment, address="-", key="", output=OutputOptions(console=False))
         for _ in range(2)
     )
     code = "import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'])"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hora.torch.plan import Link, Work, advice, predict, table
+from hora.torch.plan import NetworkLink, Work, advice, predict, table
 
 WIDE = Work(
     step_s=0.1,
@@ -14,12 +14,14 @@ WIDE = Work(
 )
 
 
-def link(megabits: float, latency_s: float, num_hosts: int = 2) -> Link:
+def link(megabits: float, latency_s: float, num_hosts: int = 2) -> NetworkLink:
     byte_s = 8 / (megabits * 1e6)
-    return Link(num_hosts=num_hosts, latency_s=latency_s, byte_s=byte_s, bf16_byte_s=byte_s / 2, int8_byte_s=byte_s / 4)
+    return NetworkLink(
+        num_hosts=num_hosts, latency_s=latency_s, byte_s=byte_s, bf16_byte_s=byte_s / 2, int8_byte_s=byte_s / 4
+    )
 
 
-def by_name(link: Link, work: Work = WIDE) -> dict[str, float]:
+def by_name(link: NetworkLink, work: Work = WIDE) -> dict[str, float]:
     return {row.name: row.step_s for row in predict(link, work)}
 
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hora.data.shard import Shard
+from hora.data.shard import DatasetShard
 from hora.data.transformation import Transformation
 from hora.spark.estimator.data_module import ParquetDataModule
 
@@ -75,7 +75,9 @@ def test_a_transformation_sees_a_frame_and_makes_columns(dataset):
         return frame
 
     transform = Transformation(double, [("twice", np.float32, (1,), False)], ["id"])
-    (rows,) = Shard(dataset, columns=["id", "pair"], transform=transform, num_readers=0).passes(rng=None, num_passes=1)
+    (rows,) = DatasetShard(dataset, columns=["id", "pair"], transform=transform, num_readers=0).passes(
+        rng=None, num_passes=1
+    )
     assert set(rows) == {"twice", "pair"}
     assert rows["twice"].dtype == np.float32
     assert rows["twice"].shape == rows["pair"].shape == (23, 1)
@@ -83,12 +85,12 @@ def test_a_transformation_sees_a_frame_and_makes_columns(dataset):
 
 def test_what_no_tensor_can_hold_is_named(dataset, tmp_path):
     with pytest.raises(TypeError, match="column 'text' holds string"):
-        next(Shard(dataset, num_readers=0).passes(rng=None))
+        next(DatasetShard(dataset, num_readers=0).passes(rng=None))
     pq.write_table(pa.table({"x": [1.0, None]}), tmp_path / "hole.pq")
     with pytest.raises(TypeError, match="column 'x' has missing values"):
-        next(Shard(str(tmp_path / "hole.pq"), num_readers=0).passes(rng=None))
+        next(DatasetShard(str(tmp_path / "hole.pq"), num_readers=0).passes(rng=None))
     with pytest.raises(ValueError, match="cur_shard must be at least 0 and less than shard_count=2"):
-        Shard(dataset, cur_shard=2, shard_count=2)
+        DatasetShard(dataset, cur_shard=2, shard_count=2)
 
 
 def test_vectors_without_their_zeros_are_read_with_them(tmp_path):
@@ -98,7 +100,7 @@ def test_vectors_without_their_zeros_are_read_with_them(tmp_path):
     ]
     kind = pa.struct({"size": pa.int32(), "indices": pa.list_(pa.int32()), "values": pa.list_(pa.float64())})
     pq.write_table(pa.table({"x": pa.array(vectors, kind)}), tmp_path / "vectors.parquet")
-    shards = [Shard(str(tmp_path), cur_shard=number, shard_count=2) for number in range(2)]
+    shards = [DatasetShard(str(tmp_path), cur_shard=number, shard_count=2) for number in range(2)]
     first, second = (next(shard.passes(rng=None))["x"].tolist() for shard in shards)
     assert first == [[0, 2, 0, -1], [0, 0, 0, 0]]
     assert second == [[5, 0, 0, 0], [0, 0, 7, 0]]
@@ -106,4 +108,4 @@ def test_vectors_without_their_zeros_are_read_with_them(tmp_path):
     vectors[0]["size"] = 5
     pq.write_table(pa.table({"x": pa.array(vectors, kind)}), tmp_path / "vectors.parquet")
     with pytest.raises(ValueError, match="rows of column 'x' differ in shape"):
-        next(Shard(str(tmp_path)).passes(rng=None))
+        next(DatasetShard(str(tmp_path)).passes(rng=None))

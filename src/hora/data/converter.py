@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hora.config import on_databricks
-from hora.data.shard import Rows, Shard
+from hora.data.shard import DatasetShard, Rows
 from hora.world import place_variables
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class SparkDatasetConverter:
 class _Reader:
     """Rows of a shard as dicts of arrays: iterate over it for pools of rows, or ask for batches."""
 
-    shard: Shard
+    shard: DatasetShard
     rng: np.random.Generator | None
     num_epochs: int | None
     sharded: bool
@@ -294,13 +294,13 @@ def _open_shard(
     columns: Sequence[str] | None,
     transform_spec: Any,
     num_readers: int,
-) -> Shard:
+) -> DatasetShard:
     from hora.data.transformation import Transformation
 
     if (cur_shard is None) != (shard_count is None):
         raise ValueError(f"cur_shard and shard_count go together, but they are {cur_shard} and {shard_count}")
     filesystem, path = _filesystem(url)
-    return Shard(
+    return DatasetShard(
         path,
         filesystem=filesystem,
         cur_shard=cur_shard or 0,

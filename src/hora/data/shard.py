@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Rows", "Shard", "even_batches"]
+__all__ = ["Rows", "DatasetShard", "even_batches"]
 
 Rows = Mapping[str, "np.ndarray[Any, Any]"]
 _POOL_ROWS = 65536  # rows are shuffled among so many
@@ -26,7 +26,7 @@ def even_batches(num_rows: int, num_steps: int) -> list[int]:
     return [(step + 1) * num_rows // num_steps - step * num_rows // num_steps for step in range(num_steps)]
 
 
-class Shard:
+class DatasetShard:
     """One rank's rows of the dataset at `path`, read by spans (parts of row groups); `transform` maps a span's rows."""
 
     def __init__(

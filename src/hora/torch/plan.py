@@ -2,7 +2,7 @@
 
 `measure_link` and `measure_work` find out what the link and the model are like, in a few steps on the real hosts;
 `predict` reckons the step of every setting from that alone, and `table` shows it. In a job of `hora plan` the
-optimizer calls `Planner.step_done` after each of its steps, and the job ends when there is a table.
+optimizer calls `CompressionPlanner.step_done` after each of its steps, and the job ends when there is a table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from hora.torch.optimizer.powersgd import PowerSGDMemory, orthonormalise_
 from hora.torch.optimizer.reducer import ReduceOptions
 from hora.torch.process_sets import ProcessSet, global_process_set, host_process_set
 
-__all__ = ["Link", "Planner", "Prediction", "Work", "advice", "measure_link", "plan", "predict", "table"]
+__all__ = [
+    "NetworkLink",
+    "CompressionPlanner",
+    "StepPrediction",
+    "Work",
+    "advice",
+    "measure_link",
+    "plan",
+    "predict",
+    "table",
+]
 
 _NUM_STEPS = 5  # that are timed
 _WARM_UP = 3
@@ -39,8 +49,8 @@ _ANNOUNCED = 3  # trips through the link of what the ranks have to agree on firs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """Link between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code.
+class NetworkLink:
+    """Network between the hosts: seconds of a smallest allreduce, and of each byte of float32, as it is and in code.
 
     `host_byte_s`: of a byte that is reduced inside the hosts alone.
     """
@@ -77,7 +87,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class StepPrediction:
     """One row of the table."""
 
     name: str
@@ -103,7 +113,7 @@ _LOW_RANK = "as plain at rank 2 to 4 (1905.13727)"
 _APART = "depends on the period (2311.08105)"
 
 
-def predict(link: Link, work: Work) -> list[Prediction]:
+def predict(link: NetworkLink, work: Work) -> list[StepPrediction]:
     """The step of every setting, in the order of how much they change."""
     found = [
         _by_bucket("plain", link, work, link.byte_s, 1.0, "compression=hvd.Compression.none", _SAME),
@@ -115,7 +125,9 @@ def predict(link: Link, work: Work) -> list[Prediction]:
     return found
 
 
-def _by_bucket(name: str, link: Link, work: Work, byte_s: float, share: float, line: str, accuracy: str) -> Prediction:
+def _by_bucket(
+    name: str, link: NetworkLink, work: Work, byte_s: float, share: float, line: str, accuracy: str
+) -> StepPrediction:
     """Buckets travel one behind the other while backward makes the next; the last one begins when it is over."""
     waiting_s = _behind_backward_s(work, link.latency_s, byte_s)
     return _prediction(name, link, work, waiting_s, share * work.num_bytes, line, accuracy)
@@ -128,7 +140,7 @@ def _behind_backward_s(work: Work, latency_s: float, byte_s: float) -> float:
     return max(travel_s - hidden_s, travel_s / num_buckets)
 
 
-def _low_rank(rank: int, link: Link, work: Work) -> Prediction:
+def _low_rank(rank: int, link: NetworkLink, work: Work) -> StepPrediction:
     memory = PowerSGDMemory(PowerSGD(rank=rank))
     num_bytes = 0
     for shape in work.shapes:
@@ -139,7 +151,7 @@ def _low_rank(rank: int, link: Link, work: Work) -> Prediction:
     return _prediction(f"PowerSGD {rank}", link, work, waiting_s, num_bytes, line, _LOW_RANK, own_s=work.factor_s[rank])
 
 
-def _apart(every: int, link: Link, work: Work) -> Prediction:
+def _apart(every: int, link: NetworkLink, work: Work) -> StepPrediction:
     """Hosts reduce gradients inside; a fragment travels beside the steps until it is taken in."""
     inside_s = _behind_backward_s(work, 0.0, link.host_byte_s)
     fragment_s = _ANNOUNCED * link.latency_s + work.num_bytes * link.bf16_byte_s / _FRAGMENTS
@@ -151,16 +163,23 @@ def _apart(every: int, link: Link, work: Work) -> Prediction:
 
 
 def _prediction(
-    name: str, link: Link, work: Work, waiting_s: float, sent: float, line: str, accuracy: str, own_s: float = 0.0
-) -> Prediction:
+    name: str,
+    link: NetworkLink,
+    work: Work,
+    waiting_s: float,
+    sent: float,
+    line: str,
+    accuracy: str,
+    own_s: float = 0.0,
+) -> StepPrediction:
     times = 1.0 if link.num_hosts == 2 else 2.0 * (link.num_hosts - 1) / link.num_hosts
     step_s = work.step_s + own_s + waiting_s
-    return Prediction(
+    return StepPrediction(
         name=name, step_s=step_s, waiting_s=waiting_s, wire_bytes=times * sent, accuracy=accuracy, line=line
     )
 
 
-def table(link: Link, work: Work, predictions: Sequence[Prediction]) -> str:
+def table(link: NetworkLink, work: Work, predictions: Sequence[StepPrediction]) -> str:
     """The plan as text."""
     lines = [
         f"{link.num_hosts} hosts: {link.bandwidth / 1e6:.0f} Mbit/s, {1e3 * link.latency_s:.1f} ms for the smallest "
@@ -177,10 +196,10 @@ def table(link: Link, work: Work, predictions: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
-def advice(predictions: Sequence[Prediction]) -> str:
+def advice(predictions: Sequence[StepPrediction]) -> str:
     """The plan in a sentence: the first setting, and the fastest of each kind of those that send less."""
     first, *others = predictions
-    kinds: dict[str, Prediction] = {}
+    kinds: dict[str, StepPrediction] = {}
     for row in others:
         best = kinds.setdefault(row.accuracy, row)
         if row.step_s < best.step_s:
@@ -193,7 +212,7 @@ def advice(predictions: Sequence[Prediction]) -> str:
 # ---------------------------------------------------------------------------------------------
 
 
-def measure_link() -> Link:
+def measure_link() -> NetworkLink:
     """Time allreduces of gradients over all ranks (collective, seconds); ValueError on a single host."""
     runtime = engine.current_runtime()
     if not runtime.spans_hosts(0):
@@ -211,7 +230,7 @@ def measure_link() -> Link:
     sent, again = (now - then for now, then in zip(_segments(), before, strict=True))
     sums = torch.tensor([float(sent), float(again)], device="cpu")
     _reduce(sums, ReduceOp.SUM, "plan.segments")
-    return Link(
+    return NetworkLink(
         num_hosts=runtime.num_hosts,
         latency_s=latency_s,
         byte_s=byte_s[""],
@@ -294,7 +313,7 @@ def _work(parameters: Sequence[torch.Tensor], step_s: float, backward_s: float) 
 
 def plan(
     model: torch.nn.Module, batch: Any, loss: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None
-) -> list[Prediction]:
+) -> list[StepPrediction]:
     """Measure the link and this model on all ranks, print the table on rank 0, and return its rows (collective).
 
     `loss(model, batch)` is what is trained; by default a batch is inputs and classes, or inputs alone. The model is
@@ -330,7 +349,7 @@ def _default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(inputs), classes)
 
 
-def _shown(link: Link, work: Work) -> list[Prediction]:
+def _shown(link: NetworkLink, work: Work) -> list[StepPrediction]:
     found = predict(link, work)
     meter.link_bytes_per_s = link.bandwidth / 8
     if rank() == 0:
@@ -339,7 +358,7 @@ def _shown(link: Link, work: Work) -> list[Prediction]:
     return found
 
 
-class Planner:
+class CompressionPlanner:
     """Watches the first steps of a training in a job of `hora plan`, which ends with the table."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from hora.launch.environment import variables
 from hora.workers import directory
 from hora.workers.gateway import Gateway, ask
 from hora.workers.machine import measure
-from hora.workers.session import Session
+from hora.workers.session import WorkerSession
 
 __all__ = [
     "StopResponse",
@@ -103,7 +103,7 @@ class RemoteSession:
 _lock = threading.Lock()
 # With the process it belongs to: a forked child has none. The last are gateways: for its workers, and for a second
 # terminal.
-_own: tuple[int, Session, Gateway, list[directory.Published]] | None = None
+_own: tuple[int, WorkerSession, Gateway, list[directory.Published]] | None = None
 
 
 def _session(*, launching: bool = False) -> _Sessions:
@@ -135,7 +135,7 @@ def _own_session(*, launching: bool) -> _Sessions:
                     raise
                 return RemoteSession(name, key)  # of the process that started this one
             environ = variables()
-            session = Session(measure(environ), environ, address=gateway.name, key=key)
+            session = WorkerSession(measure(environ), environ, address=gateway.name, key=key)
             gateway.open(session)
             atexit.register(_close, os.getpid())
             _own = (os.getpid(), session, gateway, [])

@@ -17,7 +17,7 @@ from hora.workers.capacity import Capacity
 from hora.workers.machine import GpuClaims
 from hora.workers.record import Record
 
-__all__ = ["Backend", "GRACE_S", "LocalBackend", "ORDER_VARIABLE", "PlannedWorker", "SLOT", "order_file"]
+__all__ = ["WorkerBackend", "GRACE_S", "LocalBackend", "ORDER_VARIABLE", "PlannedWorker", "SLOT", "order_file"]
 
 ORDER_VARIABLE = "HORA_WORKER_ORDER_FILE"  # names the file in which a worker's process finds what to do
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -33,7 +33,7 @@ class PlannedWorker:
     variables: Mapping[str, str]
 
 
-class Backend(Protocol):
+class WorkerBackend(Protocol):
     """Runs workers. Their ends come through `LaunchEvents`; the session then calls `release` and `clear_up`."""
 
     def settle(self, n: int) -> None:
@@ -77,7 +77,7 @@ def order_file(request: Mapping[str, Any], *, cores: Sequence[int], source: str 
 
 
 class LocalBackend:
-    """See `backend.Backend`. `environment` is what workers inherit. Calls are serialised by the session."""
+    """See `backend.WorkerBackend`. `environment` is what workers inherit. Calls are serialised by the session."""
 
     def __init__(self, capacity: Capacity, environment: Mapping[str, str], events: LaunchEvents) -> None:
         self._capacity, self._environment, self._events = capacity, dict(environment), events

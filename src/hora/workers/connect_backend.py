@@ -37,7 +37,7 @@ _TERMINATED, _FAILED, _LOST = 143, 255, 137
 
 
 class ConnectBackend(TaskSlots):
-    """See `backend.Backend`. Calls are serialised by the session."""
+    """See `backend.WorkerBackend`. Calls are serialised by the session."""
 
     def __init__(self, session: Any, events: LaunchEvents) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def main() -> None:
     from hora.launch.job import OutputOptions
     from hora.workers.directory import publish
     from hora.workers.machine import measure
-    from hora.workers.session import Session
+    from hora.workers.session import WorkerSession
 
     try:
         published = publish(os.getcwd())
@@ -90,7 +90,9 @@ def main() -> None:
         return
     environ = variables()
     gateway, key = published.gateway, published.key
-    session = Session(measure(environ), environ, address=gateway.name, key=key, output=OutputOptions(console=False))
+    session = WorkerSession(
+        measure(environ), environ, address=gateway.name, key=key, output=OutputOptions(console=False)
+    )
     gateway.open(session)
     print("ready", flush=True)
     with open(os.devnull, "wb") as nowhere:

@@ -17,7 +17,7 @@ from hora.net import sockets
 from hora.net.connection import Connection, connect
 from hora.net.server import Peer, Server
 from hora.net.wire import Credentials, Header
-from hora.workers.session import Session
+from hora.workers.session import WorkerSession
 
 __all__ = ["Gateway", "ask", "exchange", "open_connection", "server_pid"]
 
@@ -38,7 +38,7 @@ class Gateway:
         self.name = name
         self.idle = threading.Event()  # a caller has requested the end of the session
         self._key = key
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
         self._lock = threading.Lock()
         self._num_calls = 0
         self._server = Server(self, name="hora-workers-gateway", max_payload_bytes=_MAX_REQUEST_BYTES)
@@ -48,7 +48,7 @@ class Gateway:
             self._server.close()
             raise
 
-    def open(self, session: Session) -> None:
+    def open(self, session: WorkerSession) -> None:
         self._session = session
         self._server.start(_credentials(self._key))
 

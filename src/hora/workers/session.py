@@ -17,11 +17,11 @@ from typing import Any
 
 from hora.launch.control.output import LogFile, Output
 from hora.launch.job import OutputOptions, WorkerExit
-from hora.workers.backend import GRACE_S, ORDER_VARIABLE, Backend, LocalBackend, PlannedWorker
+from hora.workers.backend import GRACE_S, ORDER_VARIABLE, LocalBackend, PlannedWorker, WorkerBackend
 from hora.workers.capacity import Capacity, Refused
 from hora.workers.record import Record, new_id
 
-__all__ = ["Session"]
+__all__ = ["WorkerSession"]
 
 _MASTER_IP = "127.0.0.1"
 _STOP_SLACK_S = 10.0
@@ -45,7 +45,7 @@ _NOT_INHERITED = (
 )
 
 
-class Session:
+class WorkerSession:
     """Workers of one master. Thread-safe. `environment` is what workers inherit."""
 
     def __init__(
@@ -70,8 +70,8 @@ class Session:
         self._output = Output(output or OutputOptions(), {})
         self._logs: dict[int, LogFile] = {}
         self._local = LocalBackend(capacity, inherited, self)
-        self._spark: list[tuple[object, Backend]] = []  # by cluster; the last one is in use
-        self._backends: dict[int, Backend] = {}  # of each worker
+        self._spark: list[tuple[object, WorkerBackend]] = []  # by cluster; the last one is in use
+        self._backends: dict[int, WorkerBackend] = {}  # of each worker
 
     def launch(self, n: int, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Start `n` workers; one dict for each, in order. What does not fit is a dict without `id`, with `message`.
@@ -102,7 +102,7 @@ class Session:
         return answers
 
     def _reserve(
-        self, n: int, request: Mapping[str, Any], backend: Backend
+        self, n: int, request: Mapping[str, Any], backend: WorkerBackend
     ) -> tuple[list[dict[str, Any]], list[PlannedWorker]]:
         """An answer for each of `n` workers, and those for which there is room."""
         answers: list[dict[str, Any]] = []
@@ -249,7 +249,7 @@ class Session:
     def _stop_limit_s(self) -> float:
         return GRACE_S + _STOP_SLACK_S
 
-    def _backend(self, request: Mapping[str, Any]) -> Backend:
+    def _backend(self, request: Mapping[str, Any]) -> WorkerBackend:
         """Return the backend where these workers shall run. ValueError if Spark was requested and is not there."""
         wanted = request.get("backend", "auto")
         if wanted == "local" or (wanted == "auto" and "pyspark" not in sys.modules):
@@ -264,18 +264,18 @@ class Session:
                 self._spark.append((cluster, self._on_spark(cluster)))
             return self._spark[-1][1]
 
-    def _on_spark(self, cluster: Any) -> Backend:
+    def _on_spark(self, cluster: Any) -> WorkerBackend:
         from hora.launch.spark.cluster import is_connect
 
         if is_connect(cluster):
             from hora.workers.connect_backend import ConnectBackend
 
             return ConnectBackend(cluster, self)
-        from hora.workers.spark_backend import SparkBackend
+        from hora.workers.spark_backend import SparkWorkerBackend
 
-        return SparkBackend(cluster, self)
+        return SparkWorkerBackend(cluster, self)
 
-    def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: Backend) -> PlannedWorker:
+    def _admit(self, engine: str, index: int, request: Mapping[str, Any], backend: WorkerBackend) -> PlannedWorker:
         number = next(self._numbers)
         record = Record(
             id=engine,
@@ -299,7 +299,7 @@ class Session:
         self._output.set_name(number, engine)
         return PlannedWorker(number=number, record=record, request=request, variables=self._variables(record))
 
-    def _undo(self, launched: Sequence[PlannedWorker], backend: Backend) -> None:
+    def _undo(self, launched: Sequence[PlannedWorker], backend: WorkerBackend) -> None:
         for worker in launched:
             del self._records[worker.record.id], self._by_number[worker.number], self._backends[worker.number]
             if worker.number in self._logs:

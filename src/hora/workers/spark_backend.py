@@ -23,7 +23,7 @@ from hora.launch.spark.variables import forwarded_variables
 from hora.workers.backend import GRACE_S, PlannedWorker, order_file
 from hora.workers.capacity import Refused
 
-__all__ = ["SparkBackend", "TaskSlots", "spark_cluster"]
+__all__ = ["SparkWorkerBackend", "TaskSlots", "spark_cluster"]
 
 _CLOSE_LIMIT_S = GRACE_S + 45.0
 _TERMINATED, _FAILED = 143, 255
@@ -71,8 +71,8 @@ class TaskSlots:
         self._held.add(worker)
 
 
-class SparkBackend(TaskSlots):
-    """See `backend.Backend`. Calls are serialised by the session."""
+class SparkWorkerBackend(TaskSlots):
+    """See `backend.WorkerBackend`. Calls are serialised by the session."""
 
     def __init__(self, context: Any, events: LaunchEvents) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hora.data.shard import Rows, Shard, even_batches
+from hora.data.shard import DatasetShard, Rows, even_batches
 
 __all__ = ["DataModule", "NVTabularDataModule", "ParquetDataModule"]
 
@@ -95,8 +95,8 @@ class ParquetDataModule(DataModule):
         self._train_steps, self._val_steps = steps_per_epoch_train, steps_per_epoch_val
         self._train_readers, self._val_readers = train_reader_worker_count, val_reader_worker_count
         self._rng = np.random.default_rng(random_seed) if shuffle else None
-        self._train: Shard | None = None
-        self._val: Shard | None = None
+        self._train: DatasetShard | None = None
+        self._val: DatasetShard | None = None
 
     def __enter__(self) -> ParquetDataModule:
         self._train = self._shard(self._train_dir, self._train_readers)
@@ -130,10 +130,10 @@ class ParquetDataModule(DataModule):
         sizes = (size for size in even_batches(self._val.num_rows, steps) if size)
         return itertools.islice(self._val.batches(sizes, rng=None), self._val_steps)
 
-    def _shard(self, path: str, num_readers: int) -> Shard:
+    def _shard(self, path: str, num_readers: int) -> DatasetShard:
         import fsspec
 
         filesystem, place = self._filesystem, path
         if filesystem is None:
             filesystem, place = fsspec.core.url_to_fs(path, **self._storage_options)
-        return Shard(place, filesystem=filesystem, num_readers=num_readers, **self._common)
+        return DatasetShard(place, filesystem=filesystem, num_readers=num_readers, **self._common)

@@ -33,7 +33,7 @@ from hora.workflow.objective import Scored
 from hora.workflow.step import Recipe, Stepper, score_all
 
 __all__ = [
-    "Place",
+    "TrainingPosition",
     "RankSpec",
     "TrainingResult",
     "TrainingSpec",
@@ -93,7 +93,7 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
         torch.manual_seed(int(values["random_seed"]))
     device = rank_device(bool(values["use_gpu"]))
     model, inner = spec.model_and_optimizer.unpack(device)
-    place: Any = Place(json.dumps(_resume(spec, model, inner)))
+    place: Any = TrainingPosition(json.dumps(_resume(spec, model, inner)))
     rates = [float(group["lr"]) for group in inner.param_groups]
     optimizer = _distributed(values, model, inner)
     objective = LabelColumns(values, _losses(spec, model, optimizer), device)
@@ -113,9 +113,9 @@ def train(spec: TrainingSpec) -> TrainingResult | None:
 
 
 @dataclass
-class Place:
-    """A training's place: its epochs so far, as JSON, and how much of the next one is done. In an elastic job a state
-    has them.
+class TrainingPosition:
+    """Position in a training: the history of its epochs as JSON, and the finished share of the next one.
+    In an elastic job the state holds both.
     """
 
     history: str
@@ -126,7 +126,11 @@ class Place:
 
 
 def go_on(
-    place: Place, run: Callable[..., Any], state: Callable[..., Any], train: Callable[..., None], *arguments: Any
+    place: TrainingPosition,
+    run: Callable[..., Any],
+    state: Callable[..., Any],
+    train: Callable[..., None],
+    *arguments: Any,
 ) -> Any:
     """Train from a place on; returns the last place.
 

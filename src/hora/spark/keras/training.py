@@ -20,7 +20,15 @@ from hora.keras import callbacks as methods
 from hora.keras import elastic
 from hora.keras.optimizer import DistributedOptimizer
 from hora.keras.values import optimizer_variables
-from hora.spark.estimator.training import Place, RankSpec, endless, go_on, minibatches, num_steps, open_data_module
+from hora.spark.estimator.training import (
+    RankSpec,
+    TrainingPosition,
+    endless,
+    go_on,
+    minibatches,
+    num_steps,
+    open_data_module,
+)
 from hora.spark.keras.packing import pack_model, unpack, unpack_model
 from hora.torch.arrays import as_numpy, as_torch
 
@@ -55,7 +63,7 @@ def train(spec: KerasSpec) -> KerasResult | None:
         keras.utils.set_random_seed(int(values["random_seed"]))
     model = unpack_model(spec.package, spec.model, values["custom_objects"])
     optimizer = _compile(spec, keras, model)
-    place: Any = _Place(json.dumps(_resume(spec, model, optimizer)), size=hvd.size())
+    place: Any = _KerasPosition(json.dumps(_resume(spec, model, optimizer)), size=hvd.size())
     place = go_on(place, elastic.run, functools.partial(_state, model, optimizer), _train_epochs, spec, keras, model)
     if hvd.rank() != 0:
         return None
@@ -64,7 +72,7 @@ def train(spec: KerasSpec) -> KerasResult | None:
 
 
 @dataclass
-class _Place(Place):
+class _KerasPosition(TrainingPosition):
     """`size`: what the learning rate is scaled by."""
 
     size: int = 1

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hora.data.shard import Rows, Shard
+from hora.data.shard import DatasetShard, Rows
 from hora.spark.lightning.package import Package
 
 __all__ = ["RowTransformation", "parquet_data_module"]
@@ -114,8 +114,8 @@ class _ParquetData:
         super().__init__()
         self.__dict__.update(given)
         self._given = given
-        self.train_reader: Shard | None = None
-        self.val_reader: Shard | None = None
+        self.train_reader: DatasetShard | None = None
+        self.val_reader: DatasetShard | None = None
         self.train_dl: _Batches | None = None
         self.val_dl: _Batches | None = None
 
@@ -142,14 +142,14 @@ class _ParquetData:
         self.setup("fit")
         return self.val_dl if self._given["has_val"] else None
 
-    def _shard(self, path: str) -> Shard:
+    def _shard(self, path: str) -> DatasetShard:
         import fsspec
 
         given = self._given
         filesystem, place = fsspec.core.url_to_fs(path, **dict(given["storage_options"] or {}))
         wanted = (given["transformation"], given["transformation_edit_fields"], given["transformation_removed_fields"])
         transform = RowTransformation(*wanted) if any(wanted) else None
-        return Shard(
+        return DatasetShard(
             place,
             filesystem=filesystem,
             num_readers=0 if given["reader_pool_type"] == "dummy" else given["reader_worker_count"],
@@ -160,7 +160,7 @@ class _ParquetData:
             keep=given["inmemory_cache_all"],
         )
 
-    def _loader(self, shard: Shard, batch_size: int, steps: int | None, *, validation: bool = False) -> _Batches:
+    def _loader(self, shard: DatasetShard, batch_size: int, steps: int | None, *, validation: bool = False) -> _Batches:
         """`steps` full batches, or every row once in as many steps as all ranks need."""
         given = self._given
         rng = np.random.default_rng(given["seed"]) if given["shuffle"] and not validation else None

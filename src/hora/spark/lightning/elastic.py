@@ -24,8 +24,8 @@ def make_elastic(trainer: Any, new_data: Callable[[], Any] | None) -> None:
     `new_data`: makes the data module for the rank and the size that this process has then; None where the module or the
     data module itself looks at them in `train_dataloader()`, or Lightning's own sampler does.
     """
-    if (Place, _PlaceHandler) not in get_handler_registry():
-        get_handler_registry().append((Place, _PlaceHandler))
+    if (LoopPosition, _LoopPositionHandler) not in get_handler_registry():
+        get_handler_registry().append((LoopPosition, _LoopPositionHandler))
     loop = trainer.fit_loop
     if not isinstance(loop, _ElasticFit):
         loop.__class__ = type("ElasticFitLoop", (_ElasticFit, type(loop)), {})
@@ -33,7 +33,7 @@ def make_elastic(trainer: Any, new_data: Callable[[], Any] | None) -> None:
     loop.new_data = new_data
 
 
-class Place:
+class LoopPosition:
     """A Trainer's place in its training, of which newcomers take over all and a failed step is taken back.
 
     Batches are counted by Lightning's own loops, from the beginning or the middle of an epoch: `first` of `total` had
@@ -115,8 +115,8 @@ class Place:
             self.size = hvd.size()
 
 
-class _PlaceHandler(SnapshotHandler):
-    """Of a `Place`: a step copies little of it, and others take over more."""
+class _LoopPositionHandler(SnapshotHandler):
+    """Of a `LoopPosition`: a step copies little of it, and others take over more."""
 
     @property
     def committed(self) -> Any:
@@ -147,7 +147,7 @@ class _ElasticFit:
 
     def run(self) -> None:
         trainer = self.trainer
-        self.place = Place(trainer)
+        self.place = LoopPosition(trainer)
         more = {f"optimizer_{number}": optimizer for number, optimizer in enumerate(trainer.strategy.optimizers)}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:

@@ -27,7 +27,7 @@ from hora.torch.optimizer.order import AgreedOrder, BucketOrder
 from hora.torch.optimizer.parameters import unnamed
 from hora.torch.optimizer.per_parameter import PerParameterReducer
 from hora.torch.optimizer.reducer import ReduceOptions, Reducer
-from hora.torch.plan import Planner
+from hora.torch.plan import CompressionPlanner
 from hora.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = ["SliceNorm", "StepState", "StepWatcher", "bare_copy", "optimizers_of", "takes_part"]
@@ -102,7 +102,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._frozen: list[torch.Tensor] = []
         self._step = StepState()
         self._last_arrivals: list[torch.Tensor] = []
-        self._planner = Planner()  # of `hora plan`
+        self._planner = CompressionPlanner()  # of `hora plan`
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.backward_passes_per_step = backward_passes_per_step
         self.op = options.op
