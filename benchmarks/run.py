@@ -1,13 +1,13 @@
 """The whole comparison with one command: `make bench`, or `python -m benchmarks [--quick]`.
 
 Collectives and training steps against torch.distributed's gloo and DistributedDataParallel, memory against DDP,
-start-up against torchrun and TorchDistributor, autotune against a sweep by hand, and the cost of watching a job. Prints
+start-up against torchrun and TorchDistributor, and the cost of watching a job. Prints
 what each benchmark prints and saves a table (`docs/benchmarks/results.md`), the numbers (`results.json`) and a picture
 (`results.png`); `python -m benchmarks.readme` writes the README's figures from them.
 
-Needs torch and the package (installed, or `PYTHONPATH=src`). A part that needs more (pyspark and Java, chromium) is
+Needs torch and the package (installed, or `PYTHONPATH=src`). A part that needs more (pyspark and Java) is
 left out where that is missing, and the table says so. `--quick` takes about a quarter of an hour on two cores: fewer
-rounds, without autotune and watching.
+rounds, without watching.
 """
 
 from __future__ import annotations
@@ -54,10 +54,8 @@ PARTS = (
         ("java",),
         quick=True,
     ),
-    Part("Autotune against a sweep by hand", (("autotune", "--rounds", "5"),)),
-    Part("A step that is watched", (("watch", "overhead", "--rounds", "3"), ("watch", "hour"))),
+    Part("A step that is watched", (("watch", "overhead", "--rounds", "3"),)),
     Part("The guilty rank", (("watch", "slow", "--tries", "5"), ("watch", "hang", "--tries", "5"))),
-    Part("The page in chromium", (("watch", "page"),), ("playwright", "psutil"), ("chromium",)),
 )
 
 
@@ -187,7 +185,7 @@ def main() -> None:
     """Run everything and save it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--np", default="2", help="ranks, also several: 2,4")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, without autotune and watching")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, without watching")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args()
     rounds = "5" if options.quick else "9"

@@ -1,4 +1,4 @@
-"""What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | slow | hang | hour | page`
+"""What seeing a job run costs, and how sure it is. `python -m benchmarks.watch overhead | slow | hang`
 
 overhead    a training step unobserved, observed, and observed with a page open, in turns; bytes a rank sends in a
             second
@@ -6,9 +6,6 @@ slow        one of four ranks is a fifth slower, a random one each time: how oft
             seconds
 hang        one of four ranks hangs, a random one each time: how often the page has its guilty line, after how many
             seconds
-hour        a simulated hour of eight ranks: the recording's size, and the seconds until it can be shown
-page        in chromium: its size, its first paint, and the processor time it takes beside a job and when nothing
-            happens
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import json
 import os
 import random
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -31,8 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-
     from hora.watch.address import Page
 
 OBEDIENT = Path(__file__).parents[1] / "tests" / "integration" / "watched_job.py"
@@ -258,92 +252,9 @@ def hang(np: int, tries: int) -> dict:
     return _tries("hang", np, tries, 30.0, found)
 
 
-def hour() -> dict:
-    from benchmarks.simulated_run import Simulation, Slowness
-    from hora.watch import view
-    from hora.watch.recording import Recorder, read_run
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.hora")
-        simulation = Simulation(slow=[Slowness(5, 1.31, begin=1800.0)])
-        recorder = Recorder(path, simulation.facts)
-        for entry in simulation.entries(3600.0):
-            recorder.take(entry)
-        recorder.close()
-        began = time.perf_counter()
-        json.dumps(view.everything(read_run(path)))
-        result = {"megabytes": round(path.stat().st_size / 1e6, 2), "seconds": round(time.perf_counter() - began, 2)}
-    print("hour", json.dumps(result), flush=True)
-    return result
-
-
-def page() -> dict:
-    """Processor seconds of all of chromium's processes for a second of looking, beside an empty tab."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        print("no chromium on this machine: apt-get install chromium")
-        return {}
-    from playwright.sync_api import sync_playwright
-
-    from benchmarks.simulated_run import Simulation, Slowness
-    from hora.watch.recording import Recorder
-    from hora.watch.replay import open_recording
-
-    site = Path(__file__).parents[1] / "src" / "hora" / "watch" / "site"
-    result: dict = {"kilobytes": round(sum(file.stat().st_size for file in site.iterdir()) / 1e3)}
-    with tempfile.TemporaryDirectory() as name, _obedient_job(4) as (live, _), sync_playwright() as driver:
-        simulation = Simulation(slow=[Slowness(5, 1.31, begin=200.0)])
-        recorder = Recorder(Path(name, "run.hora"), simulation.facts)
-        for entry in simulation.entries(600.0):
-            recorder.take(entry)
-        recorder.close()
-        server, recorded = open_recording(Path(name, "run.hora"))
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        plain = "data:text/html,<p>one line</p>"  # what this machine needs to paint anything
-        for what, url in (("one line", plain), ("live", live.full_url), ("recorded", recorded.full_url)):
-            result[f"first paint, {what}, ms"] = statistics.median(_first_paint_ms(browser, url) for _ in range(5))
-            tab = browser.new_page()
-            tab.goto(url)
-            time.sleep(5)
-            before, began = _chromium_s(), time.monotonic()
-            time.sleep(15)
-            share = (_chromium_s() - before) / (time.monotonic() - began)
-            result[f"processor, {what}, % of a core"] = round(100 * share, 2)
-            tab.close()
-        browser.close()
-        server.close()
-    print("page", json.dumps(result), flush=True)
-    return result
-
-
-def _first_paint_ms(browser: Browser, url: str) -> int:
-    tab = browser.new_page()
-    tab.goto(url)
-    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
-    until = time.monotonic() + 60.0
-    while (took := tab.evaluate(paint)) is None:  # the page's policy forbids Playwright's own way to wait
-        if time.monotonic() > until:
-            raise TimeoutError(f"{url} was not painted")
-        time.sleep(0.02)
-    tab.close()
-    return round(took)
-
-
-def _chromium_s() -> float:
-    """The processor time of this process's chromium, all of its processes."""
-    import psutil
-
-    total = 0.0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "chrom" in process.name():
-                total += sum(process.cpu_times()[:2])
-    return total
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "slow", "hang", "hour", "page", "rank"))
+    parser.add_argument("what", choices=("overhead", "slow", "hang", "rank"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("-np", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
@@ -358,10 +269,6 @@ def main() -> None:
             slow(max(arguments.np, 4), arguments.tries)
         case "hang":
             hang(max(arguments.np, 4), arguments.tries)
-        case "hour":
-            hour()
-        case "page":
-            page()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks
+sys.path.insert(0, str(Path(__file__).parents[1]))  # simulated_run
 KEY = bytes(32)
 Target = tuple[Callable[[bytes], object], list[bytes]]  # what to call, and inputs to begin with
 
@@ -219,11 +219,10 @@ def _in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
 
 def recordings() -> Target:
     """A recorded run for `hora view`: its facts, and the entries before they are compressed."""
-    from benchmarks.simulated_run import Simulation
-
     from hora.watch import view
     from hora.watch.prometheus import exposition
     from hora.watch.recording import read_run
+    from simulated_run import Simulation
 
     def show(path: Path) -> None:
         run = read_run(path)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.simulated_run import Simulation
 from job_process import run_command
 
 from hora.telemetry import Report, Sample
 from hora.watch import kubeflow
 from hora.watch.model import Entry, Run
+from simulated_run import Simulation
 
 pytest.importorskip("cryptography")
 

@@ -21,13 +21,13 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-from benchmarks.simulated_run import Simulation, Slowness
 
 from hora.events import Timeline
 from hora.watch.address import find_pages
 from hora.watch.model import Entry
 from hora.watch.recording import Recorder, read_run
 from hora.watch.replay import open_recording
+from simulated_run import Simulation, Slowness
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (

@@ -40,15 +40,6 @@ def test_what_a_benchmark_imports_exists(path):
             assert name is None or hasattr(found, name) or importlib.import_module(f"{module}.{name}")
 
 
-def test_the_profile_of_shared_memory_wraps_functions_that_exist(monkeypatch):
-    from benchmarks.shm_profile import Clock, instrumented
-
-    wrapped = []
-    monkeypatch.setattr(Clock, "wrap", lambda self, owner, name, phase: wrapped.append(getattr(owner, name)))
-    instrumented()
-    assert len(wrapped) == 5
-
-
 def test_the_table_of_launchers_is_what_its_benchmark_prints():
     from benchmarks.launchers import DOCS, PLACES, table, table_in
 

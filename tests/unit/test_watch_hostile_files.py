@@ -13,13 +13,13 @@ import zlib
 from pathlib import Path
 
 import pytest
-from benchmarks.simulated_run import Simulation
 
 from hora.cli.watch import view as hora_view
 from hora.watch import view
 from hora.watch.prometheus import exposition
 from hora.watch.recording import read_run
 from hora.watch.timeline import read_timeline
+from simulated_run import Simulation
 
 KINDS = ("world", "report", "joined", "exited", "failed", "line", "event", "stack", "profile", "end")
 ODD = (float("nan"), float("inf"), -float("inf"), -1e308, 1e308, 1e300, 1e18, -1.0)

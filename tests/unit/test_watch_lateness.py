@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from benchmarks.simulated_run import Simulation, Slowness
 
 from hora.watch.model import Run
+from simulated_run import Simulation, Slowness
 
 
 def _watched(simulation: Simulation, duration_s: float) -> tuple[Run, dict[float, list[int]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks.simulated_run import Simulation, Slowness
 
 from hora.telemetry import Report, Sample
 from hora.watch import view
@@ -13,6 +12,7 @@ from hora.watch.grid import Grid
 from hora.watch.model import Entry, Run
 from hora.watch.prometheus import exposition
 from hora.watch.recording import Recorder, read_entries, read_run
+from simulated_run import Simulation, Slowness
 
 
 def _after(simulation: Simulation, duration_s: float) -> Run:

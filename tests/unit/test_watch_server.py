@@ -9,7 +9,6 @@ import socket
 import time
 
 import pytest
-from benchmarks.simulated_run import Simulation
 
 from hora.watch import address, server
 from hora.watch.access import Access, new_token
@@ -17,6 +16,7 @@ from hora.watch.address import Page, parse_address
 from hora.watch.client import choose_page, page_from_url, snapshots
 from hora.watch.model import Entry, Run
 from hora.watch.server import Server
+from simulated_run import Simulation
 from waiting import wait_until
 
 

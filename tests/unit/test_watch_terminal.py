@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.simulated_run import Simulation, Slowness
 from rich.console import Console
 
 from hora.cli.watch import top, view
@@ -21,6 +20,7 @@ from hora.watch.recording import Recorder
 from hora.watch.replay import open_recording
 from hora.watch.server import Server
 from hora.watch.terminal import show
+from simulated_run import Simulation, Slowness
 from waiting import wait_until
 
 
